@@ -2,35 +2,32 @@
 
     pip install 'pipeplan[torch]'
     python benchmarks/executor_overhead.py        # prints the tables of docs/benchmarks/runs.md; takes some minutes
-    python benchmarks/executor_overhead.py --steps 10 --widths 64,256
+    python benchmarks/executor_overhead.py --pairs 40 --widths 64 --what torch
 
-*Beside torch*: a chain of transformer-like layers as a v-shape zero-bubble schedule (ZB-V), 2 processes with one thread
-each on gloo. In the same processes, with the same weights and samples, steps of pipeplan and of torch's
-``ScheduleZBVZeroBubble`` take turns; which of the two goes first changes with every pair. A step is the program alone:
-no optimizer, no making of samples; it ends when the slower process has ended. Gradients are compared first.
+*Beside torch* (``--what torch``): a chain of transformer-like layers as a v-shape zero-bubble schedule (ZB-V), with the
+same weights and samples under pipeplan and torch's ``ScheduleZBVZeroBubble``, in turn (``beside.py``). A step is the
+program alone: no optimizer, no making of samples. Gradients are compared first.
 
-*Per action*: from one action's beginning to the next one's, the median over many steps of one plan. In *interpreter*
-stages and transport do nothing; in *stages* blocks are a multiplication of one number by another, so that what is
-left is mostly torch's autograd; in *gloo* such tensors really travel, and a time is how long posting one took.
+*Per action* (``--what actions``): from one action's beginning to the next one's, the median over many steps of one
+plan. In *interpreter* stages and transport do nothing; in *stages* blocks are a multiplication of one number by
+another, so that what is left is mostly torch's autograd; in *gloo* such tensors really travel, and a time is how long
+posting one took.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tables import machine, markdown, note
+from beside import HEADER, NUM_RANKS, TIMEOUT_NS, arguments, cells, in_turn, job_of, printed, told_by
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -43,9 +40,7 @@ from pipeplan.runtime.executor.message_graph import TensorKey
 from pipeplan.runtime.executor.rank_program import ProgramStep, programs_of
 from pipeplan.runtime.executor.stage import MiniBatch
 from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
-from pipeplan.runtime.launch.__main__ import main as be_rank
 from pipeplan.runtime.launch.job import RankContext
-from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.launch.status import Board, Phase, Progress
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.parallel.device import Clock
@@ -56,10 +51,8 @@ from pipeplan.workload.bounds import period_bound, strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 
-AS_RANK = "--as-rank"
-NUM_RANKS, NUM_STAGES = 2, 4
+NUM_STAGES = 4
 KINDS = ("F", "B", "I", "W", "SEND", "RECV")
-TIMEOUT_NS = 60 * 10**9
 
 
 def zb_v(num_microbatches: int, *, split: bool = True) -> Plan:
@@ -136,8 +129,9 @@ def chain(width: int, length: int, layers: int) -> Model:
 # Beside torch ----------------------------------------------------------------------------------------------------
 
 
-def beside_torch(plan: Plan, job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
-    """Times of steps in ns: how long each took on the rank that took longest."""
+def beside_torch(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
+    """Times of steps, and how far gradients are apart."""
+    plan = parse(job["plan"], Plan)
     model = chain(job["width"], job["length"], job["layers"])
     trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), context.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
@@ -157,13 +151,9 @@ def beside_torch(plan: Plan, job: Mapping[str, Any], context: RankContext) -> di
     steps = {"pipeplan": ours_once, "torch": theirs_once}
     for run in steps.values():
         run()
-    difference = differences(trainer, theirs)
-    found: dict[str, list[int]] = {name: [] for name in steps}
-    for number in range(job["warmup"] + job["steps"]):
-        for name in sorted(steps, reverse=bool(number % 2)):
-            found[name].append(slowest(steps[name]))
+    found = in_turn(steps, job) | {"apart": differences(trainer, theirs)}
     trainer.close()
-    return {name: times[job["warmup"] :] for name, times in found.items()} | {"difference": difference}
+    return found
 
 
 def schedule_of_torch(trainer: Trainer, num_predictions: float, num_microbatches: int) -> Any:
@@ -192,16 +182,6 @@ def differences(trainer: Trainer, theirs: Any) -> float:
             found = max(found, float((ours.grad - other.grad).abs().max()))
             largest = max(largest, float(ours.grad.abs().max()))
     return found / largest
-
-
-def slowest(run: Any) -> int:
-    """How long it takes until the last rank has done it, from when all are ready."""
-    dist.barrier()
-    begin = time.monotonic_ns()
-    run()
-    took = torch.tensor([time.monotonic_ns() - begin])
-    dist.all_reduce(took, dist.ReduceOp.MAX)
-    return int(took.item())
 
 
 # Per action ------------------------------------------------------------------------------------------------------
@@ -261,8 +241,9 @@ class NoTransport:
         return []
 
 
-def per_action(plan: Plan, job: Mapping[str, Any], context: RankContext) -> dict[str, dict[str, list[int]]]:
+def per_action(job: Mapping[str, Any], context: RankContext) -> dict[str, dict[str, list[int]]]:
     """[what is measured][kind of action] times in ns of this rank's actions."""
+    plan = parse(job["plan"], Plan)
     model = chain(1, 1, 1)
     program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[context.rank]
     specs = travelling(program, model, torch.float32)
@@ -271,7 +252,7 @@ def per_action(plan: Plan, job: Mapping[str, Any], context: RankContext) -> dict
     samples = MiniBatch(batch, model.predictions(batch))
     none: Any = dict.fromkeys(program.stages, NoStage(specs))
     nobody: Any = NoTransport(program, specs)
-    kept = trainer.executor.channels
+    kept = trainer.channels
     found = {}
     for what, stages, channels in (
         ("interpreter", none, nobody),
@@ -305,49 +286,20 @@ def timed_actions(executor: Executor, watch: Watch, samples: MiniBatch, steps: i
 # ------------------------------------------------------------------------------------------------------------------
 
 
-def as_rank(job: Mapping[str, Any], context: RankContext) -> None:
-    """The work of one process."""
-    torch.set_num_threads(1)
-    plan = parse(job["plan"], Plan)
-    work = {"torch": beside_torch, "actions": per_action}[job["what"]]
-    told = work(plan, job, context)
-    if context.rank == 0:
-        context.report({"event": "told", "told": told})
+def row_beside_torch(width: int, given: argparse.Namespace) -> list[str]:
+    """A row of the first table."""
+    plan = zb_v(given.microbatches)
+    job = job_of(given, plan=plan.model_dump_json(), width=width, length=given.length, layers=given.layers)
+    return [str(width), *cells(told_by("executor_overhead:beside_torch", job, plan.programs))]
 
 
-def told_by(plan: Plan, job: Mapping[str, Any]) -> dict[str, Any]:
-    """What rank 0 of two processes reports."""
-    found: list[dict[str, Any]] = []
-    watch_local(
-        "executor_overhead:as_rank",
-        plan.programs,
-        {"plan": plan.model_dump_json(), **job},
-        TIMEOUT_NS,
-        lambda rank, report: found.append(report["told"]),
-        (sys.executable, __file__, AS_RANK),
-    )
-    return found[0]
-
-
-def row_beside_torch(width: int, options: argparse.Namespace) -> list[str]:
-    """Medians, and the median of the ratios of neighbours."""
-    job = {"what": "torch", "width": width, **{key: getattr(options, key) for key in ("length", "layers", "steps")}}
-    told = told_by(zb_v(options.microbatches), job | {"warmup": options.warmup})
-    ratios = [ours / theirs for ours, theirs in zip(told["pipeplan"], told["torch"], strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    cells = [str(width), *(f"{statistics.median(told[name]) / 1e6:.2f}" for name in ("pipeplan", "torch"))]
-    cells += [f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{told['difference']:.0e}"]
-    note(" ".join(cells))
-    return cells
-
-
-def rows_per_action(options: argparse.Namespace) -> list[list[str]]:
+def rows_per_action(given: argparse.Namespace) -> list[list[str]]:
     """Medians in us; whole backwards and split ones are of two plans."""
     times: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for split in (True, False):
-        plan = zb_v(options.microbatches, split=split)
-        told = told_by(plan, {"what": "actions", "steps": 2 * options.steps})
-        for what, kinds in told.items():
+        plan = zb_v(given.microbatches, split=split)
+        job = {"plan": plan.model_dump_json(), "steps": 4 * given.pairs}
+        for what, kinds in told_by("executor_overhead:per_action", job, plan.programs).items():
             for kind, found in kinds.items():
                 times[what][kind] += found
     shown = {"interpreter": KINDS, "stages": KINDS[:4], "gloo": KINDS[4:]}
@@ -358,28 +310,19 @@ def rows_per_action(options: argparse.Namespace) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--widths", default="64,256,512", help="of the layers; 64 is all overhead")
     parser.add_argument("--length", type=int, default=64, help="vectors per micro-batch")
     parser.add_argument("--layers", type=int, default=2, help="per stage, of which each process has two")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="one object instead of tables")
-    options = parser.parse_args()
-    beside = [row_beside_torch(int(width), options) for width in options.widths.split(",") if width]
-    actions = rows_per_action(options)
-    if options.json:
-        print(json.dumps({"beside torch": beside, "per action": actions}))
-        return
-    header = ["width", "pipeplan, ms a step", "torch", "median ratio", "middle half", "gradients differ by"]
-    print(markdown(header, beside))
-    print(f"\n{markdown(['us per action', *KINDS], actions)}")
-    print(f"\n{machine()}, torch {version('torch')}.")
+    parser.add_argument("--what", choices=("torch", "actions"), help="one of the tables")
+    given = parser.parse_args()
+    if given.what != "actions":
+        rows = [row_beside_torch(int(width), given) for width in given.widths.split(",")]
+        printed(given, ["width", *HEADER], rows)
+    if given.what != "torch":
+        printed(given, ["us per action", *KINDS], rows_per_action(given))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == [AS_RANK]:
-        be_rank()
-    else:
-        main()
+    main()

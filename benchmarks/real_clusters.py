@@ -12,6 +12,8 @@ that give stages devices of their own.
     python benchmarks/real_clusters.py --state FOLDER --table
     python benchmarks/real_clusters.py --list
 
+With ``--processor`` seconds are those of the process's own work, so that a busy machine is as good as a quiet one.
+
 A cell whose bound is above the best that is known is counted and not simulated, but for one in fifty: those show that
 bounds hold. What is done is kept in FOLDER cell by cell, and not done again.
 """
@@ -38,11 +40,13 @@ from pipeplan.costs.throughput import Yardstick
 from pipeplan.errors import PipeplanError
 from pipeplan.files import read_cluster, read_profile
 from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_choices
+from pipeplan.planning.frontier import frontier_request, search_frontier
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.planning.uniform_space import BoundedChoice
 from pipeplan.schedule.state import ScheduleStep
+from pipeplan.time_limit import Limit
 
 TOKENS = 4 * 2**20
 """Of a step."""
@@ -145,9 +149,19 @@ PUBLISHED = (
 class State:
     """Files of one folder: inputs, and what was found of each case."""
 
-    def __init__(self, folder: Path, limit: float) -> None:
-        self.folder, self.limit = folder, limit
+    def __init__(self, folder: Path, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.folder, self.limit, self.clock = folder, limit, clock
         folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def how(self) -> list[str]:
+        """The flag that has a child measure time as here."""
+        return ["--processor"] if self.clock is time.process_time else []
+
+    @property
+    def within(self) -> Limit | None:
+        """The limit of a search by a clock that is not the wall's."""
+        return Limit(self.limit, clock=self.clock) if self.how else None
 
     def request(self, case: Case, **others: Any) -> Request:
         """What is asked of a case."""
@@ -208,7 +222,7 @@ class State:
 def searched(state: State, case: Case, *how: str) -> dict[str, Any]:
     """The search in a process of its own: what it found, when it knew what, and its memory."""
     given = [sys.executable, __file__, "--state", str(state.folder), "--limit", str(state.limit), "--child", case.stem]
-    given += how
+    given += [*how, *state.how]
     state.profile(case), state.cluster(case)
     done = subprocess.run(given, capture_output=True, text=True)
     if done.returncode:
@@ -220,14 +234,15 @@ def searched(state: State, case: Case, *how: str) -> dict[str, Any]:
 def child(state: State, case: Case, off: Sequence[str], workers: int, *, deterministic: bool) -> None:
     """Search without some steps and print what was found. Times are from when the profile has been read."""
     request = state.request(case, deterministic=deterministic)
-    begun, told = time.monotonic(), list[tuple[float, int]]()
+    begun, told = state.clock(), list[tuple[float, int]]()
 
     def hear(what: str, best: int | None, *rest: Any) -> None:
         if best and (not told or best < told[-1][1]):
-            told.append((time.monotonic() - begun, best))
+            told.append((state.clock() - begun, best))
 
-    result = search_plan(request, progress=hear, workers=workers, steps=without(off))
-    plan, seconds = result.plan, time.monotonic() - begun
+    within = None if deterministic else state.within
+    result = search_plan(request, progress=hear, workers=workers, steps=without(off), within=within)
+    plan, seconds = result.plan, state.clock() - begun
     predicted = plan.predicted
     near = next((at for at, best in told if best <= 1.02 * predicted.iteration_ns), seconds)
     problems = check(plan, read_profile(str(state.profile(case))), read_cluster(str(state.cluster(case)))).problems
@@ -330,6 +345,8 @@ def _simulated(request: Request, each: BoundedChoice) -> tuple[int | None, str]:
 def front(state: State, case: Case) -> dict[str, Any]:
     """The shortest plan of ``frontier --plans`` with the same time."""
     model = MODELS[case.model]
+    if state.how:
+        return searched(state, case, "--frontier")
     said = [
         *("frontier", str(state.profile(case)), "--cluster", str(state.cluster(case)), "--plans"),
         *("--mini-batch", str(model.samples), "--time-limit", f"{state.limit:g}s", "--json"),
@@ -341,6 +358,20 @@ def front(state: State, case: Case) -> dict[str, Any]:
         return {"failed": done.stderr.strip()[-300:], "seconds": seconds}
     points = json.loads(done.stdout)["points"]
     return {"best_ns": min((point["iteration_ns"] for point in points), default=None), "seconds": seconds}
+
+
+def front_child(state: State, case: Case) -> None:
+    """The same by the process's own work, printed."""
+    profile, cluster = read_profile(str(state.profile(case))), read_cluster(str(state.cluster(case)))
+    asked = frontier_request(profile, cluster=cluster, mini_batch=MODELS[case.model].samples, time_limit=state.limit)
+    begun = state.clock()
+    try:
+        points = search_frontier(asked, within=state.within).points
+    except PipeplanError as error:
+        print(json.dumps({"failed": str(error)[:300], "seconds": state.clock() - begun}))
+        return
+    best = min((point.time_ns for point in points), default=None)
+    print(json.dumps({"best_ns": best, "seconds": state.clock() - begun}))
 
 
 def published(state: State, case: Case) -> dict[str, Any]:
@@ -500,7 +531,9 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for each search")
     parser.add_argument("--table", action="store_true", help="only print what is known")
     parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--processor", action="store_true", help="measure the process's own seconds, not the wall's")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--frontier", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--off", default="", help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--deterministic", action="store_true", help=argparse.SUPPRESS)
@@ -511,10 +544,13 @@ def main() -> None:
         return
     if options.state is None:
         parser.error("--state FOLDER is needed")
-    state = State(options.state, options.limit)
+    state = State(options.state, options.limit, time.process_time if options.processor else time.monotonic)
     if options.child:
         off = [name for name in options.off.split(";") if name]
         case = next(case for case in CASES if case.stem == options.child)
+        if options.frontier:
+            front_child(state, case)
+            return
         child(state, case, off, options.workers, deterministic=options.deterministic)
         return
     if not options.table:

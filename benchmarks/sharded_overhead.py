@@ -3,24 +3,20 @@
     python benchmarks/sharded_overhead.py                 # prints the table of docs/benchmarks/runs.md; some minutes
     python benchmarks/sharded_overhead.py --pairs 40 --levels 3 --widths 256
 
-A chain of feed-forward layers whole on two devices that divide its state, 2 processes with one thread each on gloo. In
-the same processes, with the same weights and samples, steps of pipeplan and of plain ``fully_shard`` take turns, which
-of the two goes first, too. A step is forward, backward, reductions and gathering of parameters, without the optimizer's
-own work. Level 1 reduces after the last micro-batch, 2 and 3 after each; parameters are given up after use in level 3
-alone.
+A chain of feed-forward layers whole on two devices that divide its state, with the same weights and samples under
+pipeplan and plain ``fully_shard``, in turn (``beside.py``). A step is forward, backward, reductions and gathering of
+parameters, without the optimizer's own work. Level 1 reduces after the last micro-batch, 2 and 3 after each; parameters
+are given up after use in level 3 alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Mapping
-from statistics import median
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from executor_overhead import TIMEOUT_NS, chain, slowest
-from tables import interval, machine, markdown, note
+from beside import HEADER, NUM_RANKS, TIMEOUT_NS, arguments, cells, in_turn, job_of, printed, told_by
+from executor_overhead import chain
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,9 +26,7 @@ from pipeplan.costs import build_workload
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source, parse
 from pipeplan.planning.build_plan import assemble
 from pipeplan.runtime.executor.stage import MiniBatch
-from pipeplan.runtime.launch.__main__ import main as be_rank
 from pipeplan.runtime.launch.job import RankContext
-from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Trainer
@@ -41,7 +35,7 @@ from pipeplan.workload.bounds import period_bound, strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 
-AS_RANK, NUM_RANKS, GATHERED = "--as-rank", 2, 3
+GATHERED = 3
 SIZE = 2 * NUM_RANKS
 """Samples of a micro-batch."""
 
@@ -105,9 +99,8 @@ class Sharded:
         return [each._local_tensor for each in found if isinstance(each, DTensor)]
 
 
-def as_rank(job: Mapping[str, Any], context: RankContext) -> None:
-    """Report how long steps of both took, and how far gradients are apart."""
-    torch.set_num_threads(1)
+def beside_fully_shard(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
+    """How long steps of both took, and how far gradients are apart."""
     model, plan = chain(job["width"], job["length"], job["layers"]), parse(job["plan"], Plan)
     trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), context.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
@@ -130,67 +123,38 @@ def as_rank(job: Mapping[str, Any], context: RankContext) -> None:
         for stage in trainer.stages.values():
             stage.take_loss()
 
-    steps: dict[str, Callable[[], None]] = {
-        "pipeplan": ours_once,
-        "torch": lambda: theirs.step(mine, samples.num_predictions),
-    }
+    def theirs_once() -> None:
+        theirs.step(mine, samples.num_predictions)
+
+    steps = {"pipeplan": ours_once, "torch": theirs_once}
     for run in steps.values():
         run()
     pairs = zip(trainer.unique_parameters(), theirs.gradients(), strict=True)
     apart = max(float((own.grad - other).abs().max()) for own, other in pairs if own.grad is not None)
-    found: dict[str, list[int]] = {name: [] for name in steps}
-    for number in range(job["warmup"] + job["pairs"]):
-        for name in sorted(steps, reverse=bool(number % 2)):
-            found[name].append(slowest(steps[name]))
+    found = in_turn(steps, job) | {"apart": apart}
     trainer.close()
-    if context.rank == 0:
-        times = {name: taken[job["warmup"] :] for name, taken in found.items()}
-        context.report({"event": "told", "told": times | {"apart": apart}})
+    return found
 
 
 def row(level: int, width: int, given: argparse.Namespace) -> list[str]:
-    """Medians, and the median of the ratios of neighbours with its interval."""
-    job = {key: getattr(given, key) for key in ("length", "layers", "pairs", "warmup")} | {
-        "level": level,
-        "width": width,
-    }
+    """A row of the table."""
     plan = plan_of(chain(width, given.length, given.layers), level, given.microbatches)
-    told: list[dict[str, Any]] = []
-    watch_local(
-        "sharded_overhead:as_rank",
-        plan.programs,
-        {"plan": plan.model_dump_json(), **job},
-        TIMEOUT_NS,
-        lambda _, report: told.append(report["told"]),
-        (sys.executable, __file__, AS_RANK),
-    )
-    ratios = [ours / theirs for ours, theirs in zip(told[0]["pipeplan"], told[0]["torch"], strict=True)]
-    low, high = interval(ratios)
-    cells = [str(level), str(width), *(f"{median(told[0][name]) / 1e6:.2f}" for name in ("pipeplan", "torch"))]
-    cells += [f"{median(ratios):.3f}", f"{low:.3f} to {high:.3f}", f"{told[0]['apart']:.0e}"]
-    note(" ".join(cells))
-    return cells
+    how = {"length": given.length, "layers": given.layers, "level": level, "width": width}
+    job = job_of(given, plan=plan.model_dump_json(), **how)
+    return [str(level), str(width), *cells(told_by("sharded_overhead:beside_fully_shard", job, plan.programs))]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--widths", default="64,256,512")
     parser.add_argument("--levels", default="1,2,3")
     parser.add_argument("--length", type=int, default=64, help="vectors per sample")
     parser.add_argument("--layers", type=int, default=2, help="per block, of which there are four")
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
     given = parser.parse_args()
     widths, levels = ([int(each) for each in text.split(",")] for text in (given.widths, given.levels))
-    rows = [row(level, width, given) for level in levels for width in widths]
-    header = ["ZeRO", "width", "pipeplan, ms a step", "fully_shard", "median ratio", "95 %", "gradients differ by"]
-    print(markdown(header, rows))
-    print(f"\n{machine()}.")
+    printed(given, ["ZeRO", "width", *HEADER], [row(level, width, given) for level in levels for width in widths])
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == [AS_RANK]:
-        be_rank()
-    else:
-        main()
+    main()

@@ -3,35 +3,32 @@
     python benchmarks/tensor_parallel.py            # prints the table of docs/benchmarks/runs.md; two minutes
     python benchmarks/tensor_parallel.py --pairs 40 --width 256
 
-Two processes with one thread each, on gloo. Both have the same parts of the same weights by transformers' own plan,
+Both have the same parts of the same weights by transformers' own plan,
 take and give what is whole on both devices, and add up what they find with the same collectives: torch's modules take
 one DTensor for query, key and value together (``PrepareModuleInput``), as torchtitan has it. Forward and backward of
-the two take turns; a ratio is of two neighbours.
+the two take turns (``beside.py``).
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
-import sys
-import tempfile
-import time
-from collections.abc import Callable
-from datetime import timedelta
-from statistics import median
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tables import interval, machine, markdown
+from beside import HEADER, NUM_RANKS, arguments, cells, in_turn, job_of, printed, told_by
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import spawn
+
+from pipeplan.runtime.executor.process_groups import RankGroup
+from pipeplan.runtime.launch.job import RankContext
+from pipeplan.runtime.models.huggingface import load, load_configuration
+from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.parallel.sharding import Shards, share_of
 
 WIDTHS = {64: 33, 256: 127, 1024: 127}
 """Hidden size of a layer, and the length of its sequences: odd, so that what is between products stays whole."""
 
-SAMPLES, WARMUP = 2, 3
+SAMPLES = 2
 
 
 def configuration(width: int) -> str:
@@ -69,85 +66,42 @@ def of_torch(layer: Any, plan: dict[str, str], rotary: nn.Module) -> Callable[[T
     return run
 
 
-def compared(rank: int, width: int, pairs: int, port: int, found: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(minutes=5))
-    from pipeplan.runtime.executor.process_groups import RankGroup
-    from pipeplan.runtime.launch.status import Progress
-    from pipeplan.runtime.models.huggingface import load, load_configuration
-    from pipeplan.runtime.parallel import Share
-    from pipeplan.runtime.parallel.sharding import Shards, share_of
-
-    text, sequence = configuration(width), WIDTHS[width]
+def beside_dtensors(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
+    """How long forwards and backwards of both took, and how far what they make is apart."""
+    text, sequence = configuration(job["hidden"]), WIDTHS[job["hidden"]]
     model = load_configuration(text, sequence=sequence, grain="layer")
     block = next(each for each in model.blocks if each.operator == "layer")
     assert block.split is not None
-    share, group = Share(block.id, rank, (0, 1)), RankGroup((0, 1), Progress(_board(), rank), dist.group.WORLD)
-    made = block.split.build(Shards(2, rank, group))
+    ranks = tuple(range(NUM_RANKS))
+    share, group = Share(block.id, context.rank, ranks), RankGroup(ranks, context.progress, dist.group.WORLD)
+    made = block.split.build(Shards(NUM_RANKS, context.rank, group))
     ours = share_of(block.build(), made, lambda name: model.part_of(share, name))
     inner: Any = load(text, sequence=sequence).module.model
     theirs = of_torch(inner.model.layers[0], inner.config.base_model_tp_plan, inner.model.rotary_emb)
-    x = torch.randn(SAMPLES, sequence, width, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(SAMPLES, sequence, job["hidden"], generator=torch.Generator().manual_seed(0))
+    last: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def step(run: Callable[[Tensor], Tensor]) -> tuple[float, Tensor, Tensor]:
+    def step(name: str, run: Callable[[Tensor], Tensor]) -> None:
         given = x.clone().requires_grad_()
-        dist.barrier()
-        begin = time.perf_counter()
         made = run(given)
         torch.autograd.backward(made, torch.ones_like(made))
-        taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
         assert given.grad is not None
-        return float(taken), made.detach(), given.grad
+        last[name] = made.detach(), given.grad
 
-    times: list[tuple[float, float]] = []
-    for turn in range(WARMUP + pairs):
-        both = [step(ours), step(theirs)] if turn % 2 else [step(theirs), step(ours)][::-1]
-        if turn >= WARMUP:
-            times.append((both[0][0], both[1][0]))
-    apart = max(float((a - b).abs().max()) for a, b in zip(both[0][1:], both[1][1:], strict=True))
-    if rank == 0:
-        found.put((times, apart))
-    dist.destroy_process_group()
-
-
-def _board() -> Any:
-    """Where a rank says what it waits for, which nobody reads here."""
-    from pipeplan.runtime.launch.status import Board
-
-    with tempfile.TemporaryFile() as file:
-        file.truncate(Board.size(2))
-        return Board(file.fileno(), 2)
+    found = in_turn({"pipeplan": lambda: step("ours", ours), "torch": lambda: step("theirs", theirs)}, job)
+    pairs = zip(last["ours"], last["theirs"], strict=True)
+    return found | {"apart": max(float((a - b).abs().max()) for a, b in pairs)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=30)
+    parser = arguments(__doc__)
     parser.add_argument("--width", type=int, action="append", choices=sorted(WIDTHS))
     given = parser.parse_args()
     rows = []
-    for number, width in enumerate(given.width or WIDTHS):
-        found = multiprocessing.get_context("spawn").SimpleQueue()
-        spawn(compared, (width, given.pairs, 29531 + number, found), nprocs=2)  # type: ignore[no-untyped-call]  # torch has it without types
-        times, apart = found.get()
-        ratios = [ours / theirs for ours, theirs in times]
-        low, high = interval(ratios)
-        print(f"{width}: {median(ratios):.3f}", file=sys.stderr)
-        milliseconds = [f"{1e3 * median(each):.2f}" for each in zip(*times, strict=True)]
-        rows.append(
-            [
-                str(width),
-                str(WIDTHS[width]),
-                *milliseconds,
-                f"{median(ratios):.3f}",
-                f"{low:.3f} to {high:.3f}",
-                f"{apart:.0e}",
-            ]
-        )
-    heads = ["hidden", "sequence", "pipeplan, ms", "torch, ms", "median ratio", "95 %", "differ by"]
-    print(markdown(heads, rows))
-    print(f"\n{machine()}")
+    for width in given.width or WIDTHS:
+        told = told_by("tensor_parallel:beside_dtensors", job_of(given, hidden=width))
+        rows.append([str(width), str(WIDTHS[width]), *cells(told)])
+    printed(given, ["hidden", "sequence", *HEADER], rows)
 
 
 if __name__ == "__main__":

@@ -53,10 +53,15 @@ if TYPE_CHECKING:
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
     from pipeplan.planning.request import input_notes as input_notes
+    from pipeplan.planning.restrictions import search_targets as search_targets
     from pipeplan.planning.tuning import Tuning as Tuning
     from pipeplan.reporting.html.report import PlanReport as PlanReport
+    from pipeplan.runtime.launch.job import Evaluated as Evaluated
+    from pipeplan.runtime.launch.job import Event as Event
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
+    from pipeplan.runtime.launch.job import Started as Started
     from pipeplan.runtime.launch.job import StepResult as StepResult
+    from pipeplan.runtime.models.given_names import PythonValue as PythonValue
     from pipeplan.runtime.models.load import advice_on as advice_on
     from pipeplan.runtime.models.load import hindrance_of as hindrance_of
     from pipeplan.runtime.models.load import load_where_even as load_where_even
@@ -68,7 +73,9 @@ if TYPE_CHECKING:
     from pipeplan.runtime.profiling.rounds import UnfinishedProfile as UnfinishedProfile
     from pipeplan.runtime.training.options import RunOutcome as RunOutcome
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
+    from pipeplan.runtime.training.options import throughput_of as throughput_of
     from pipeplan.schedule.rules import Rules as Rules
+    from pipeplan.schedule.rules.given_order import num_microbatches_of as num_microbatches_of
     from pipeplan.schedule.rules.language import to_toml as to_toml
     from pipeplan.schedule.state import Progress as Progress
     from pipeplan.simulator.simulation import Simulation as Simulation
@@ -94,15 +101,18 @@ _PARTS = {
     "pipeplan.planning.frontier": ("FrontierResult", "frontier_notes", "frontier_request"),
     "pipeplan.planning.frontier_file": ("read_frontier",),
     "pipeplan.planning.tuning": ("Tuning",),
+    "pipeplan.planning.restrictions": ("search_targets",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("advice_on", "hindrance_of", "load_where_even", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
-    "pipeplan.runtime.launch.job": ("RunOptions",),
+    "pipeplan.runtime.launch.job": ("Evaluated", "RunOptions", "Started", "StepResult"),
+    "pipeplan.runtime.models.given_names": ("PythonValue",),
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
-    "pipeplan.runtime.training.options": ("RunOutcome", "TrainOptions"),
+    "pipeplan.runtime.training.options": ("RunOutcome", "TrainOptions", "throughput_of"),
     "pipeplan.schedule.rules": ("Rules",),
+    "pipeplan.schedule.rules.given_order": ("num_microbatches_of",),
     "pipeplan.schedule.rules.language": ("to_toml",),
     "pipeplan.simulator.simulation": ("Simulation",),
     "pipeplan.time_limit": ("Limit",),
@@ -123,7 +133,12 @@ def __getattr__(name: str) -> object:
 Planning = Literal["search", "tune", "compare", "frontier"]
 """The functions here that search."""
 
-_MODULE_OF: dict[Planning, str] = {"search": "steps", "tune": "tuning", "compare": "comparison", "frontier": "frontier"}
+_MODULE_OF: dict[Planning, str] = {
+    "search": "targeted",
+    "tune": "tuning",
+    "compare": "comparison",
+    "frontier": "frontier",
+}
 
 
 def load(what: Planning) -> None:
@@ -150,14 +165,16 @@ def search(
         UsageError: the request contradicts the profile.
     """
     from pipeplan.planning.steps import search_plan
+    from pipeplan.planning.targeted import search_target
 
+    found = search_plan if request.only is None else search_target
     how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
     if not isinstance(executor, str):
-        return search_plan(request, executor=executor, **how)
+        return found(request, executor=executor, **how)
     from pipeplan.planning.workers import named_executor
 
     with named_executor(executor, within) as named:
-        return search_plan(request, executor=named, **how)
+        return found(request, executor=named, **how)
 
 
 def tune(
@@ -283,6 +300,15 @@ def require_torch(verb: str) -> None:
         raise UsageError(f"{verb} needs torch, which is not installed: pip install 'pipeplan[torch]'")
 
 
+def for_kinds(
+    profile: Profile, profiles: Mapping[str, Profile], cluster: Cluster | None = None, plan: Plan | None = None
+) -> Profile:
+    """A profile beside those of kinds of devices; see :func:`pipeplan.costs.kinds.for_kinds`. Raises UsageError."""
+    from pipeplan.costs.kinds import for_kinds
+
+    return for_kinds(profile, profiles, cluster, plan)
+
+
 def with_asked_recipe(
     profile: Profile,
     precision: str | None = None,
@@ -390,14 +416,15 @@ def add_links(cluster: Cluster, printed: Mapping[str, str], level: str | None = 
 def run(
     plan: Plan,
     options: RunOptions,
-    on_step: Callable[[StepResult], None] = lambda step: None,
+    on_event: Callable[[Event], None] = lambda event: None,
     *,
     on_look: Callable[[str], None] = lambda where: None,
     where: str = "the plan",
 ) -> RunOutcome:
     """Run a plan with one process per device here, among which the cores are divided.
 
-    ``on_step`` gets each step's result as it ends; ``on_look``, many times a second, where rank 0 is, in words.
+    ``on_event`` gets what is known at the start, each step's result as it ends, and each evaluation's; ``on_look``,
+    many times a second, where rank 0 is, in words. Ranks of options with objects are copies of this process.
 
     Raises:
         InvalidPlanError: the plan, which is ``where`` it says, is not right.
@@ -412,17 +439,35 @@ def run(
 
     check(plan).require(where)
     options = settled(options, plan)
-    if "OMP_NUM_THREADS" not in os.environ:
-        options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
+    if options.has_objects or "OMP_NUM_THREADS" not in os.environ:
+        cores = 1 if options.has_objects else (os.cpu_count() or 1)  # a copy has no pool of threads
+        options = replace(options, num_threads=max(1, cores // len(plan.devices)))
     others = OthersUse()
-    result = run_local(options.job, plan, options, on_step, on_look)
+    result = run_local(options.job, plan, options, on_event, on_look, *_copied(options, len(plan.devices)))
     return RunOutcome(plan, options, result, others.cores())
 
 
+def _copied(options: RunOptions, num_ranks: int) -> tuple[Callable[[Mapping[str, Any]], None], ...]:
+    """What copies of this process do, where options have what no other process could. Raises UsageError."""
+    from pipeplan.errors import UsageError
+
+    if not options.has_objects:
+        return ()
+    if options.device != "cpu" or not hasattr(os, "fork"):
+        raise UsageError(
+            "what this program has made (a model, a loader, a function) reaches processes started here only as "
+            "copies of this one, which Linux makes and CUDA does not survive: start the program with torchrun "
+            f"--nproc-per-node {num_ranks}, or give names that other processes can import, pkg.mod:name"
+        )
+    from pipeplan.runtime.launch.worker import be_rank
+
+    return (be_rank,)
+
+
 def run_as_rank(
-    read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
-) -> RunOutcome | None:
-    """Be one of the ranks that a launcher has started, of which rank 0 has a result.
+    read: Callable[[], Plan], options: RunOptions, on_event: Callable[[Event], None] = lambda event: None
+) -> RunOutcome:
+    """Be one of the ranks that a launcher has started, each of which has the result; ``on_event`` is rank 0's.
 
     A rank that fails says so, and its process ends with the error's exit code. A training that writes checkpoints ends
     with one after the step in which SIGTERM or SIGUSR1 came: see :func:`stopped_by`.
@@ -439,8 +484,9 @@ def run_as_rank(
 
     if isinstance(options, TrainOptions) and options.checkpoint is not None:
         STOPPING.heed()
-    result = run_under_torchrun(options.job, kept, options, on_step)
-    return None if result is None else RunOutcome(plans[-1], settled(options, plans[-1]), result)
+    heard = on_event if os.environ["RANK"] == "0" else lambda event: None
+    result = run_under_torchrun(options.job, kept, options, heard)
+    return RunOutcome(plans[-1], settled(options, plans[-1]), result)
 
 
 def join_launcher() -> bool:

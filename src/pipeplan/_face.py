@@ -14,7 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from inspect import isfunction, signature
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from pipeplan import _api
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pipeplan._api import (
         Cluster,
         Comparison,
+        Evaluated,
+        Event,
         Export,
         FrontierResult,
         Inspection,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
         Report,
         Result,
         Rules,
+        RunOptions,
         RunOutcome,
         Simulation,
         StepResult,
@@ -93,6 +96,7 @@ def _public(function: Callable[P, R]) -> Callable[P, R]:
 
 _OTHER_NAMES = {
     "dp": "replicas",
+    "for": "for_",
     "vp": "chunks",
     "virtual_stages": "chunks",
     "global_batch_size": "mini_batch",
@@ -193,6 +197,7 @@ def search(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -226,6 +231,8 @@ def search(
     scheduler: str = "auto",
     rules: Rules | Path | None = None,
     start: Plan | Path | None = None,
+    for_: str | None = None,
+    keep_together: str | Sequence[str] | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
     cache: Path | None = None,
@@ -243,6 +250,7 @@ def search(
         profile: the model's blocks and what each one costs, or the path of a profile file.
         devices: number of devices; by default that of the profile's placement, else of the cluster.
         cluster: devices, memory and links, or the path of a cluster file; without one, links are free.
+        profile_for: profiles of the same model on devices that the cluster calls otherwise, by the names of these.
         memory: memory of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
         memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
         precision: number formats of weights, gradients and state, as ``"bf16-mixed"``; by default the profile's.
@@ -293,6 +301,10 @@ def search(
             ``pkg.mod:name``, which is imported.
         start: a plan to start from, such as one of :func:`import_plan`: what is found is never slower. Devices and
             mini-batch are its own unless said.
+        for_: a tool, such as ``"megatron"``: the plan stays inside what it can run, and ``.cost`` says what that costs
+            (``--for`` of the command line).
+        keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
+            layers; or several of these.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
             (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
             ``if __name__ == "__main__"``.
@@ -346,6 +358,7 @@ def tune(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -414,6 +427,7 @@ def compare(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -467,11 +481,10 @@ def compare(
         >>> comparison = pipeplan.compare("profiles/tessel-v.json", time_limit=5)
         >>> [(row.schedule, row.iteration_ns) for row in comparison.rows]
     """
-    from pipeplan.cli.shared import given_rules, read_request
+    from pipeplan.cli.shared import comparison_request
 
-    flags = _asked("compare", locals()).params
-    own = given_rules(flags["rules_path"])
-    return _api.compare(read_request(flags), rules=own, progress=progress, within=within)
+    request, own = comparison_request(_asked("compare", locals()).params)
+    return _api.compare(request, rules=own, progress=progress, within=within)
 
 
 @_public
@@ -559,13 +572,20 @@ def frontier(
 
 
 @_public
-def check(plan: Plan | Path, *, profile: Profile | Path | None = None, cluster: Cluster | Path | None = None) -> Report:
+def check(
+    plan: Plan | Path,
+    *,
+    profile: Profile | Path | None = None,
+    cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
+) -> Report:
     """Recompute everything a plan claims, independently of whatever made it.
 
     Args:
         plan: the plan, or the path of its file.
         profile: also check costs and dependencies against this profile.
         cluster: also check memory and transfer times against this cluster.
+        profile_for: profiles of kinds of devices that the plan has beside ``profile``, by the names of the kinds.
 
     Returns:
         ``.valid``, ``.problems`` with their places, and ``.recomputed`` figures; ``.require()`` raises
@@ -578,11 +598,11 @@ def check(plan: Plan | Path, *, profile: Profile | Path | None = None, cluster: 
         >>> pipeplan.check("plan.json", profile="profiles/tessel-v.json").valid
         True
     """
-    from pipeplan.cli.shared import given_file
+    from pipeplan.cli.shared import checked_against, given_file
 
     given = _asked("check", locals()).params
-    files = [given_file(kind, given[f"{kind}_path"]) for kind in ("plan", "profile", "cluster")]
-    return _api.check(*files)
+    made: Plan = given_file("plan", given["plan_path"])
+    return _api.check(made, *checked_against(given, plan=made))
 
 
 @_public
@@ -592,6 +612,7 @@ def simulate(
     microbatches: int | None = None,
     profile: Profile | Path | None = None,
     cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
     measured: Path | Sequence[Path] | None = None,
 ) -> Simulation:
     """Replay a plan: when every action runs if each starts as soon as it can.
@@ -601,6 +622,7 @@ def simulate(
         microbatches: repeat the plan's pattern up to this many micro-batches.
         profile: use the times and sizes in this profile.
         cluster: use the devices and links of this cluster.
+        profile_for: profiles of kinds of devices that the plan has beside ``profile``, by the names of the kinds.
         measured: a run to compare with, as ``.measured``: the trace that a run of the plan wrote, the log of another
             trainer, or torch.profiler traces of its ranks.
 
@@ -615,11 +637,11 @@ def simulate(
     Example:
         >>> pipeplan.simulate("plan.json", microbatches=64).rates.bubble_rate
     """
-    from pipeplan.cli.shared import given_file
+    from pipeplan.cli.shared import checked_against, given_file
 
     given = _asked("simulate", locals()).params
-    files = {kind: given_file(kind, given[f"{kind}_path"]) for kind in ("plan", "profile", "cluster")}
-    found = _api.simulate(files["plan"], given["microbatches"], files["profile"], files["cluster"])
+    made: Plan = given_file("plan", given["plan_path"])
+    found = _api.simulate(made, given["microbatches"], *checked_against(given, plan=made))
     return found if measured is None else _api.with_measured(found, given["measured_paths"])
 
 
@@ -740,7 +762,7 @@ def import_plan(
     """
     from pipeplan.cli.import_verb import import_result
 
-    return import_result({**_asked("import", {**locals(), "from": form}).params})[1]
+    return import_result({**_asked("import", {**locals(), "from_": form}).params})[1]
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------
@@ -1006,8 +1028,9 @@ def add_links(
 @_public
 def run(
     plan: Plan | Path,
+    model: object = None,
+    data: object = None,
     *,
-    model: str | None = None,
     emulate: bool = False,
     blocking: bool = False,
     message_limit: Size = "1MiB",
@@ -1018,16 +1041,19 @@ def run(
     steps: int = 10,
     local: bool | None = None,
     seed: int = 0,
-    data: Path | None = None,
-    optimizer: str | None = None,
+    optimizer: str | Callable[..., Any] | None = None,
     lr: float | None = None,
     weight_decay: float | None = None,
-    lr_schedule: str = "constant",
+    lr_schedule: str | Callable[..., Any] = "constant",
     warmup_steps: int = 0,
     lr_steps: int | None = None,
     clip_norm: float | None = None,
     precision: str | None = None,
     autocast: Literal["bfloat16"] | None = None,
+    eval_data: object = None,
+    eval_every: int | None = None,
+    eval_batches: int | None = None,
+    tensorboard: Path | None = None,
     checkpoint: Path | None = None,
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 2,
@@ -1040,13 +1066,21 @@ def run(
     timeout: Duration = 60,
     trace: Path | None = None,
     on_step: Callable[[StepResult], None] = lambda step: None,
+    on_evaluation: Callable[[Evaluated], None] = lambda found: None,
     within: Limit | None = None,
 ) -> RunOutcome:
-    """Train with a plan, or emulate it, with one process per device started here. Needs torch.
+    """Train with a plan, or emulate it. Needs torch.
+
+    In a program that torchrun has started, or another launcher, this process is one of the ranks, and all of them call
+    this alike. Else one process per device is started here; where ``model``, ``data``, ``eval_data``, ``optimizer`` or
+    ``lr_schedule`` are no text, these are copies of this one (Linux, without CUDA), which nothing needs to import.
 
     Args:
         plan: the plan, or the path of its file.
-        model: a name of the zoo, a Hugging Face configuration, or ``"pkg.mod:factory"``; other processes import it.
+        model: a name of the zoo, a Hugging Face configuration, or ``"pkg.mod:factory"``; or what such a function
+            returns, as for :func:`profile`: a module and its example inputs, with a loss.
+        data: a text, tokens as .npy or .bin, ``"builtin"``, ``"pkg.mod:factory"``, a dataset, or a ``DataLoader`` (or
+            anything else to go through again) that gives whole mini-batches, the same on every rank.
         emulate: run without a model: actions only take their predicted time.
         blocking: for comparison: every transfer blocks the devices at both ends.
         message_limit: with ``emulate``, largest message; smaller ones have the plan's bytes.
@@ -1055,19 +1089,24 @@ def run(
         instructions: module that registers what the plan's instructions do.
         granularity: what a block of a captured model is, as for the profile.
         steps: mini-batches to train on.
-        local: a process per device of this machine is always started here; under torchrun use the command line.
+        local: whether processes are started here; by default if no launcher has started this one.
         seed: random seed of parameters and samples.
-        data: a text, tokens as .npy or .bin, ``"builtin"`` or ``"pkg.mod:factory"``.
-        optimizer: ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"`` or ``"pkg.mod:factory"``; by default the plan's.
+        optimizer: ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"``, ``"pkg.mod:factory"`` or such a function, of
+            parameters, which returns a ``torch.optim.Optimizer``; by default the plan's.
         lr: learning rate; by default the optimizer's.
         weight_decay: by default the optimizer's.
-        lr_schedule: ``"constant"``, ``"cosine"``, ``"linear"`` or ``"pkg.mod:factory"``.
+        lr_schedule: ``"constant"``, ``"cosine"``, ``"linear"``, ``"pkg.mod:factory"`` or such a function, of an
+            optimizer, which returns a torch ``LRScheduler``.
         warmup_steps: steps over which the learning rate grows.
         lr_steps: steps of the schedule; by default all.
         clip_norm: clip the norm of all gradients together to this; inf only reports it.
         precision: recipe to train by: ``"fp32"``, ``"bf16"``, ``"bf16-mixed"``, ``"bf16-autocast"`` or
             ``"fp16-mixed"``; by default the plan's.
         autocast: the same as ``precision="bf16-autocast"``.
+        eval_data: samples to evaluate the model on, forwards alone, after the last step; as ``data``.
+        eval_every: evaluate every so many steps, too.
+        eval_batches: mini-batches of an evaluation; by default all.
+        tensorboard: folder of a log for TensorBoard.
         checkpoint: folder for checkpoints, from which any plan of the model can resume.
         checkpoint_every: write one every so many steps; by default at the end.
         keep_checkpoints: how many are kept.
@@ -1080,11 +1119,13 @@ def run(
         backend: what carries tensors.
         timeout: longest time to wait, and longest action, as ``"60s"`` or in seconds.
         trace: where to write the measured timeline beside the predicted one, for :func:`simulate` (``measured=``).
-        on_step: called with each step's result as it ends.
-        within: a limit at whose end, or interruption, the run ends with ExecutionError.
+        on_step: called with each step's result as it ends, here; of a launcher's ranks on rank 0.
+        on_evaluation: called in the same way with the loss of each evaluation.
+        within: a limit at whose end, or interruption, the run ends with ExecutionError; of processes started here.
 
     Returns:
-        ``.result`` with the steps' losses and times, ``.warm_ns`` beside ``.predicted_ns``, and ``.throughput``.
+        ``.result`` with the losses and times of steps and evaluations, ``.warm_ns`` beside ``.predicted_ns``, and
+        ``.throughput``; on every rank.
 
     Raises:
         InvalidPlanError: the plan is not right.
@@ -1097,21 +1138,56 @@ def run(
         >>> outcome.warm_ns, outcome.predicted_ns
         >>> pipeplan.simulate("plan.json", measured="run.trace")
     """
-    from pipeplan.cli.run_verb import run_options, trace_of
+    from pipeplan.cli.run_verb import run_options
+
+    _api.require_torch("run")
+    launched = local is not True and _api.join_launcher()
+    _require_ranks(local, launched)
+    given = _asked("run", locals()).params
+    options = run_options({**given, "trace": trace is not None})
+    first = not launched or os.environ["RANK"] == "0"
+    _require_writable({"--export-weights": export_weights, "--trace": trace} if first else {})
+    outcome = _run(given["plan_path"], options, _heard(on_step, on_evaluation), within, launched)
+    _write_results(outcome, trace if first else None)
+    return outcome
+
+
+def _run(
+    plan: Any, options: RunOptions, on_event: Callable[[Event], None], within: Limit | None, launched: bool
+) -> RunOutcome:
+    """Run as a launcher's rank, or start ranks."""
     from pipeplan.cli.shared import given_file
 
-    _require_started_here(model, local)
-    given = _asked("run", locals()).params
-    _api.require_torch("run")
-    options = run_options({**given, "trace": trace is not None})
-    asked = given_file("plan", given["plan_path"])
-    _require_writable({"--export-weights": export_weights, "--trace": trace})
-    outcome = _api.run(asked, options, on_step, on_look=lambda where: _require_time(within, where), where=asked.where)
+    asked: Plan = given_file("plan", plan)
+    if not launched:
+        look = lambda where: _require_time(within, where)  # noqa: E731  (one line is enough)
+        return _api.run(asked, options, on_event, on_look=look, where=asked.where)
+    _api.check(asked).require(asked.where)
+    return _api.run_as_rank(lambda: asked, options, on_event)
+
+
+def _heard(
+    on_step: Callable[[StepResult], None], on_evaluation: Callable[[Evaluated], None]
+) -> Callable[[Event], None]:
+    """What calls these with what they are for."""
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, _api.StepResult):
+            on_step(event)
+        elif isinstance(event, _api.Evaluated):
+            on_evaluation(event)
+
+    return on_event
+
+
+def _write_results(outcome: RunOutcome, trace: Path | None) -> None:
+    """Write what remains of a run. Raises FileError, where its weights have not been written, too."""
+    from pipeplan.cli.run_verb import trace_of
+
     if trace is not None:
         _api.write_text(trace_of(outcome), os.fspath(trace))
     if outcome.result.unwritten:
         raise FileError(outcome.result.unwritten)
-    return outcome
 
 
 def _require_writable(files: Mapping[str, Path | None]) -> None:
@@ -1121,13 +1197,12 @@ def _require_writable(files: Mapping[str, Path | None]) -> None:
             _api.require_writable(os.fspath(path), flag)
 
 
-def _require_started_here(model: object, local: bool | None) -> None:
-    """Refuse what processes that are started here could not have. Raises UsageError."""
-    if model is not None and not isinstance(model, str):
-        kind = f"the function {model.__name__}" if isfunction(model) else f"a {type(model).__name__}"
-        raise UsageError(f"model must be text, such as 'pkg.mod:name', not {kind}: other processes import it")
-    if local is False:
-        raise UsageError("local=False: Python starts all ranks itself; under torchrun use the command line")
+def _require_ranks(local: bool | None, launched: bool) -> None:
+    """Refuse to start ranks in one that a launcher has started, or to be one where none has. Raises UsageError."""
+    if local is False and not launched:
+        raise UsageError("local=False: no launcher has started this process; start the program with torchrun, or srun")
+    if local and int(os.environ.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise UsageError("local=True starts all ranks, and torchrun has started this one of several; leave out one")
 
 
 # Examples ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from keyword import iskeyword
 
 
 def did_you_mean(given: str, known: Sequence[str], *, by_word: bool = False) -> str:
@@ -62,11 +63,17 @@ def unknown_key(keys: Iterable[str], known: Sequence[str]) -> str | None:
     return None if unknown is None else f"{unknown} is not known; {choose_from(unknown, known)}"
 
 
-_COMMAND = r"(?<![\w-])(pipeplan [a-z]+(?: (?:[^\s;:,()]|[;:,](?=\S))+)+)"
+_COMMAND = r"(?<![\w-])((?:pipeplan [a-z]+|torchrun)(?: (?:[^\s;:,()]|[;:,](?=\S))+)+)"
 """A command to type, to the end of its clause: it stays as it is."""
 _WORDS = r"(?:[A-Z]+|yes|no|auto|all|none|circular|sequential|bidirectional|\w+-[\w-]+)(?![\w.])"
 """Values of flags that no sentence goes on with: placeholders, choices of one word, and names with a dash."""
 _FLAG = re.compile(rf"{_COMMAND}|(?<![\w-])--([a-z][a-z-]*[a-z])(?: (\d[\w.]*\+?(?![\w.])|'[^']*'(?![\w.])|{_WORDS}))?")
+
+
+def argument_named(flag: str) -> str:
+    """What a flag is called in Python: with underscores, and one more behind a word of the language."""
+    name = flag.replace("-", "_")
+    return f"{name}_" if iskeyword(name) else name
 
 
 def in_python(text: str) -> str:
@@ -78,7 +85,7 @@ def in_python(text: str) -> str:
     def argument(flag: re.Match[str]) -> str:
         if flag[1] is not None:
             return flag[1]
-        name, value = flag[2].replace("-", "_"), flag[3]
+        name, value = argument_named(flag[2]), flag[3]
         if value is None:
             return name
         return f"{name}={value if value.isdecimal() or value.isupper() or value.startswith(_QUOTE) else repr(value)}"

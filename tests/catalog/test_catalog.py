@@ -108,7 +108,10 @@ def test_targets_are_read(name: str) -> None:
     assert target.title
     assert target.source
     assert set(target.placements or ()) <= set(STRATEGIES)
-    assert set(target.schedules or ()) <= set(CLASSIC)
+    assert set(target.schedule_names) <= set(CLASSIC)
+    assert set(target.schedules or ()) <= set(target.placements or ())
+    assert set(target.zero) <= {0, 1, 2, 3}
+    assert set(target.recompute) <= {"all", "selective"}
     assert {each for each in target.most_chunks if STRATEGIES[each].chunked} == set(target.most_chunks)
 
 

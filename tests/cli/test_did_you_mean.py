@@ -186,3 +186,17 @@ def test_a_long_configuration_is_no_path() -> None:
     """A text with more characters than a file's name may have is looked at as what it is."""
     text = f"LlamaConfig({', '.join(f'hidden_size={number}' for number in range(400))})"
     assert configuration_text(text) == text
+
+
+def test_a_file_where_a_name_in_it_is_meant(tmp_path: Path, profile_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("", encoding="utf-8")
+    for name in ("mine.py", "mine"):
+        text = said("profile", name, "-o", "-")
+        assert f"model {name!r} is a file of Python; give mine:NAME, a function in it" in text
+    assert "mine.py: rules in Python are given by name: --rules mine:NAME" in said(
+        "search", profile_path, "--devices", "2", "--rules", "mine.py"
+    )
+    assert "a file with rules is given by --rules" in said(
+        "search", profile_path, "--devices", "2", "--scheduler", "mine.toml"
+    )

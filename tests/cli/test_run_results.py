@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from builders.chains import chain_plan
-from pipeplan.cli.run_verb import Steps, comparison_line, reason_line
+from pipeplan.cli.run_steps import Steps
+from pipeplan.cli.run_verb import comparison_line, reason_line
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult, StepResult
 from pipeplan.runtime.training.options import RunOutcome, TrainOptions
@@ -122,8 +123,8 @@ def test_a_run_that_is_off_says_why_and_what_shows_more(cores: int, why: str, mo
     outcome = trained(plan, RunResult((step,), ()))
     assert outcome.is_off
     why += (
-        "the plan's actions are predicted to take 15ns on average, and what a process does between them is not "
-        "predicted (--emulate measures it); "
+        "the plan's actions are short (15ns on average), and the time that processes take between them is not "
+        "predicted; "
     )
     said = reason_line(outcome, "my plan.json", "run.trace", local=True)
     assert said == f"{why}pipeplan simulate 'my plan.json' --measured run.trace shows where time went"

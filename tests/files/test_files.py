@@ -52,7 +52,7 @@ from pipeplan.files import (
     write_file,
 )
 from pipeplan.files import read_write as files
-from pipeplan.files.plan import AlternativeFigures
+from pipeplan.files.plan import AlternativeFigures, KindSource
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import (
     BlockGroup,
@@ -491,6 +491,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Memory of a device": DeviceMemory,
     "Provenance of a plan": Provenance,
     "Another plan that a search found": AlternativeFigures,
+    "Profile of a kind of device": KindSource,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import pipeplan as face
 from builders.requests import request_of
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import ShapeCosts, shape
@@ -543,3 +544,10 @@ def test_an_order_of_ones_own_has_a_row_where_the_placement_is_open() -> None:
     found = compare(asked, rules=rules)
     assert "rules: mine" in {row.schedule for row in found.rows}
     assert {row.replicas for row in found.rows} == {1}
+
+
+def test_an_order_of_ones_own_says_how_many_microbatches_are_compared() -> None:
+    order = ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]
+    found = face.compare(chain(2, placed=True), rules=face.Rules(name="mine", order=order), **QUICK)
+    assert "rules: mine" in {row.schedule for row in found.rows}
+    assert {row.num_microbatches for row in found.rows} == {3}

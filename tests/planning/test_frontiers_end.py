@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from builders.chains import chain_profile
-from pipeplan.costs.layouts import ANY, Layout, Resharding, Tensor
+from pipeplan.costs.layouts import ANY, Layout, Tensor
+from pipeplan.costs.resharding import Resharding, _Edges
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
 from pipeplan.planning import frontier as frontiers
@@ -191,13 +192,15 @@ def test_costs_ask_for_the_time_as_often_as_they_are_worked_out(monkeypatch: pyt
         return 0.0
 
     monkeypatch.setattr(operators, "_priced", counted("ways", operators._priced))
-    monkeypatch.setattr(Resharding, "_distances_from", counted("sources", Resharding._distances_from))
-    monkeypatch.setattr(Resharding, "_price", counted("prices", Resharding._price))
+    monkeypatch.setattr(_Edges, "distances", counted("sources", _Edges.distances))
+    monkeypatch.setattr(Resharding, "_price_of_step", counted("prices", Resharding._price_of_step))
+    monkeypatch.setattr(Resharding, "_crowds", counted("sends", Resharding._crowds))
     (request,) = replace(split_model(), num_devices=8, device_counts=(8,)).by_devices
     with Limit(1.0, clock=clock).enforced():
         costs_of_splits(request, Splitting(whole_blocks=False))
         Resharding(None, 16).times(Tensor((ANY, ANY, ANY), 1000), [Layout()], [Layout()])
-    assert (most["ways"], most["sources"], most["prices"]) == (16, 1, 256)
+    assert (most["ways"], most["sources"], most["sends"]) == (16, 1, 1)
+    assert 0 < most["prices"] <= 256
 
 
 def slowly(clock: Hand, work: Any) -> Any:

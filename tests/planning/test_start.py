@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import pipeplan as face
 from builders.chains import chain_profile
 from pipeplan import Plan, UsageError
+from pipeplan.files import read_plan, read_profile
+from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import STEPS, search_plan
+from pipeplan.units import format_ns
 from support.commands import pipeplan
 from support.paths import ROOT
 
@@ -116,3 +120,31 @@ def test_the_verb_says_what_it_gained(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["iteration_ns"] <= start
     assert "shorter than the plan of --start, which takes" in done.stderr
     assert pipeplan("check", better, "--profile", PROFILE).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "source", "heading"),
+    [
+        ("megatron", "Et*6|t*6|t*6|t*6L", "as Megatron-LM runs it"),
+        ("layers", "6,6,6,6", "1f1b on the stages of the layer list"),
+    ],
+)
+def test_what_another_tool_runs_says_what_improves_it(
+    form: str, source: str, heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing was left open, so it is not optimal: its bound is that of a search that starts from it.
+
+    No flag is named that an import has not.
+    """
+    today, sizes = str(tmp_path / "today.json"), ("--microbatches", "8", "--microbatch-size", "1")
+    flags = ("--from", form, "--profile", str(PROFILE), *sizes)
+    monkeypatch.setenv("COLUMNS", "300")
+    said = pipeplan("import", source, *flags, "-o", today).stdout
+    assert said.startswith(f"gpt2-345m: {heading}, for 4 devices\n")
+    assert f"\nnext    pipeplan search {PROFILE} --start {today}: a plan that is never slower\n" in said
+    assert {*re.findall(r"^ {8}(--[a-z-]+)", said, re.MULTILINE)} <= {"--memory", "--microbatches"}
+    kept = pipeplan("import", source, *flags).stdout
+    assert "\nnext    -o plan.json: writes the plan, for pipeplan search --start to improve" in kept
+    (bound,) = re.findall(r"^bound +(\S+) for any plan on these devices \([0-9.]+% away\) *$", said, re.MULTILINE)
+    opened = Request.of(read_profile(str(PROFILE)), start=read_plan(today))
+    assert bound == format_ns(request_bound(opened))

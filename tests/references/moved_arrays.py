@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.costs.layouts import DIMENSIONS, Layout, Move, groups_along, senders
+from pipeplan.costs.layouts import DIMENSIONS, Layout, Move, groups_along
 
-__all__ = ["cut", "held_after"]
+__all__ = ["cut", "held_after", "senders"]
 
 Array = npt.NDArray[np.int64]
 
@@ -41,6 +41,32 @@ def held_after(move: Move, held: Sequence[Array], devices: int) -> list[Array]:
         for place, device in enumerate(group):
             result[device] = _at(move, pieces, place)
     return result
+
+
+def senders(source: Layout, target: Layout, devices: int) -> list[tuple[int, int]]:
+    """Who sends its piece to whom, so that a tensor of one layout comes to lie as another with equal pieces.
+
+    The devices that hold the same piece before are matched with those that shall hold it, each with itself first,
+    then in order of their numbers.
+    """
+    before, after = _holders(source, devices), _holders(target, devices)
+    pairs = []
+    for piece, held in before.items():
+        wanted = after[piece]
+        stay = sorted(set(held) & set(wanted))
+        pairs += [(device, device) for device in stay]
+        gone, come = [each for each in held if each not in stay], [each for each in wanted if each not in stay]
+        pairs += zip(gone, come, strict=True)
+    return pairs
+
+
+def _holders(layout: Layout, devices: int) -> dict[tuple[int, ...], list[int]]:
+    """The devices of every piece, a piece being its coordinates along the splits of the layout."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for device in range(devices):
+        piece = tuple(split.coordinate(device) if split else 0 for split in layout)
+        found.setdefault(piece, []).append(device)
+    return found
 
 
 def _at(move: Move, pieces: Sequence[Array], place: int) -> Array:

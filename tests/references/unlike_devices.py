@@ -14,11 +14,12 @@ from references.every_width import one_f_one_b
 
 
 class Kind(NamedTuple):
-    """So many equal devices; of no ``memory`` without a limit."""
+    """So many equal devices; of no ``memory`` without a limit; with a ``profile`` of their own, or that of all."""
 
     count: int
     speed: str
     memory: int | None
+    profile: Profile | None = None
 
 
 def every_layout(profile: Profile, kinds: Sequence[Kind], mini_batch: int, *, recompute: bool) -> Iterator[int]:
@@ -57,6 +58,7 @@ def _ways(
     here = [kind for number, kind in zip(group, kinds, strict=True) if number]
     speed = min(Fraction(kind.speed) for kind in here)
     room = min((kind.memory for kind in here if kind.memory is not None), default=None)
+    profile = _joined([kind.profile or profile for kind in here])
     for shards in range(1, sum(group) + 1):
         replicas, rest = divmod(sum(group), shards)
         if rest or size % replicas:
@@ -84,3 +86,19 @@ def _times(profile: Profile, id_: str, samples: int, shards: int, again: bool) -
 
 def _rows(rows: Sequence[CostRow], samples: int, shards: int) -> Iterator[CostRow]:
     return (row for row in rows if (row.microbatch_size, row.shards) == (samples, shards))
+
+
+_NUMBERS = ("forward_ns", "backward_ns", "activation_bytes", "workspace_bytes")
+
+
+def _joined(profiles: Sequence[Profile]) -> Profile:
+    """The same blocks with the most of each number."""
+    blocks = []
+    for own in zip(*(profile.blocks for profile in profiles), strict=True):
+        each = (sorted(block.costs, key=lambda row: (row.microbatch_size, row.shards)) for block in own)
+        rows = []
+        for same in zip(*each, strict=True):
+            assert len({(row.microbatch_size, row.shards) for row in same}) == 1
+            rows.append(same[0].model_copy(update={key: max(getattr(row, key) for row in same) for key in _NUMBERS}))
+        blocks.append(own[0].model_copy(update={"costs": tuple(rows)}))
+    return profiles[0].model_copy(update={"blocks": tuple(blocks)})

@@ -16,7 +16,7 @@ import pytest
 
 from pipeplan.cli.main import main
 from pipeplan.cli.profile_verb import _curve_line, _LinkPoints
-from pipeplan.costs.inspection import Inspection, alike, cautions, operator_shares, sums, worst
+from pipeplan.costs.inspection import Inspection, alike, cautions, mean_spread, operator_shares, sums, worst
 from pipeplan.files import (
     Block,
     Cluster,
@@ -259,13 +259,29 @@ def test_a_profile_ends_with_its_worst_warnings() -> None:
 
 
 def test_searches_say_that_a_measured_profile_is_doubtful(tmp_path: Path) -> None:
-    doubtful = chain(block("a", spread={"forward_ns": 7.4}), block("b", repeats=1))
+    doubtful = chain(block("a", spread={"forward_ns": 0.4}), block("b", repeats=1))
     estimated = doubtful.model_copy(update={"source": Source(method="estimated")})
     for profile, told in ((doubtful, ["the profile has 2 warnings: pipeplan.inspect(profile)"]), (estimated, [])):
         assert list(input_notes(Request.of(profile, devices=1, mini_batch=4))) == told
     write_file(doubtful, str(tmp_path / "my p.json"))
     (told_of,) = input_notes(Request.of(read_profile(str(tmp_path / "my p.json")), devices=1, mini_batch=4))
     assert told_of == f"the profile has 2 warnings: pipeplan profile --show '{tmp_path}/my p.json'"
+
+
+def test_searches_say_that_times_vary_as_much_as_predictions() -> None:
+    for spread, said in ((0.1, ""), (0.35, ", and times that vary by 35% on average: predictions do, too")):
+        noisy = chain(block("a", spread={"forward_ns": spread, "backward_ns": spread}))
+        assert mean_spread(noisy) == pytest.approx(spread)
+        (note,) = input_notes(Request.of(noisy, devices=1, mini_batch=4))
+        assert note == f"the profile has 1 warning{said}: pipeplan.inspect(profile)"
+    assert mean_spread(SOUND.model_copy(update={"blocks": ()})) == 0
+
+
+def test_edges_that_do_not_lead_to_the_next_block_are_shown() -> None:
+    assert "edges beside" not in printed(SOUND)
+    first, *_, last = (each.id for each in SOUND.blocks)
+    branched = SOUND.model_copy(update={"edges": (*SOUND.edges, Edge(source=first, target=last))})
+    assert f"edges beside those to the next block: {first} -> {last}\n" in printed(branched)
 
 
 def test_shares_are_of_the_size_that_is_asked_for() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 from hypothesis import given
@@ -26,8 +27,19 @@ from pipeplan.costs.throughput import one_device_ns
 from pipeplan.errors import UsageError
 from pipeplan.examples import model
 from pipeplan.examples.shapes import ShapeCosts, shape
-from pipeplan.files import Edge, Placement, Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
-from pipeplan.interop.settings import megatron_settings, torchtitan_settings
+from pipeplan.files import (
+    Edge,
+    PlacedStage,
+    Placement,
+    Plan,
+    Profile,
+    Recipe,
+    Source,
+    read_cluster,
+    read_profile,
+    write_file,
+)
+from pipeplan.interop.settings import megatron_settings, torchtitan_settings, trainer_arguments
 from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
 from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
@@ -143,6 +155,15 @@ def test_hundreds_of_devices_take_few_lines(width: int, monkeypatch: pytest.Monk
     assert rows == ["0-63", "64-191", "192-255"], "one row of the timeline for devices that run the same"
     timeline = lines_of(print_timeline, simulation, width=width, monkeypatch=monkeypatch)
     assert [line.split()[0] for line in timeline if re.match(r" *\d+-\d+ [─·F]", line)] == rows
+
+
+def test_no_bar_begins_before_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = ShapeCosts(3, None, 4, 5)
+    asked = Request.of(shape("v", 4, costs=costs), num_microbatches=7, scheduler="zb-h1", deterministic=True)
+    simulation = simulate(search_plan(replace(asked, time_limit=0.3)).plan)
+    for width in range(60, 141):
+        lines = lines_of(print_timeline, simulation, width=width, monkeypatch=monkeypatch)
+        assert not [line for line in lines if "·─" in line], width
 
 
 def test_long_pipelines_show_the_first_the_middle_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,3 +630,49 @@ def test_settings_of_other_trainers_are_sizes_of_the_plan() -> None:
     stages = [replace(stage, zero=3 * (index == 0)) for index, stage in enumerate(workload.stages)]
     uneven = replace(workload, stages=tuple(stages))
     assert torchtitan_settings(uneven, "1f1b") == ["# no settings: stages differ in how they are split"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "group", "expected"),
+    [
+        (0, None, []),
+        (1, None, ["# ZeRO 1: a DeepSpeed configuration with zero_optimization.stage = 1"]),
+        (2, None, ["fsdp = True", 'fsdp_config = {"reshard_after_forward": False}']),
+        (3, None, ["fsdp = True", 'fsdp_config = {"reshard_after_forward": True}']),
+        (
+            3,
+            2,
+            [
+                *("fsdp = True", 'fsdp_config = {"reshard_after_forward": True}'),
+                "parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)",
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("recompute", [False, True, "selective"])
+def test_settings_of_transformers_trainer(
+    zero: int, group: int | None, expected: list[str], recompute: bool | Literal["selective"]
+) -> None:
+    profile = chain_profile(2, placed=False)
+    whole = PlacedStage(blocks=tuple(block.id for block in profile.blocks), devices=(0, 1, 2, 3), replicas=4)
+    placement = Placement(strategy="one-to-one", num_devices=4, stages=(whole,))
+    workload = build_workload(profile, placement, num_microbatches=8, microbatch_size=4)
+    (stage,) = workload.stages
+    stage = replace(stage, zero=zero, zero_group=group, recompute=recompute)
+    how = 'fsdp_config["activation_checkpointing"] = True' if zero > 1 else "activation_checkpointing = True"
+    again = {False: [], True: [how], "selective": ["# no setting for attention cores alone"]}[recompute]
+    sizes = ["per_device_train_batch_size = 1", "gradient_accumulation_steps = 8"]
+    assert trainer_arguments(replace(workload, stages=(stage,))) == [*sizes, *expected, *again]
+    package = importlib.util.find_spec("transformers")  # which is not imported: that takes seconds
+    assert package is not None
+    assert package.origin is not None
+    text = (Path(package.origin).parent / "training_args.py").read_text(encoding="utf-8")
+    names = {line.partition(" = ")[0].partition("[")[0] for line in [*sizes, *expected, *again] if line[0] != "#"}
+    assert all(re.search(rf"^    {name}: ", text, re.MULTILINE) for name in names)
+    assert "reshard_after_forward" in text
+
+
+def test_trainer_has_no_pipelines() -> None:
+    assert trainer_arguments(simulate(chain_plan(2, 4)).workload)[0].startswith(
+        "# no settings: it trains copies of the whole model"
+    )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from pipeplan.files import Plan, parse
 from pipeplan.runtime.emulation.emulate import emulate
 from pipeplan.runtime.launch.__main__ import main
 from pipeplan.runtime.launch.job import RankContext, RunOptions
+from pipeplan.runtime.launch.status import Phase
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.training.options import TrainOptions
@@ -76,7 +78,7 @@ def train_both(
     """Largest distances over steps; what is compared on this rank is its own part of the model."""
     trainer = Trainer(plan, model, options, context.progress)
     unsplit = _unsplit_steps(whole or model, options, plan.mini_batch)
-    gradients = _watched(trainer)
+    gradients, begun = _watched(trainer), _begun_inside(trainer)
     losses, norms, distances = [], [], {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
     for step in range(options.num_steps):
         result, _ = trainer.step(step)
@@ -96,6 +98,9 @@ def train_both(
                 own, gradient = (None if each is None else each[rows] for each in (own, gradient))
             distances["gradient"] = max(distances["gradient"], _distance(kept.grad, gradient))
             distances["parameter"] = max(distances["parameter"], _distance(kept, own))
+    evaluation = trainer.evaluation_of(lambda _: trainer.drawn(model, options.num_steps), 1)
+    evaluated = evaluation.run(options.num_steps - 1)
+    distances["evaluation"] = abs(evaluated.loss - unsplit[-1].evaluated)
     shapes: dict[str, list[list[int]]] = {}
     for name, share, parameter in _held(trainer):
         shapes.setdefault(f"{share.block}.{name}", []).append(list(parameter.shape))
@@ -114,18 +119,37 @@ def train_both(
         "bytes": sum(each.nbytes for each in held_parameters),
         "num_buffers": num_buffers,
         "held": state,
+        "begun": begun,
     }
 
 
 def _watched(trainer: Trainer) -> list[int]:
-    """Gets the bytes of gradients as they are when the programs have ended, once for each step."""
-    found, reduce = list[int](), trainer.sharded.reduce
+    """Gets the bytes of gradients as they are before some are reduced, and when the programs have ended."""
+    found = list[int]()
 
-    def watched() -> None:
+    def watched(reduce: Callable[[], None]) -> None:
         found.append(_bytes([each.grad for each in trainer.parameters().values()]))
         reduce()
 
-    trainer.sharded.reduce = watched  # type: ignore[method-assign]
+    once = [unit for unit in trainer.sharded.units if unit.level == 1]
+    for each in (trainer.sharded, *once):
+        each.reduce = partial(watched, each.reduce)  # type: ignore[method-assign]
+    return found
+
+
+def _begun_inside(trainer: Trainer) -> list[str]:
+    """Gets where sums of gradients have begun that are summed once in an iteration, while programs run."""
+    found = list[str]()
+
+    def watched(reduce: Callable[[], None]) -> None:
+        at = trainer.progress.board.read(trainer.rank)
+        if at.phase in (Phase.RUNNING, Phase.WAITING):
+            found.append(trainer.program.texts[at.counter])
+        reduce()
+
+    for each in (*(bucket for _, bucket in trainer.shared.buckets), *trainer.sharded.units):
+        if each.level < 2:
+            each.reduce = partial(watched, each.reduce)  # type: ignore[method-assign]
     return found
 
 
@@ -153,6 +177,7 @@ class _UnsplitStep:
     loss: float
     norm: float
     parameters: dict[str, tuple[torch.Tensor, torch.Tensor | None]]
+    evaluated: float
 
 
 def _unsplit_steps(model: Model, options: TrainOptions, mini_batch: int) -> list[_UnsplitStep]:
@@ -163,7 +188,9 @@ def _unsplit_steps(model: Model, options: TrainOptions, mini_batch: int) -> list
         for step in range(options.num_steps):
             loss = unsplit.step(step, mini_batch)
             held = {name: (each.detach().clone(), each.grad) for name, each in unsplit.parameters().items()}
-            _KNOWN[key].append(_UnsplitStep(loss, unsplit.norm, held))
+            last = step == options.num_steps - 1
+            evaluated = unsplit.evaluated(step + 1, mini_batch) if last else 0.0
+            _KNOWN[key].append(_UnsplitStep(loss, unsplit.norm, held, evaluated))
     return _KNOWN[key]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Trainer, dtype_of, model_of
 from runtime_support.known import known_once
+from runtime_support.plans import Unsplit
 
 SCALE = 2.0**16
 
@@ -70,7 +74,8 @@ def compare(job: Mapping[str, Any], context: RankContext) -> None:
         for name, case in job["cases"].items():
             plan, options = parse(case["plan"], Plan), TrainOptions(**case["options"])
             context.progress.board.programs = plan.programs
-            context.report({"event": "case", "name": name, **train_both(name, plan, options, context, ranks["alone"])})
+            told = (gradients_of_both if "shards" in name else train_both)(name, plan, options, context, ranks["alone"])
+            context.report({"event": "case", "name": name, **told})
             dist.barrier()
 
 
@@ -81,14 +86,15 @@ def train_both(name: str, plan: Plan, options: TrainOptions, context: RankContex
     theirs = OfTorch(model, trainer.options, mesh)
     size = plan.microbatch_size // max(stage.replicas for stage in plan.stages)
     losses, others, gradients = [], [], list[int]()
-    reduce = trainer.sharded.reduce
 
-    def watched() -> None:
+    def watched(reduce: Callable[[], None]) -> None:
         gradients.append(_bytes(each.grad for each in _all_of(trainer)))
         reduce()
         gradients.append(_bytes(each.grad for each in _all_of(trainer)))
 
-    trainer.sharded.reduce = watched
+    once = [unit for unit in trainer.sharded.units if unit.level == 1]
+    for each in (trainer.sharded, *once):
+        each.reduce = partial(watched, each.reduce)  # type: ignore[method-assign]
     if name.startswith("overflow"):
         assert trainer.scale is not None
         trainer.scale.value = 2.0**40
@@ -123,6 +129,45 @@ def train_both(name: str, plan: Plan, options: TrainOptions, context: RankContex
         "formats": sorted(formats),
         "held": held,
     }
+
+
+def gradients_of_both(
+    name: str, plan: Plan, options: TrainOptions, context: RankContext, mesh: DeviceMesh
+) -> dict[str, Any]:
+    """Losses of both, and how far gradients of the first step are from those in float64, of the whole model."""
+    model = model_of(options)
+    trainer = Trainer(plan, model, options, context.progress)
+    theirs = OfTorch(model, trainer.options, mesh)
+    exact = Unsplit(model, replace(options, dtype="float64", precision=None))
+    size = plan.microbatch_size // max(stage.replicas for stage in plan.stages)
+    losses = [trainer.step(0, update=False)[0].loss]
+    others = [theirs.step(0, plan.mini_batch, size)]
+    exact.step(0, plan.mini_batch)
+    others_own, wholes = theirs.parameters(), exact.parameters()
+    counted = {id(each) for each in trainer.shared.counted(trainer.unique_parameters())}
+    errors = [0.0, 0.0]
+    for share, module in trainer.modules.items():
+        for own_name, parameter in module.named_parameters():
+            own, part = trainer.sharded.own(parameter), model.part_of(share, own_name)
+            found, key = trainer.sharded.rows.get(id(parameter)), f"{share.block}.{own_name}"
+            gradient, whole = others_own[key].grad, wholes[key].grad
+            mine = trainer.masters.of(own).grad
+            if id(own) not in counted or mine is None:
+                continue
+            assert isinstance(gradient, DTensor)
+            assert whole is not None
+            counted.discard(id(own))
+            rows = slice(None) if found is None else slice(found.begin, found.begin + len(own))
+            expected = part.within(whole)[rows]
+            for number, each in enumerate((mine, part.within(gradient._local_tensor)[rows])):
+                errors[number] += float((each.double() - expected).square().sum())
+    norms = [math.sqrt(trainer.all_ranks.sum(each)) for each in errors]
+    for step in (0, 1, 2):
+        losses.append(trainer.step(step)[0].loss)
+        others += [theirs.step(step, plan.mini_batch, size)] if step else []
+    held = _held(trainer, 0)
+    trainer.close()
+    return {"losses": losses[1:], "others": others, "errors": norms, "norm": exact.norm, "held": held}
 
 
 def _all_of(trainer: Trainer) -> list[nn.Parameter]:

@@ -212,6 +212,30 @@ class Unsplit:
 
     def step(self, step: int, num_samples: int) -> float:
         """Forward, backward, clipping and update on one mini-batch; its mean loss."""
+        loss, predictions = self._forward(step, num_samples)
+        self.optimizer.zero_grad()
+        loss = loss / predictions
+        loss.backward()
+        self.norm = float(nn.utils.clip_grad_norm_(self.unique, self.options.clip_norm or math.inf))
+        rate = 1.0 if self.options.lr_schedule == "constant" else RATES[step]
+        self.optimizer.param_groups[0]["lr"] = self.options.learning_rate * rate
+        self.optimizer.step()
+        self.num_steps = step + 1
+        return float(loss.detach())
+
+    def evaluated(self, step: int, num_samples: int) -> float:
+        """The mean loss per prediction of a mini-batch, with all modules in evaluation mode."""
+        training = [each for module in self.modules.values() for each in module.modules() if each.training]
+        for each in training:
+            each.training = False
+        with torch.no_grad():
+            loss, predictions = self._forward(step, num_samples)
+        for each in training:
+            each.training = True
+        return float(loss) / predictions
+
+    def _forward(self, step: int, num_samples: int) -> tuple[torch.Tensor, float]:
+        """The summed loss of a mini-batch, and its predictions."""
         batch = self.model.mini_batch(num_samples, step, self.options.seed, dtype=self.dtype)
         values: dict[str, torch.Tensor] = {}
         losses = []
@@ -220,15 +244,7 @@ class Unsplit:
             values[block.id] = self.modules[block.id](*inputs)
             if block.loss:
                 losses.append(values[block.id])
-        self.optimizer.zero_grad()
-        loss = torch.stack(losses).sum() / self.model.predictions(batch)
-        loss.backward()
-        self.norm = float(nn.utils.clip_grad_norm_(self.unique, self.options.clip_norm or math.inf))
-        rate = 1.0 if self.options.lr_schedule == "constant" else RATES[step]
-        self.optimizer.param_groups[0]["lr"] = self.options.learning_rate * rate
-        self.optimizer.step()
-        self.num_steps = step + 1
-        return float(loss.detach())
+        return torch.stack(losses).sum(), self.model.predictions(batch)
 
 
 def four_devices(plan: Plan) -> Plan:

@@ -12,7 +12,8 @@ from builders.states import training_state
 from pipeplan.costs import state_of
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
-from pipeplan.costs.layouts import Layout, MeshSplit, Resharding
+from pipeplan.costs.layouts import Layout, MeshSplit
+from pipeplan.costs.resharding import Resharding
 from pipeplan.errors import UsageError
 from pipeplan.examples.models import MODELS, model
 from pipeplan.files import Block, CostRow, Edge, Profile, Source

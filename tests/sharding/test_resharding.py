@@ -13,15 +13,14 @@ from pipeplan.costs.layouts import (
     Layout,
     MeshSplit,
     Move,
-    Resharding,
     Tensor,
     all_layouts,
     groups_along,
-    moves_between_all,
 )
+from pipeplan.costs.resharding import Resharding
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
 from pipeplan.sharding.operators import factorizations, mesh_name, splits_of, ways_to_split
-from references.moved_arrays import cut, held_after
+from references.moved_arrays import cut, held_after, senders
 
 
 def two_nodes(devices: int, *, measured: tuple[MeasuredCurve, ...] = ()) -> Cluster:
@@ -67,7 +66,7 @@ def test_every_move_leads_to_the_layout_it_names(devices: int) -> None:
     rng = np.random.default_rng(devices)
     size = 8 if devices != 6 else 36
     whole = rng.integers(0, 1000, (size, size, size))
-    for move in moves_between_all(devices):
+    for move in Resharding(None, devices).every_move():
         held = held_after(move, cut(whole, move.source, devices), devices)
         added = held
         if move.target.partial:
@@ -89,7 +88,7 @@ def test_shortest_paths_are_the_best_of_all_sequences(devices: int, num_bytes: i
     tensor = Tensor((4, 4, 36), num_bytes)
     layouts = all_layouts(devices)
     leaving: dict[Layout, list[Move]] = {layout: [] for layout in layouts}
-    for move in moves_between_all(devices):
+    for move in resharding.every_move():
         leaving[move.source].append(move)
     times = resharding.times(tensor, layouts, layouts)
     for row, start in enumerate(layouts):
@@ -109,6 +108,34 @@ def test_shortest_paths_are_the_best_of_all_sequences(devices: int, num_bytes: i
             assert told <= known * (1 + 1e-12)
             if told < np.inf and len(resharding.path(tensor, start, end)) <= 4:
                 assert told == pytest.approx(known)
+
+
+@pytest.mark.parametrize("devices", [4, 6, 8])
+@pytest.mark.parametrize("shared", [None, 2 * 10**10])
+def test_moves_take_what_their_groups_and_pairs_take(devices: int, shared: int | None) -> None:
+    """Of sends that is found for all at once: by the outermost link and by how many leave the busiest node."""
+    cluster = two_nodes(devices)
+    (*inner, outer) = cluster.levels
+    outer = outer.model_copy(update={"node_bandwidth_bytes_per_s": shared})
+    resharding = Resharding(cluster.model_copy(update={"levels": (*inner, outer)}), devices)
+    tensor = Tensor((8, 12, 36), 10**7)
+    known = resharding._weights_of(tensor)
+    how: dict[str, int] = {}
+    for move, weight in zip(resharding.every_move(), known.tolist(), strict=True):
+        assert weight == resharding.move_ns(tensor, move)
+        if np.isfinite(weight) and move.how == "send":
+            pairs = senders(move.source, move.target, devices)
+            assert weight == send_time(resharding.cluster, pairs, tensor.local_bytes(move.source))
+        how[move.how] = how.get(move.how, 0) + 1
+    assert how.keys() == {"gather", "slice", "exchange", "sum", "scatter", "send"}
+    assert len(set(known.tolist())) > 10
+
+
+def test_what_is_made_whole_takes_as_long_backward_as_forward() -> None:
+    resharding, tensor = Resharding(named_cluster("tensoropt"), 16), Tensor((256, 64, 3840), 10**9)
+    some = resharding.layouts[::37]
+    forward = resharding.times(tensor, some, [Layout()])[:, 0]
+    assert [resharding.whole_ns(tensor, each) for each in some] == pytest.approx(forward.tolist())
 
 
 def test_paths_join_up_and_cost_what_is_said() -> None:

@@ -152,8 +152,13 @@ def configurations() -> Mapping[str, NamedConfiguration]:
 class ExportTarget:
     """What another tool can run: what a plan exported to it may have. Stages are whole layers, micro-batches whole.
 
-    ``placements`` are None where stages may stand anywhere; ``schedules`` are by name, None where orders of one's own
-    are read; ``most_chunks`` by placement where they are limited; ``source`` says where that is known from.
+    ``placements`` are None where stages may stand anywhere; ``schedules`` are names by placement, None where orders of
+    one's own are read; ``most_chunks`` by placement where they are limited; ``source`` says where that is known from.
+    With ``whole_groups`` virtual stages need as many micro-batches as ranks, or a multiple; with ``ends_apart`` a stage
+    may have a model's beginning or end and no layer. ``zero`` are the levels that replicas may divide state by, in
+    groups of some of them where there are ``zero_groups``; ``recompute`` are the kinds of recomputation ("all" and
+    "selective"), which layers have ``by_layer`` each as it is best, or all the same; ``experts`` says that devices may
+    share experts.
     ``layer_list`` is how it is told the number of layers of each stage, which stand for ``{}``; ``names`` are the
     modules that have a model's beginning, its layer N, and its end, where it has names; ``tied`` says what becomes of a
     table that stages on several ranks share, and ``sums_tied`` whether its gradients are summed as a plan has it.
@@ -164,7 +169,7 @@ class ExportTarget:
     title: str
     source: str
     placements: Sequence[str] | None = None
-    schedules: Sequence[str] | None = None
+    schedules: Mapping[str, Sequence[str]] | None = None
     most_chunks: Mapping[str, int] = field(default_factory=dict)
     split_backward: bool = False
     trains: bool = True
@@ -176,6 +181,18 @@ class ExportTarget:
     folder: bool = False
     top_level: bool = False
     names_everywhere: Sequence[str] = ()
+    whole_groups: bool = False
+    ends_apart: bool = False
+    zero: Sequence[int] = (0,)
+    zero_groups: bool = False
+    recompute: Sequence[str] = ()
+    by_layer: bool = False
+    experts: bool = False
+
+    @property
+    def schedule_names(self) -> list[str]:
+        """The schedules that it runs, wherever stages are; none where orders of one's own are read."""
+        return [name for names in (self.schedules or {}).values() for name in names]
 
 
 def export_target(name: str) -> ExportTarget:

@@ -56,7 +56,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     """
     _check_fingerprint("profile", sha256_of(profile), plan.provenance.profile_sha256, findings)
     _check_origin(plan, profile, findings)
-    if not _has_its_blocks(plan, profile, findings):
+    if not _has_its_kinds(plan, profile, findings) or not _has_its_blocks(plan, profile, findings):
         return
     try:
         profile = with_recipe(profile, plan.recipe or profile.recipe)
@@ -110,14 +110,16 @@ def _launched(profile: Profile, overhead_ns: int) -> Profile:
         return row.model_copy(update={key: time + overhead_ns for key, time in times.items()})
 
     blocks = (block.model_copy(update={"costs": tuple(map(longer, block.costs))}) for block in profile.blocks)
-    return profile.model_copy(update={"blocks": tuple(blocks)})
+    others = {kind: _launched(own, overhead_ns) for kind, own in profile.of_kinds.items()}
+    return profile.model_copy(update={"blocks": tuple(blocks)}).with_kinds(others)
 
 
 class _Known(NamedTuple):
     """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share.
 
     ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
-    it runs. ``expert_shards`` {devices that share experts: how many of them split each}.
+    it runs. ``of_kinds`` are blocks of the profiles of kinds of devices. ``expert_shards`` {devices that share experts:
+    how many of them split each}.
     """
 
     blocks: dict[str, Block]
@@ -129,6 +131,7 @@ class _Known(NamedTuple):
     alike: dict[str, str]
     rows: dict[tuple[object, ...], CostRow]
     parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
+    of_kinds: dict[str, dict[str, Block]]
     expert_shards: dict[int, int]
 
     @staticmethod
@@ -153,6 +156,7 @@ class _Known(NamedTuple):
             profile.alike,
             {},
             {},
+            {kind: own.by_id for kind, own in profile.of_kinds.items()},
             {row.expert: row.expert_shards for block in profile.kinds for row in block.costs},
         )
 
@@ -175,6 +179,10 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         if stage.blocks and stage.speed != slowest:
             text = f"is {stage.speed:g}, the slowest of its devices in the cluster has {slowest:g}"
             findings.add("cluster", f"stages[{number}].speed", text)
+        names = sorted({cluster.names[device] for device in stage.devices})
+        if stage.kinds and list(stage.kinds) != names:
+            text = f"are {', '.join(stage.kinds)}, in the cluster its devices are {', '.join(names)}"
+            findings.add("cluster", f"stages[{number}].kinds", text)
     for device, own in enumerate(plan.devices):
         if own.contention not in (0, expected):  # plans from before it counted beside sums say nothing
             text = f"is {own.contention}, the cluster's is {expected}"
@@ -186,10 +194,10 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
             findings.add("cluster", f"devices[{device}]", text)
 
 
-def _check_fingerprint(what: str, found: str, stated: str, findings: Findings) -> None:
+def _check_fingerprint(what: str, found: str, stated: str, findings: Findings, key: str = "") -> None:
     if stated not in ("", found):
         text = f"is {stated[:12]}..., but this {what} has {found[:12]}...: the plan was made from another"
-        findings.add(what, f"provenance.{what}_sha256", text)
+        findings.add(what, f"provenance.{key or f'{what}_sha256'}", text)
 
 
 def _check_origin(plan: Plan, profile: Profile, findings: Findings) -> None:
@@ -203,6 +211,25 @@ def _check_origin(plan: Plan, profile: Profile, findings: Findings) -> None:
     ):
         if said and said != found:
             findings.add("profile", f"provenance.{key}", f"is {said}, in the profile it is {found or 'not known'}")
+
+
+def _has_its_kinds(plan: Plan, profile: Profile, findings: Findings) -> bool:
+    """Whether kinds of devices have the profiles that the plan was made from, and its stages are on these kinds."""
+    stated = plan.provenance.profiles
+    if lacking := sorted(set(stated) - set(profile.of_kinds)):
+        text = f"has a profile for devices called {lacking[0]!r}; give it, too: --profile-for {lacking[0]}=FILE"
+        findings.add("profile", "provenance.profiles", text)
+        return False
+    for kind, own in profile.of_kinds.items():
+        if kind in stated:
+            _check_fingerprint("profile", sha256_of(own), stated[kind].sha256, findings, f"profiles.{kind}.sha256")
+    for number, stage in enumerate(plan.stages):
+        names = sorted({plan.devices[device].name for device in stage.devices})
+        if stage.blocks and list(stage.kinds) != (names if profile.of_kinds else []):
+            text = f"are {', '.join(stage.kinds) or 'none'}, its devices are {', '.join(names)}"
+            findings.add("profile", f"stages[{number}].kinds", text)
+            return False
+    return True
 
 
 def _has_its_blocks(plan: Plan, profile: Profile, findings: Findings) -> bool:
@@ -253,10 +280,11 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
     """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
     taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
     how = samples, stage.shards, stage.context, stage.expert, stage.configuration, again, taken, stage.speed
-    key = (known.alike[id_], *how)
+    key = (id_ if stage.kinds else known.alike[id_], stage.kinds, *how)
     if key not in known.rows:
+        block = _slowest([known.of_kinds.get(kind, known.blocks)[id_] for kind in stage.kinds] or [known.blocks[id_]])
         row = block_costs(
-            _of_configuration(known.blocks[id_], stage.configuration),
+            _of_configuration(block, stage.configuration),
             samples,
             stage.shards,
             context=stage.context,
@@ -269,6 +297,26 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
     return known.rows[key]
 
 
+def _slowest(blocks: Sequence[Block]) -> Block:
+    """What the same block is on devices that each take what theirs says: case by case the slowest and largest."""
+    first, *others = blocks
+    if all(block is first for block in others):
+        return first
+    rows = []
+    for row in first.costs:
+        found = [[each for each in block.costs if each.key == row.key] for block in blocks]
+        if not all(found):
+            continue
+        each = [one for (one,) in found]
+        said = {key: [getattr(one, key) for one in each] for key in (*_ROW_TIMES, *_ROW_REST)}
+        said["backward_ns"] = [
+            (one.input_grad_ns or 0) + (one.weight_grad_ns or 0) if one.backward_ns is None else one.backward_ns
+            for one in each
+        ]
+        rows.append(row.model_copy(update={key: None if None in of else max(of) for key, of in said.items()}))
+    return first.model_copy(update={"costs": tuple(rows)})
+
+
 def _on_device(row: CostRow, speed: float) -> CostRow:
     """A row on a device that computes so much in the time in which one of the profile's computes 1."""
     if speed == 1:
@@ -278,6 +326,10 @@ def _on_device(row: CostRow, speed: float) -> CostRow:
 
 
 _ROW_TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
+_ROW_REST = (
+    *("selective_ns", "selective_activation_bytes"),
+    *("activation_bytes", "weight_grad_bytes", "workspace_bytes"),
+)
 
 
 def _slowed(ns: int, speed: float) -> int:
@@ -445,7 +497,9 @@ def _check_steps(plan: Plan, profile: Profile, findings: Findings) -> None:
                 for part, device in zip(own, stage.devices, strict=True)
             ):
                 state -= own[0].state
-        moved, rate = step_bytes(state, profile.recipe), profile.step_bytes_per_s
+        moved = step_bytes(state, profile.recipe)
+        rates = [profile.of_kinds.get(kind, profile).step_bytes_per_s for kind in stage.kinds or ("",)]
+        rate = None if None in rates else min(each for each in rates if each is not None)
         expected = 0 if rate is None else _slowed(-(-moved * 10**9 // rate), stage.speed)
         _compare(f"stages[{number}]", stage, {"step_ns": expected}, findings)
 

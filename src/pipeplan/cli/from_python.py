@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from pipeplan.cli.main import VERBS
 from pipeplan.cli.shared import KnownNames
-from pipeplan.errors import UsageError
+from pipeplan.errors import UsageError, argument_named
 
 
 def command_of(verb: str) -> click.Command:
@@ -30,7 +30,7 @@ def arguments_of(verb: str) -> Iterator[tuple[str, click.Parameter]]:
     for parameter in command_of(verb).params:
         if isinstance(parameter, click.Option):
             flag = next(each for each in parameter.opts if each.startswith("--"))
-            yield flag[2:].replace("-", "_"), parameter
+            yield argument_named(flag[2:]), parameter
         else:
             yield str(parameter.metavar).strip("[].").lower(), parameter
 
@@ -67,6 +67,8 @@ def _is_default(parameter: click.Parameter, context: click.Context, value: Any) 
 def _parsed(parameter: click.Parameter, value: Any, context: click.Context) -> Any:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, Mapping):
+        value = list(value.items())
     if isinstance(parameter.type, (click.Path, KnownNames)) and not isinstance(value, str):
         return tuple(map(str, value)) if getattr(parameter, "multiple", False) else value
     if isinstance(parameter.type, click.IntRange) and isinstance(value, float) and not value.is_integer():

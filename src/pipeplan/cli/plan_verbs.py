@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say
-from pipeplan.cli.shared import FILE
+from pipeplan.cli.shared import FILE, PROFILE_FOR, checked_against
 from pipeplan.errors import UsageError
 from pipeplan.units import format_bytes, format_ns
 
@@ -35,11 +35,10 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Also check memory and transfer times against the cluster.",
 )
+@PROFILE_FOR
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: valid, problems, figures.")
 @click.pass_context
-def check_command(
-    ctx: click.Context, plan_path: str, profile_path: str | None, cluster_path: str | None, as_json: bool
-) -> None:
+def check_command(ctx: click.Context, /, plan_path: str, as_json: bool, **given: Any) -> None:
     """Recompute everything PLAN says: actions, dependencies, messages, times, memory, figures.
 
     Exits with 0 if all is right, 1 if a rule is broken (the first problems are shown, each with its place), 2 if
@@ -47,8 +46,7 @@ def check_command(
     only with --cluster, too.
     """
     plan = _api.read_plan(plan_path)
-    profile = _api.read_profile(profile_path) if profile_path is not None else None
-    cluster = _api.read_cluster(cluster_path) if cluster_path is not None else None
+    profile, cluster = checked_against(given, plan=plan)
     report = _api.check(plan, profile, cluster)
     if as_json:
         say(json.dumps(report.figures(), indent=2, ensure_ascii=False))
@@ -95,6 +93,7 @@ if TYPE_CHECKING:
 )
 @click.option("--profile", "profile_path", type=FILE, metavar="FILE", help="Use the times and sizes in this profile.")
 @click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Use the devices and links of this cluster.")
+@PROFILE_FOR
 @click.option(
     "--measured",
     "measured_paths",
@@ -110,12 +109,11 @@ if TYPE_CHECKING:
 def simulate_command(
     plan_path: str,
     microbatches: int | None,
-    profile_path: str | None,
-    cluster_path: str | None,
     measured_paths: tuple[str, ...],
     svg_path: str | None,
     trace_path: str | None,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Replay PLAN: when every action runs if each starts as soon as it can.
 
@@ -123,15 +121,11 @@ def simulate_command(
     critical path, the stages and the bottleneck; with --measured, the predicted and measured times of actions, devices
     and the iteration. PLAN may be - for stdin.
     """
-    inputs = [("PLAN", plan_path), ("--profile", profile_path), ("--cluster", cluster_path)]
+    inputs = [("PLAN", plan_path), *((f"--{kind}", given[f"{kind}_path"]) for kind in ("profile", "cluster"))]
     _require_one_stdin([*inputs, *(("--measured", path) for path in measured_paths)])
     with Outputs({"--svg": svg_path, "--trace": trace_path}, as_json=as_json) as outputs:
-        simulation = _api.simulate(
-            _api.read_plan(plan_path),
-            microbatches,
-            _api.read_profile(profile_path) if profile_path is not None else None,
-            _api.read_cluster(cluster_path) if cluster_path is not None else None,
-        )
+        plan = _api.read_plan(plan_path)
+        simulation = _api.simulate(plan, microbatches, *checked_against(given, plan=plan))
         if svg_path is not None:
             from pipeplan.reporting.drawing.svg import timeline_svg
 

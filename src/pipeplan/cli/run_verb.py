@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
-import shutil
 import signal
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from pipeplan import _api
-from pipeplan.cli.output import Outputs, say, say_for_now
+from pipeplan.cli.output import Outputs, say
+from pipeplan.cli.run_steps import Steps
 from pipeplan.cli.shared import (
     BYTES,
     DURATION,
@@ -36,7 +32,7 @@ from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.units import format_ns
 
 if TYPE_CHECKING:
-    from pipeplan._api import Plan, RunOptions, RunOutcome, StepResult
+    from pipeplan._api import Plan, RunOptions, RunOutcome
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
@@ -131,6 +127,17 @@ class _Stretch(FiniteRange):
 )
 @click.option("--autocast", type=OneOf(["bfloat16"]), help="The same as --precision bf16-autocast.")
 @click.option(
+    "--eval-data",
+    type=KnownNames(lambda: ["builtin"], files=True),
+    metavar="FILE|builtin|pkg.mod:factory",
+    help="Samples to evaluate the model on, forwards alone, after the last step.",
+)
+@click.option("--eval-every", type=click.IntRange(min=1), metavar="K", help="Evaluate every K steps, too.")
+@click.option(
+    "--eval-batches", type=click.IntRange(min=1), metavar="N", help="Mini-batches of an evaluation.  [default: all]"
+)
+@click.option("--tensorboard", type=FOLDER, metavar="DIR", help="Write a log for TensorBoard here.")
+@click.option(
     "--checkpoint",
     type=FOLDER,
     metavar="DIR",
@@ -201,10 +208,10 @@ def run_command(
     options = run_options({**how, "model": model, "emulate": emulate, "trace": trace_path is not None})
     shown = Steps(options, quiet=as_json)
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown, launched)
-    if outcome is not None:  # rank 0's
+    if first:
         _tell(outcome, plan_path, outputs, trace_path, as_json=as_json, local=local)
     if stopped := _api.stopped_by():
-        if outcome is not None:
+        if first:
             say(f"pipeplan: ended by {signal.Signals(stopped).name}", err=True)
             _say_where_to_resume(options)
         click.get_current_context().exit(128 + stopped)
@@ -235,12 +242,21 @@ _ELSEWHERE = ("plan_path", "emulate", "local", "trace_path", "as_json")
 """Parameters that do not say how a rank runs."""
 
 
+_NAMED = ("model", "data", "eval_data", "optimizer", "lr_schedule")
+"""Parameters that are names, or in Python what these would name."""
+
+
+def _named(value: Any) -> Any:
+    return value if value is None or isinstance(value, str) else _api.PythonValue.of(value)
+
+
 def run_options(given: Mapping[str, Any]) -> RunOptions:
     """How to run, or to train where there is a ``model``, by the names of the flags' parameters. Raises UsageError."""
     if (given["model"] is None) != given["emulate"]:
         raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
     if given["timeout_ns"] < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {given['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
+    given = {name: _named(value) if name in _NAMED else value for name, value in given.items()}
     if given["num_steps"] == 0 and (given["model"] is None or given["export_weights"] is None):
         raise UsageError("--steps 0 does nothing without --export-weights FILE; give at least 1")
     options = _api.RunOptions(**{name: given[name] for name in _OF_ALL_RUNS})
@@ -262,6 +278,7 @@ def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
     interrupt_on_sigterm()
     try:
         with shown.waiting(plan):
+            shown.plan = plan
             return _api.run(plan, options, shown.show, on_look=shown.look, where=plan_path)
     except (KeyboardInterrupt, BrokenPipeError, ExecutionError):
         _say_where_to_resume(options)
@@ -277,9 +294,9 @@ def _say_where_to_resume(options: RunOptions) -> None:
     say(f"last whole checkpoint in {options.checkpoint}: {last}", err=True)
 
 
-def _run_as_rank(plan_path: str, options: RunOptions, shown: Steps, launched: bool) -> RunOutcome | None:
+def _run_as_rank(plan_path: str, options: RunOptions, shown: Steps, launched: bool) -> RunOutcome:
     def read() -> Plan:
-        plan = _api.read_plan(plan_path)
+        shown.plan = plan = _api.read_plan(plan_path)
         _api.check(plan).require(plan_path)
         return plan
 
@@ -290,61 +307,6 @@ def _run_as_rank(plan_path: str, options: RunOptions, shown: Steps, launched: bo
             "mpirun, or give --local to start them on this machine"
         )
     return _api.run_as_rank(read, options, shown.show)
-
-
-class Steps:
-    """Prints steps as they end unless ``quiet``, and warns on stderr of the first with numbers that are not finite.
-
-    Where stderr is a terminal, a line there says how long a step has taken so far; ``clock`` returns seconds.
-    """
-
-    def __init__(self, options: RunOptions, *, quiet: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        self._training = options if isinstance(options, _api.TrainOptions) else None
-        self._quiet, self._warned = quiet, False
-        self._clock, self._stretch = clock, options.stretch or 1.0
-        self._since, self._said = clock(), 0
-        self._predicted = ""
-
-    @contextmanager
-    def waiting(self, plan: Plan) -> Iterator[None]:
-        """Let :meth:`look` say how long steps take, and what the plan predicts; at the end nothing of it is left."""
-        self._predicted = f", predicted {format_ns(round(plan.predicted.whole_ns * self._stretch))}"
-        try:
-            yield
-        finally:
-            self._erase()
-
-    def look(self, where: str) -> None:
-        """Called again and again while a step runs; ``where`` rank 0 is."""
-        seconds = int(self._clock() - self._since)
-        if seconds > self._said and sys.stderr.isatty():
-            self._said = seconds
-            columns = shutil.get_terminal_size().columns
-            say_for_now(f"{seconds}s so far{self._predicted}; rank 0 {where}", columns)
-
-    def _erase(self) -> None:
-        if self._said:
-            say_for_now("", shutil.get_terminal_size().columns)
-        self._since, self._said = self._clock(), 0
-
-    def show(self, result: StepResult) -> None:
-        """Called as a step ends."""
-        training = self._training
-        self._erase()
-        if not self._quiet:
-            loss = f"  loss {result.loss:.4f}" if training is not None else ""
-            norm = "" if result.grad_norm is None else f"  gradients {result.grad_norm:.4g}"
-            say(f"step {result.step}{loss}{norm}  iteration {format_ns(result.iteration_ns)}")
-        if training is not None and not result.finite and not self._warned:
-            self._warned = True
-            self._warn(result, training.checkpoint)
-
-    def _warn(self, result: StepResult, checkpoint: str | None) -> None:
-        what = (
-            f"loss is {result.loss}" if not math.isfinite(result.loss) else f"norm of gradients is {result.grad_norm}"
-        )
-        kept = "" if checkpoint is None else "; no checkpoint is written after this step"
-        say(f"pipeplan: warning: step {result.step}: the {what}{kept}", err=True)
 
 
 def comparison_line(outcome: RunOutcome) -> str:
@@ -373,8 +335,8 @@ def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, 
     late, action = outcome.warm_ns - outcome.predicted_ns, _mean_action_ns(outcome.plan)
     if outcome.result.stretch == 1 and late > _LATE * outcome.predicted_ns and action < _SHORT_NS:
         shared += (
-            f"the plan's actions are predicted to take {format_ns(round(action))} on average, and what a process does "
-            "between them is not predicted (--emulate measures it); "
+            f"the plan's actions are short ({format_ns(round(action))} on average), and the time that processes take "
+            "between them is not predicted; "
         )
     return f"{shared}{command if trace_path is not None else f'--trace FILE, then {command},'} shows where time went"
 

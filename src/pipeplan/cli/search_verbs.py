@@ -16,7 +16,9 @@ from pipeplan.cli.shared import (
     FILE,
     RULES_OPTION,
     SCHEDULER,
+    SEARCH_TARGET,
     Status,
+    comparison_request,
     given_file,
     given_rules,
     limited,
@@ -45,6 +47,21 @@ if TYPE_CHECKING:
     metavar="PLAN",
     help="Start from this plan, such as one of import: what is found is never slower. Devices and mini-batch are its "
     "own unless said.",
+)
+@click.option(
+    "--for",
+    "for_",
+    type=SEARCH_TARGET,
+    metavar="TARGET",
+    help="Stay inside what a tool can run, and say what that costs: torchtitan, automodel, megatron, deepspeed, "
+    "galvatron, vllm, sglang or tensorrt-llm. export --to TARGET then writes the plan.",
+)
+@click.option(
+    "--keep-together",
+    multiple=True,
+    metavar="BLOCKS|N",
+    help="Blocks that no stage has without the others: names with commas, * for anything; or N for every N layers. May "
+    "be given more than once.",
 )
 @click.option(
     "--workers",
@@ -154,7 +171,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
     start = given_file("plan", flags["start_path"])
-    return read_request(flags, scheduler if rules is None else "rules", rules, start=start)
+    more = {"for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
+    return read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
 
 
 def _rules_alone(flags: Mapping[str, Any]) -> Iterator[str]:
@@ -209,9 +227,11 @@ def print_result(
         print_timeline(simulation, file=sys.stdout)
         if simulation.yardstick.estimated:
             notes.append(
-                "times are estimated, for dense models on A100 and H100 5 to 6 % off on average, for others more "
-                "(docs/benchmarks/published-runs.md); call it a tie where plans are closer than that"
+                "times are estimated: 5 to 6 % off on average for dense models on A100 and H100, more for others "
+                "(docs/benchmarks/published-runs.md); treat plans closer than that as ties"
             )
+        if simulation.throughput.model_flops_utilisation is not None:
+            notes.append("% of peak counts causal attention in full, as PaLM and Megatron-LM do (docs/simulate.md)")
         notes.append("--details prints every device and stage, the critical path and what was proved")
     print_notes(notes, file=sys.stdout)
 
@@ -228,7 +248,7 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     """
     from pipeplan.reporting.tables import print_comparison
 
-    request, rules = read_request(flags), given_rules(flags["rules_path"])
+    request, rules = comparison_request(flags)
     with limited(request.time_limit, "compare") as limit, Status() as progress:
         found = _api.compare(request, rules=rules, progress=progress, within=limit)
     if found.interrupted:

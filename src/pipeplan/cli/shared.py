@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.units import bytes_of, ns_of
 
 if TYPE_CHECKING:
-    from pipeplan._api import Limit, Plan, Planning, Profile, Progress, Request, Rules
+    from pipeplan._api import Cluster, Limit, Plan, Planning, Profile, Progress, Request, Rules
 
 
 _MOST = 1_000_000
@@ -105,6 +106,19 @@ class _Counts(click.ParamType[tuple[int, ...]]):
         return tuple(sorted({int(part) for part in parts}))
 
 
+class _OfKind(click.ParamType[tuple[str, Any]]):
+    """A kind of device and its profile: ``a100=FILE``; of Python a name and a profile or its path."""
+
+    name = "kind=file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, Any]:
+        """The name and what follows it."""
+        kind, given = value.partition("=")[::2] if isinstance(value, str) else value
+        if not kind or not given:
+            self.fail(f"{value!r} does not say a kind of device and its profile; write KIND=FILE", param, ctx)
+        return str(kind), os.fspath(given) if isinstance(given, os.PathLike) else given
+
+
 class AutoOr(click.ParamType[str | int]):
     """``auto``, or a number from ``least`` to ``most``; or one of ``words``."""
 
@@ -150,7 +164,8 @@ class _PlacementOption(click.Option):
         """The flag and its help, which is made when it is shown."""
         self.help = (
             f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file. "
-            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so."
+            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so. Stages that "
+            "form a graph, for models with branches, are among those of auto; --planner graphpipe looks at no others."
         )
         return super().get_help_record(ctx)
 
@@ -186,6 +201,7 @@ MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices"
 PLANNER = KnownNames(lambda: _api.known_names("planners"))
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 TARGET = KnownNames(lambda: _api.export_targets())
+SEARCH_TARGET = KnownNames(lambda: _api.search_targets())
 
 RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME|pkg.mod:name")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
@@ -260,10 +276,47 @@ def recipe_options(command: _Command) -> _Command:
     return command
 
 
-def asked_profile(flags: Mapping[str, Any]) -> Profile:
-    """The profile that the flags name, with the recipe that they ask for. Raises UsageError."""
+def asked_profile(flags: Mapping[str, Any], cluster: Cluster | None = None) -> Profile:
+    """The profile that the flags name, with the recipe that they ask for. Raises UsageError.
+
+    Beside it those of kinds of the ``cluster``'s devices, where they name some.
+    """
     asked = (flags["precision"], flags["gradient_dtype"], flags["optimizer"])
-    return _api.with_asked_recipe(given_file("profile", flags["profile_path"]), *asked)
+    profile = profile_of_kinds(given_file("profile", flags["profile_path"]), flags.get("profile_for", ()), cluster)
+    return _api.with_asked_recipe(profile, *asked)
+
+
+PROFILE_FOR = click.option(
+    "--profile-for",
+    type=_OfKind(),
+    multiple=True,
+    metavar="KIND=FILE",
+    help="Profile of the same model on devices that --cluster calls KIND; repeat it for others.  [default: PROFILE]",
+)
+
+
+def profile_of_kinds(
+    profile: Profile, given: Iterable[tuple[str, Any]], cluster: Cluster | None, plan: Plan | None = None
+) -> Profile:
+    """A profile beside those that ``--profile-for`` names for kinds of devices, of a cluster or a plan.
+
+    Raises:
+        UsageError: there is no such kind, it is there twice, or is of another model.
+    """
+    found: dict[str, Profile] = {}
+    for kind, own in given:
+        if kind in found:
+            raise UsageError(f"--profile-for {kind} is there twice; leave one of them out")
+        found[kind] = given_file("profile", own)
+    return _api.for_kinds(profile, found, cluster, plan) if found else profile
+
+
+def checked_against(given: Mapping[str, Any], *, plan: Plan) -> tuple[Profile | None, Cluster | None]:
+    """The profile and the cluster that flags name beside a plan. Raises UsageError."""
+    profile, cluster = (given_file(kind, given[f"{kind}_path"]) for kind in ("profile", "cluster"))
+    if profile is None and given["profile_for"]:
+        raise UsageError("--profile-for is beside --profile, which the other devices have; give that, too")
+    return profile and profile_of_kinds(profile, given["profile_for"], cluster, plan), cluster
 
 
 _COPIES = (
@@ -354,6 +407,7 @@ _OPTIONS = (
     click.option(
         "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
     ),
+    PROFILE_FOR,
     MEMORY_RESERVE,
     *_RECIPE,
     click.option(
@@ -446,15 +500,21 @@ def planning_options(command: _Command) -> _Command:
 
 
 def read_request(
-    flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules | None = None, *, start: Plan | None = None
+    flags: Mapping[str, Any],
+    scheduler: str = "auto",
+    rules: Rules | None = None,
+    *,
+    start: Plan | None = None,
+    for_: str | None = None,
+    keep_together: tuple[str, ...] = (),
 ) -> Request:
     """The request that the flags of :func:`planning_options` make, with the files that they name.
 
     Raises:
         UsageError: files that cannot be read, or flags that contradict each other.
     """
-    profile = asked_profile(flags)
     cluster = given_file("cluster", flags["cluster_path"])
+    profile = asked_profile(flags, cluster)
     same = (
         *("devices", "placement", "mini_batch", "microbatch_size", "zero", "zero_group"),
         *("planner", "seed", "deterministic"),
@@ -476,6 +536,8 @@ def read_request(
         scheduler=scheduler,
         rules=rules,
         start=start,
+        for_=for_,
+        keep_together=keep_together,
         unroll=_number(flags["unroll"]),
         max_span=flags["max_span"],
         split_overhead_ns=flags["split_overhead"],
@@ -484,6 +546,18 @@ def read_request(
         late_inputs=_YES_NO[flags["late_inputs"]],
         time_limit=flags["time_limit"] / 1e9,
     )
+
+
+def comparison_request(flags: Mapping[str, Any]) -> tuple[Request, Rules | None]:
+    """The request of a comparison, and the rules of one's own in it: an order of theirs has a number of micro-batches.
+
+    Raises:
+        UsageError: as :func:`read_request`.
+    """
+    rules = given_rules(flags["rules_path"])
+    if rules is not None and rules.order and flags["microbatches"] is None and flags["mini_batch"] is None:
+        flags = {**flags, "microbatches": _api.num_microbatches_of(rules.order)}
+    return read_request(flags), rules
 
 
 def given_rules(given: Any) -> Rules | None:

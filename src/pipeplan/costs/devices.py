@@ -14,7 +14,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -219,17 +219,19 @@ def device_meant(text: str, memory_gb: float | None = None) -> DevicePreset | No
     return min(found, key=unlike)
 
 
-def other_device(device: str, cluster: Cluster, num_devices: int | None = None) -> str | None:
+def other_device(
+    device: str, cluster: Cluster, num_devices: int | None = None, apart: Collection[str] = ()
+) -> str | None:
     """What to say where times are of ``device``, as profiles name it, and a cluster has another; None where it has not.
 
     Of the cluster's first ``num_devices``, or of all. Names that mean no preset are not compared, nor kinds that have
-    another speed.
+    another speed, or are ``apart``, with a profile of their own.
     """
     kinds = cluster.devices if num_devices is None else cluster.first(min(num_devices, cluster.num_devices)).devices
     meant = {
         kind.name: device_meant(kind.name, kind.memory_bytes and kind.memory_bytes / 1e9)
         for kind in kinds
-        if kind.speed == 1
+        if kind.speed == 1 and kind.name not in apart
     }
     own = device_meant(device)
     unlike = [name for name, preset in meant.items() if preset is not None and preset != own]

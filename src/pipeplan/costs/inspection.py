@@ -239,6 +239,18 @@ def _unlike_halves(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
     return [caution for _, caution in sorted(found.values(), key=lambda each: -each[0])]
 
 
+def mean_spread(profile: Profile) -> float:
+    """The mean interquartile range over the median of its times, by how long they are; 0 where none is measured."""
+    found: list[tuple[int, float]] = [
+        (time, spread)
+        for block in profile.blocks
+        for row in block.costs
+        for name, spread in row.spread.items()
+        if (time := getattr(row, name))
+    ]
+    return sum(time * spread for time, spread in found) / max(1, sum(time for time, _ in found))
+
+
 def _spreads(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
     """For each kind the spread that concerns most time, where it is large, those first that do in the whole model."""
     found = []

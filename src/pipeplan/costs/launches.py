@@ -10,9 +10,10 @@ def with_launches(profile: Profile, overhead_ns: int) -> Profile:
     """The profile whose blocks take so much longer in each F and B, or in each I and W."""
     if not overhead_ns:
         return profile
-    return profile.model_copy(
+    launched = profile.model_copy(
         update={"blocks": tuple(_launched(block, overhead_ns) for block in checked(profile.blocks, 64))}
     )
+    return launched.with_kinds({kind: with_launches(own, overhead_ns) for kind, own in profile.of_kinds.items()})
 
 
 def _launched(block: Block, overhead_ns: int) -> Block:

@@ -346,4 +346,5 @@ def with_recipe(profile: Profile, recipe: Recipe) -> Profile:
             "tied": tuple(each.without_bytes() for each in profile.tied),
         }
     )
-    return changed.read_as(sha256_of(profile))
+    others = {kind: with_recipe(own, recipe) for kind, own in profile.of_kinds.items()}
+    return changed.read_as(sha256_of(profile)).with_kinds(others)

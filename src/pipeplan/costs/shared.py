@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeplan.costs.blocks import block_costs, held_part
 from pipeplan.costs.communication import all_reduce_in_shards, all_reduce_time
 from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
+from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.recipes import state_of, states_of
 from pipeplan.costs.zero import WHOLE, Experts, Zero, cuts, exchange_ns, updated_bytes
 from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe, TiedParameter
@@ -24,7 +25,7 @@ from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes, MemoryK
 from pipeplan.workload.mesh import PLACES, SAMPLES, HeldPart, Mesh
 
 if TYPE_CHECKING:
-    from pipeplan.costs.layouts import Resharding
+    from pipeplan.costs.resharding import Resharding
 
 Parts = tuple[HeldPart, ...]
 """What each device of a replica has of a parameter."""
@@ -49,11 +50,12 @@ class SharedState:
 
     def row(self, id_: str, samples: int, stage: Stage, again: Again) -> CostRow:
         """What a block of a stage costs, but for its inputs' part, worked out once for all blocks that are alike."""
-        key = self.profile.alike[id_], samples, stage.shards, stage.context, stage.expert, again, stage.speed
+        profile = on_kinds(self.profile, stage.kinds)
+        key = profile.alike[id_], samples, stage.shards, stage.context, stage.expert, again, stage.speed, stage.kinds
         if key not in self._rows:
             how: dict[str, Any] = {"context": stage.context, "expert": stage.expert, "recompute": again}
             how["speed"] = stage.speed
-            self._rows[key] = block_costs(self.blocks[id_], samples, stage.shards, **how)
+            self._rows[key] = block_costs(profile.by_id[id_], samples, stage.shards, **how)
         return self._rows[key]
 
     def kept_on(self, id_: str, shards: int, zero: Zero, experts: Experts) -> MemoryBytes:
@@ -180,7 +182,8 @@ def sum_time(cluster: Cluster | None, devices: int, mesh: Mesh, size: int) -> in
     axes = [axis for name, axis in mesh.named if name in (SAMPLES, PLACES) and axis.size > 1]
     if cluster is None or not size or not axes:
         return 0
-    from pipeplan.costs.layouts import MeshSplit, sum_ns
+    from pipeplan.costs.layouts import MeshSplit
+    from pipeplan.costs.resharding import sum_ns
 
     moves = _moves(_SameCluster(cluster), devices)
     return round(sum(sum_ns(size, MeshSplit(axis.size, axis.stride), moves) for axis in axes))
@@ -201,7 +204,7 @@ class _SameCluster:
 
 @lru_cache(maxsize=16)
 def _moves(same: _SameCluster, devices: int) -> Resharding:
-    from pipeplan.costs.layouts import Resharding
+    from pipeplan.costs.resharding import Resharding
 
     return Resharding(same.cluster, devices)
 

@@ -13,6 +13,7 @@ from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.columns import MANY, Columns
 from pipeplan.costs.experts import ExpertState, kept_of
+from pipeplan.costs.kinds import kinds_on, on_kinds
 from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
 from pipeplan.costs.shared import SharedState, with_syncs
@@ -265,6 +266,7 @@ def build_workload(
     reserve_bytes: Sequence[int] | None = None,
     given: Mapping[int, StageCost] | None = None,
     speeds: Sequence[float] | None = None,
+    names: Sequence[str] | None = None,
     whole_messages: bool = False,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
@@ -274,7 +276,7 @@ def build_workload(
     ``split_backward`` every stage whose blocks allow it runs I and W instead of B, each ``split_overhead_ns`` longer
     than the profile says: a split backward is two launches. ``given`` are costs of actions of stages, by number, that
     are not the profile's: of those whose blocks have configurations. ``whole_messages``: no message is a slice of its
-    sequence, for instructions are to see all of it. ``speeds`` [device] go before the cluster's.
+    sequence, for instructions are to see all of it. ``speeds`` and ``names`` of kinds [device] go before the cluster's.
 
     Raises:
         UsageError: a missing cost row, a stage with configurations whose costs are not given, a mini-batch that stages
@@ -288,10 +290,13 @@ def build_workload(
     mini_batch = num_microbatches * microbatch_size
     blocks = profile.by_id
     speeds = speeds or ((1.0,) * placement.num_devices if cluster is None else cluster.speeds)
+    names = names or (() if cluster is None else cluster.names)
     placed = [
         _settled(stage, blocks, microbatch_size, recompute, speeds, profile.expert_shards.get(stage.expert, 1))
         for stage in placement.stages
     ]
+    if profile.of_kinds:
+        placed = [replace(each, kinds=kinds_on(profile, (names[d] for d in each.devices))) for each in placed]
     for stage in placed:
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
@@ -313,7 +318,6 @@ def build_workload(
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
     reserve = known if reserve_bytes is None else reserve_bytes
-    names = [kind.name for kind in cluster.devices for _ in range(kind.count)] if cluster is not None else []
     workload = Workload(
         name=profile.name,
         placement=placement.strategy,
@@ -321,7 +325,7 @@ def build_workload(
         microbatch_size=microbatch_size,
         devices=tuple(
             Device(
-                name=names[index] if names else "device",
+                name="device" if cluster is None else cluster.names[index],
                 memory_bytes=memory[index],
                 reserve_bytes=reserve[index],
                 contention=0.0 if cluster is None else cluster.contention_among([range(placement.num_devices)]),
@@ -383,7 +387,8 @@ def with_steps(profile: Profile, stages: Sequence[Stage], tied: Sequence[TiedSta
     A stage leaves out what is tied if each of its devices steps that with another stage, which has it before; one
     whose blocks have configurations does not.
     """
-    if profile.step_bytes_per_s is None:
+    rates = [on_kinds(profile, stage.kinds).step_bytes_per_s for stage in stages]
+    if not any(rates):
         return [*stages]
     stepped, again = [stage.state for stage in stages], defaultdict[tuple[str, int], set[int]](set)
     for each in tied:
@@ -396,8 +401,8 @@ def with_steps(profile: Profile, stages: Sequence[Stage], tied: Sequence[TiedSta
                 stepped[number] -= each.state
             before.update(devices)
     return [
-        replace(stage, step_ns=at_speed(step_ns(state, profile.recipe, profile.step_bytes_per_s), stage.speed))
-        for stage, state in zip(stages, stepped, strict=True)
+        stage if rate is None else replace(stage, step_ns=at_speed(step_ns(state, profile.recipe, rate), stage.speed))
+        for stage, state, rate in zip(stages, stepped, rates, strict=True)
     ]
 
 
@@ -487,7 +492,9 @@ def _costs_of(
 ) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
     found = {number: _at_speed_of(stages[number], cost) for number, cost in given.items()}
-    alike = defaultdict[tuple[int, int, int, Experts, Zero, float, Exchanging], list[tuple[int, Recompute]]](list)
+    alike = defaultdict[
+        tuple[int, int, int, Experts, Zero, float, tuple[str, ...], Exchanging], list[tuple[int, Recompute]]
+    ](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -498,13 +505,13 @@ def _costs_of(
             )
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
         samples, exchanging = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster)
-        how_shared = stage.shards, stage.context, Experts.of(stage), Zero.of(stage), stage.speed
+        how_shared = stage.shards, stage.context, Experts.of(stage), Zero.of(stage), stage.speed, stage.kinds
         alike[samples, *how_shared, exchanging._replace(cluster=None)].append((number, again))
-    for (samples, shards, context, experts, zero, speed, exchanging), those in alike.items():
+    for (samples, shards, context, experts, zero, speed, kinds, exchanging), those in alike.items():
         how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts, "speed": speed}
         how["exchanging"] = exchanging._replace(cluster=cluster)
         groups = [(stages[number].blocks, again) for number, again in those]
-        costs = _costs_of_groups(profile, groups, samples, shards, **how)
+        costs = _costs_of_groups(on_kinds(profile, kinds), groups, samples, shards, **how)
         found.update(zip((number for number, _ in those), costs, strict=True))
     return [found[number] for number in range(len(stages))]
 
@@ -600,7 +607,7 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation, cluster: C
     samples = stage.microbatch_size // stage.replicas // 2
     zero, exchanging = Zero.of(stage), Exchanging.of(stage, cluster)
     cost = stage_costs(
-        profile,
+        on_kinds(profile, stage.kinds),
         stage.blocks,
         samples,
         stage.shards,
@@ -629,12 +636,12 @@ def _block_groups(
     ends = [len(stage.blocks) * (place + 1) // number for place in range(number)]
     parts = [stage.blocks[begin:end] for begin, end in pairwise([0, *ends])]
     zero, experts, exchanging = Zero.of(stage), Experts.of(stage), Exchanging.of(stage, cluster)
-    again = stage.again
+    again, own = stage.again, on_kinds(profile, stage.kinds)
     by_id = profile.by_id
     found = list[BlockGroup]()
     for blocks, begin in zip(parts, [0, *ends], strict=False):
         cost = stage_costs(
-            profile,
+            own,
             blocks,
             stage.microbatch_size // stage.replicas,
             stage.shards,
@@ -645,8 +652,8 @@ def _block_groups(
             experts=experts,
             speed=stage.speed,
         )
-        own = [Exchanged.of(by_id[id_], profile.recipe, zero, stage.shards, experts) for id_ in blocks]
-        whole = Exchanged(*map(sum, zip(*own, strict=True)))
+        each = [Exchanged.of(by_id[id_], profile.recipe, zero, stage.shards, experts) for id_ in blocks]
+        whole = Exchanged(*map(sum, zip(*each, strict=True)))
         gather, reduce = exchanging.times(whole)
         split = any(each.role is Role.WEIGHT_GRAD for each in operations)
         found.append(

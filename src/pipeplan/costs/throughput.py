@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pipeplan.costs.devices import peak_flops_per_s
@@ -47,7 +47,8 @@ def format_rate(value: float) -> str:
 class Yardstick:
     """What a sample is, and for which device and number format times are; empty or None where that is not known.
 
-    ``estimated``: nobody measured the times, and a reader must not take them for measured ones.
+    ``estimated``: nobody measured the times, and a reader must not take them for measured ones. ``peaks`` is what the
+    devices' peaks come to, over that of as many of the named one: 1 unless some have profiles of their own.
     """
 
     device: str
@@ -55,19 +56,24 @@ class Yardstick:
     tokens_per_sample: int | None
     forward_flops_per_sample: int | None
     estimated: bool = False
+    peaks: float | None = 1.0
 
     @classmethod
-    def of(cls, profile: Profile) -> Yardstick:
-        """A profile's."""
+    def of(cls, profile: Profile, names: Sequence[str] = ()) -> Yardstick:
+        """A profile's, on devices of kinds with these ``names``."""
         source, tokens, flops = profile.source, profile.tokens_per_sample, profile.forward_flops_per_sample
-        return cls(source.device, source.dtype, tokens, flops, source.method == "estimated")
+        others = {kind: (own.source.device, own.source.dtype) for kind, own in profile.of_kinds.items()}
+        peaks = _peaks((source.device, source.dtype), others, names)
+        return cls(source.device, source.dtype, tokens, flops, source.method == "estimated", peaks)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Yardstick:
         """The yardstick of the profile that a plan was made from."""
         made = plan.provenance
         flops = made.forward_flops_per_sample
-        return cls(made.device, made.dtype, made.tokens_per_sample, flops, made.method == "estimated")
+        others = {kind: (own.device, own.dtype) for kind, own in made.profiles.items()}
+        peaks = _peaks((made.device, made.dtype), others, [device.name for device in plan.devices])
+        return cls(made.device, made.dtype, made.tokens_per_sample, flops, made.method == "estimated", peaks)
 
     def on(self, device: str, dtype: str, *, estimated: bool = False) -> Yardstick:
         """The same samples on another device, or in another number format."""
@@ -81,12 +87,23 @@ class Yardstick:
         rate = 1e9 * samples / iteration_ns if iteration_ns else None
         if rate is None:
             return Throughput(None, None, None)
-        peak, flops = peak_flops_per_s(self.device, self.dtype), self.forward_flops_per_sample
+        one, flops = peak_flops_per_s(self.device, self.dtype), self.forward_flops_per_sample
+        peak = None if one is None or self.peaks is None else one * self.peaks
         return Throughput(
             rate,
             None if self.tokens_per_sample is None else rate * self.tokens_per_sample,
             None if peak is None or flops is None else _PASSES * flops * rate / (num_devices * peak),
         )
+
+
+def _peaks(own: tuple[str, str], others: Mapping[str, tuple[str, str]], names: Sequence[str]) -> float | None:
+    """The peaks of devices with these names over as many of a first one, by device and format; None if not known."""
+    if not others or not names:
+        return 1.0
+    first, *rest = (peak_flops_per_s(*each) for each in (own, *(others.get(name, own) for name in names)))
+    if not first or None in rest:
+        return None
+    return sum(each for each in rest if each is not None) / (first * len(names))
 
 
 def one_device_ns(profile: Profile, workload: Workload) -> float | None:

@@ -198,6 +198,11 @@ class Cluster(File):
         return tuple(None if size is None else size - reserve for size, reserve in reserved)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """What kind of device each is."""
+        return tuple(kind.name for kind in self.devices for _ in range(kind.count))
+
+    @property
     def speeds(self) -> tuple[float, ...]:
         """How much each device computes in the time in which one that a profile's times are of computes 1."""
         return tuple(kind.speed for kind in self.devices for _ in range(kind.count))

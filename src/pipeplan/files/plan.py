@@ -114,6 +114,14 @@ class AlternativeFigures(FileModel):
     memory_bytes: TimeSum | None = None
 
 
+class KindSource(FileModel):
+    """The profile of a kind of device, and what its numbers are for."""
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    device: Annotated[str, Printable(512), Field(description="device the profile's numbers are for")] = ""
+    dtype: Annotated[str, Printable(64), Field(description="the profile's number format, such as float32")] = ""
+
+
 class Provenance(FileModel):
     """What the plan was made from, and with."""
 
@@ -153,6 +161,13 @@ class Provenance(FileModel):
             json_schema_extra={SAID_ONLY: True},
         ),
     ] = ()
+    profiles: Annotated[
+        dict[Name, KindSource],
+        Field(
+            description="those of kinds of devices that have one of their own, by the name of the kind",
+            json_schema_extra={SAID_ONLY: True},
+        ),
+    ] = {}
     seed: Integer = 0
     versions: dict[Name, Text] = {}
 
@@ -160,7 +175,7 @@ class Provenance(FileModel):
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Plans that follow no rules file, or do not say who chose or what else was found, stay as they were."""
         found: dict[str, Any] = written(self)
-        for key in ("rules", "choices", "alternatives"):
+        for key in ("rules", "choices", "alternatives", "profiles"):
             if not getattr(self, key):
                 found.pop(key, None)
         return found
@@ -264,6 +279,8 @@ class Plan(File):
                 stage.pop("cuts", None)
             if stage.get("speed") == 1:
                 del stage["speed"]
+            if not stage.get("kinds"):
+                stage.pop("kinds", None)
         for operation in found.get("operations", ()):
             if not operation.get("parts_ns"):
                 operation.pop("parts_ns", None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, cached_property
 from operator import attrgetter
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version, said_only
 from pipeplan.files.placement import Placement
@@ -389,6 +389,11 @@ class Profile(File):
     edges: Items[Edge] = ()
     tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()
     placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None
+    keep_together: Annotated[
+        Items[Annotated[Items[Name], Field(min_length=2)]],
+        said_only((), "groups of blocks that no stage has without the rest of their group"),
+    ] = ()
+    _of_kinds: dict[str, Profile] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _is_a_graph(self) -> Profile:
@@ -417,6 +422,7 @@ class Profile(File):
                     )
         self._require_counts()
         self._require_tied(ids)
+        self._require_groups(ids)
         order = self.topological_order()
         if self.placement is not None:
             self.check_placement(self.placement, order)
@@ -431,6 +437,17 @@ class Profile(File):
                         f"{place}[{index}] states {part.stated}, which the recipe {self.recipe.name!r} says already; "
                         f"give parameters, or the recipe {CUSTOM!r}"
                     )
+
+    def _require_groups(self, place_of: dict[str, int]) -> None:
+        """Blocks that are kept together are there, each in one group."""
+        group_of: dict[str, int] = {}
+        for index, group in enumerate(self.keep_together):
+            for id_ in group:
+                if id_ not in place_of:
+                    raise ValueError(f"keep_together[{index}] names {id_!r}, which is not a block")
+                if id_ in group_of:
+                    raise ValueError(f"keep_together[{index}] names {id_!r}, which keep_together[{group_of[id_]}] has")
+                group_of[id_] = index
 
     def _require_tied(self, place_of: dict[str, int]) -> None:
         """Tied parameters name blocks, each once, that count as much; ``place_of`` are the blocks by id."""
@@ -502,6 +519,30 @@ class Profile(File):
         source = source or Source(method="estimated", notes="Made in Python.")
         recipe = Recipe(name=recipe) if isinstance(recipe, str) else recipe
         return cls(name=name, source=source, recipe=recipe, blocks=known, edges=made, placement=placement)
+
+    @property
+    def of_kinds(self) -> Mapping[str, Profile]:
+        """{kind of device: the profile of the same model on it}, of those that have one of their own; in no file."""
+        return self._of_kinds
+
+    def with_kinds(self, profiles: Mapping[str, Profile]) -> Profile:
+        """The same file beside those of some kinds of devices, as :func:`pipeplan.costs.kinds.for_kinds` checks."""
+        copied = self.model_copy()
+        copied._of_kinds = dict(profiles)
+        copied.__dict__.pop("made_once", None)
+        return copied
+
+    @cached_property
+    def made_once(self) -> dict[Hashable, Any]:
+        """{key: what was made of it and of its kinds'}: for whoever asks again and again."""
+        return {}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy; with changes it stands alone: those of kinds would have to change, too."""
+        copied = super().model_copy(update=update, deep=deep)
+        if update:
+            copied._of_kinds = {}
+        return copied
 
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.microbatch_sizes)) or "none in common"

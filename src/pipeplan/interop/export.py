@@ -66,7 +66,7 @@ def _notes(plan: Plan, ranks: PlanRanks, target: ExportTarget) -> Iterator[str]:
     """What of the plan the target does its own way, for a person."""
     stage = plan.stages[0]
     if not target.trains:
-        yield f"{target.title} is told where layers are, and not the plan's schedule or its training state"
+        yield f"{target.title} only learns where the layers are, not the plan's schedule or training state"
     if target.trains and stage.shards > 1 and not divides_sequence(plan):
         yield (
             "the plan does not say that its costs are with the sequence divided, too; if they are, as those of older "

@@ -11,10 +11,10 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from pipeplan.costs.layers import layer_of
 from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.files import Modules, PlacedStage, Placement, Profile
 from pipeplan.interop.layer_lists import read_layer_list
-from pipeplan.interop.layers import layer_of
 from pipeplan.interop.megatron import EMBEDDING, LAYER, LOSS, PREDICTION, order, read_layout, require_layout
 from pipeplan.interop.torch_schedule import Order, read_csv
 from pipeplan.partition.chain.kernel import balanced_split
@@ -23,8 +23,8 @@ from pipeplan.planning.request import Request, resolve_batch
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.workload.elements import Recompute
 
-SOURCES = ("torch", "megatron", "layers")
-"""What can be read: a schedule's CSV, a pipeline layout, a list of layers per stage."""
+SOURCES = {"torch": "torch", "megatron": "Megatron-LM", "layers": "the layer list"}
+"""What can be read, and what it is called: a schedule's CSV, a pipeline layout, a list of layers per stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def imported(
         UsageError: the source cannot be read, or does not suit the profile or what is said beside it.
     """
     if source not in SOURCES:
-        raise UsageError(f"--from {source!r} is not known; {choose_from(source, SOURCES)}")
+        raise UsageError(f"--from {source!r} is not known; {choose_from(source, list(SOURCES))}")
     if modules is not None and source != "torch":
         raise UsageError(f"--modules is for schedules of torch, not for {source}; leave it out")
     asked = _Sourced(text, profile, devices, num_microbatches, microbatch_size, scheduler, modules, recompute)
@@ -132,6 +132,7 @@ def imported(
         microbatch_size=microbatch_size or read.microbatch_size,
         scheduler="rules" if own else scheduler or read.scheduler,
         rules=rules,
+        imported=SOURCES[source],
         **others,
     )
     size = request.batch.microbatch_size

@@ -6,25 +6,15 @@ first layer is the model's beginning (embeddings), what stands after the last on
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeplan.catalog import ExportTarget
+from pipeplan.costs.layers import LAYER
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.interop.ranks import PlanRanks, ranks_of, require_blocks
 from pipeplan.workload.elements import Again
-
-_LAYER = re.compile(
-    r"(?:(?P<within>.*?)\.)??(?P<word>layers?|blocks?|h)\.?(?P<number>0|[1-9]\d{0,6})(?:\.(?P<part>.+))?"
-)
-
-
-def layer_of(block: str) -> int | None:
-    """The number of the layer that a block is of, by its name; None of what no layer has."""
-    found = _LAYER.fullmatch(block)
-    return None if found is None else int(found["number"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +61,7 @@ def again_of_layers(plan: Plan, title: str) -> list[list[Again]]:
     for number, stage in enumerate(plan.stages):
         layers: dict[str, Again] = {}
         for index, (block, again) in enumerate(zip(stage.blocks, stage.again, strict=True)):
-            layer = _LAYER.fullmatch(block)
+            layer = LAYER.fullmatch(block)
             if layer is not None and layers.setdefault(layer["number"], again) != again:
                 raise UsageError(
                     f"stages[{number}].recompute[{index}], of {block!r}, differs from the rest of layer "
@@ -92,7 +82,7 @@ def _by_stage(plan: Plan, title: str) -> Iterator[StageLayers]:
         first, beginning = next_layer, False
         for index, block in enumerate(stage.blocks):
             where = f"stages[{number}].blocks[{index}] is {block!r}"
-            found = _LAYER.fullmatch(block)
+            found = LAYER.fullmatch(block)
             if found is None:
                 ended = ended or next_layer > 0
                 beginning = beginning or not ended
@@ -120,7 +110,7 @@ def _by_stage(plan: Plan, title: str) -> Iterator[StageLayers]:
 def _require_layers(plan: Plan, title: str) -> None:
     """Refuse a plan that has none. Raises UsageError."""
     blocks = [block for stage in plan.stages for block in stage.blocks]
-    if not any(_LAYER.fullmatch(block) for block in blocks):
+    if not any(LAYER.fullmatch(block) for block in blocks):
         raise UsageError(
             f"no block of the plan says which layer it is of, as layer0.ffn or layers.0 would (the first is "
             f"{(blocks or ['none'])[0]!r}); {title} places layers"

@@ -1,7 +1,7 @@
-"""A plan's sizes as settings of torchtitan and Megatron-LM, one per line.
+"""A plan's sizes as settings of torchtitan, Megatron-LM and transformers' Trainer, one per line.
 
-Names are those of the configuration classes in torchtitan 0.3.0 (config/configs.py, activation_checkpoint.py)
-and of the arguments of Megatron-LM beside megatron-core 0.16.
+Names are those of the configuration classes in torchtitan 0.3.0 (config/configs.py, activation_checkpoint.py),
+of the arguments of Megatron-LM beside megatron-core 0.16, and of TrainingArguments in transformers 5.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeplan.catalog import export_target
+from pipeplan.costs.zero import GATHERED
 from pipeplan.files import Plan
 from pipeplan.schedule.state import origin_of
 from pipeplan.simulator.simulation import Simulation
@@ -33,6 +34,7 @@ def trainer_settings(simulation: Simulation) -> list[tuple[str, list[str]]]:
     return [
         ("torchtitan 0.3", torchtitan_settings(simulation.workload, scheduler)),
         ("Megatron-LM", megatron_settings(simulation.workload, scheduler, divided=divided)),
+        ("transformers' Trainer", trainer_arguments(simulation.workload)),
     ]
 
 
@@ -94,12 +96,34 @@ def megatron_settings(workload: Workload, scheduler: str, *, divided: bool = Fal
     lines += megatron_zero(stage)
     if stage.zero > 1:
         lines.append(f"# that is ZeRO 1; the plan's ZeRO {stage.zero} needs an FSDP implementation")
-    runs = export_target("megatron").schedules or ()
+    runs = export_target("megatron").schedule_names
     if positions > 1 and scheduler not in runs:
-        lines.append(f"# it runs {' and '.join(runs)} alone, and not this schedule ({scheduler})")
+        lines.append(f"# it runs {' and '.join(runs)} only, not this schedule ({scheduler})")
     elif positions > 1 and workload.splits_backward:
         lines.append("# it runs each backward whole, the plan splits it; search with --split-backward no")
     return [*lines, *_recomputation(workload, MEGATRON_FULL, MEGATRON_SELECTIVE)]
+
+
+def trainer_arguments(workload: Workload) -> list[str]:
+    """Transformers' ``TrainingArguments``, a line each; remarks on what it has no argument for begin with ``#``."""
+    first = workload.stages[0]
+    if len(workload.stages) > 1 or first.shards * first.context * first.expert > 1 or first.configurations:
+        return ["# no settings: it trains copies of the whole model; search with --pp 1 --tp 1 --cp 1 --ep 1"]
+    lines = [
+        f"per_device_train_batch_size = {workload.microbatch_size // first.replicas}",
+        f"gradient_accumulation_steps = {workload.num_microbatches}",
+    ]
+    recomputing = "activation_checkpointing = True"
+    if first.zero == 1:
+        lines.append("# ZeRO 1: a DeepSpeed configuration with zero_optimization.stage = 1")
+    if first.zero > 1:
+        lines.append("fsdp = True")
+        recomputing = 'fsdp_config["activation_checkpointing"] = True'
+        lines.append(f'fsdp_config = {{"reshard_after_forward": {first.zero == GATHERED}}}')
+    if first.zero > 1 and (group := _zero_group(first)) < first.copies:
+        sizes = f"dp_replicate_size={first.copies // group}, dp_shard_size={group}"
+        lines.append(f"parallelism_config = ParallelismConfig({sizes})")
+    return [*lines, *_recomputation(workload, [recomputing], ["# no setting for attention cores alone"])]
 
 
 _SPLIT_BY_TORCH = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
@@ -163,7 +187,7 @@ def _uniform(workload: Workload, target: str) -> tuple[Stage | None, str]:
         return None, "# no settings: stages differ in how they are split"
     places = able.placements or ()
     if workload.placement not in places and len(stages) > 1:
-        return None, f"# no settings: it places stages {', '.join(places)}, and not {workload.placement}"
+        return None, f"# no settings: it places stages {' or '.join(places)}, not {workload.placement}"
     return stages[0], ""
 
 

@@ -22,6 +22,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from pipeplan.costs import StageCost, group_costs
+from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.zero import ALONE, TOGETHER, WHOLE, Exchanging, Experts, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Edge, PlacedStage, Placement, Profile
@@ -47,7 +48,8 @@ class Pricing(NamedTuple):
     """What costs are for: samples on one replica, whether activations are computed again, devices of a replica.
 
     ``zero`` is what copies of the parameters divide of what is kept, and a device has one of ``context``
-    parts of each sequence, and its part of ``experts``. Devices have this ``speed``.
+    parts of each sequence, and its part of ``experts``. Devices have this ``speed``, and are of these ``kinds``, where
+    kinds have profiles of their own.
     """
 
     samples: int
@@ -57,6 +59,7 @@ class Pricing(NamedTuple):
     context: int = 1
     experts: Experts = TOGETHER
     speed: float = 1.0
+    kinds: tuple[str, ...] = ()
 
     def costs(self, profile: Profile, blocks: Iterable[str], exchanging: Exchanging = ALONE) -> list[StageCost]:
         """[block] what each costs as a stage of its own, on each device of a replica, with what it exchanges there.
@@ -66,7 +69,8 @@ class Pricing(NamedTuple):
         """
         how: dict[str, Any] = {"context": self.context, "recompute": self.recompute, "zero": self.zero}
         how |= {"exchanging": exchanging, "experts": self.experts, "speed": self.speed}
-        return group_costs(profile, [(block,) for block in blocks], self.samples, self.shards, **how)
+        own = on_kinds(profile, self.kinds)
+        return group_costs(own, [(block,) for block in blocks], self.samples, self.shards, **how)
 
 
 class Way(NamedTuple):

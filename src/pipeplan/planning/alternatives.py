@@ -313,15 +313,16 @@ def _why(each: BoundedChoice, best_ns: int, limit: int | None) -> str:
     """Why it is not the best. Closed forms are a few percent off, so that they cannot tell what is nearer than that."""
     about = f"about {format_ns(round(each.usual_ns))}"
     if each.least_ns > best_ns:
-        return f"at least {format_ns(each.least_ns)}: its work alone takes longer than the best plan"
+        return f"at least {format_ns(each.least_ns)}: its compute alone takes longer than the best plan"
     unfit = limit is not None and each.usual_bytes > limit
     short = f"{format_bytes(round(each.usual_bytes))} of {format_bytes(limit)}" if unfit and limit is not None else ""
     if unfit and not each.choice.levels:
         return f"{about}: it would hold {short}, which does not fit"
-    recomputes = f", with blocks recomputed since it would hold {short} without" if unfit else ""
+    recomputes = f"it recomputes blocks, as it would otherwise need {short}" if unfit else ""
     if each.usual_ns < (1 + _FORMS_ERROR) * best_ns:
-        return f"{about} by closed form{recomputes}: as good as the best plan within the form's few percent"
-    return f"{about}{recomputes}: " + ("what that takes" if unfit else "uneven stages and its bubble")
+        tie = "a tie, as closed forms are a few percent off"
+        return f"{about} by closed form, {tie}{unfit * '; '}{recomputes}"
+    return f"{about}: {recomputes or 'uneven stages and its bubble'}"
 
 
 _FORMS_ERROR = 0.02

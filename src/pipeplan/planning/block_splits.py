@@ -70,6 +70,8 @@ def _quickest(splits: Sequence[BlockSplits], blocks: Collection[str], in_flight:
 
 def may_split(request: Request) -> bool:
     """Whether the blocks of a stage may each be split in a way of their own."""
+    if request.joined is not None or request.by_kinds:
+        return False
     return request.num_devices > 1 and any_stages(request) and not is_large(request)
 
 

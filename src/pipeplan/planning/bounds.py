@@ -18,7 +18,7 @@ from pipeplan.costs.blocks import asked_again, block_costs
 from pipeplan.costs.speeds import at_speed, exactly
 from pipeplan.costs.zero import WHOLE, Experts
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, CostRow, Profile
+from pipeplan.files import Block, CostRow, Plan, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.planning.candidates import shards_of, strategy_choices
@@ -37,10 +37,23 @@ def request_bound(request: Request) -> int:
     recomputation needs, at that size. All parameters are stepped once. Of chains without a strategy memory counts, by
     what is held on all devices together (:func:`held_bound`); messages and summing gradients are left out.
     """
+    request = request.levelled
     if request.placement == "auto":
         return max(_any_plan(request), held_bound(request))
     bounds = [_of_choice(request, choice) for choice in strategy_choices(request)]
     return min((bound for bound in bounds if bound is not None), default=1)
+
+
+def open_bound(request: Request, plan: Plan) -> int | None:
+    """The same for a search that starts from a plan with all else open; None if the profile fixes the placement."""
+    opened = Request.of(
+        request.stated_profile,
+        devices=request.num_devices,
+        cluster=request.cluster,
+        memory_bytes=request.memory_bytes,
+        start=plan,
+    )
+    return request_bound(opened) if opened.placement == "auto" else None
 
 
 def least_state_bytes(request: Request) -> int:
@@ -56,6 +69,7 @@ def held_bound(request: Request) -> int:
 
     Of blocks that each wait for the one before, and share no tensor that they would hold once.
     """
+    request = request.levelled
     profile, splits = request.profile, _may_split(request)
     limits = [limit for limit in request.memory if limit is not None]
     blocks = Blocks.of(profile)

@@ -21,6 +21,7 @@ from pipeplan.costs.zero import AUTO
 from pipeplan.display import Displayed
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
+from pipeplan.files.plan import KindSource
 from pipeplan.lower import programs
 from pipeplan.planning.alternatives import EqualPlan, Explanation
 from pipeplan.planning.candidates import PlacementCandidate
@@ -138,8 +139,9 @@ def _sums_of(where: str, workload: Workload) -> Iterator[None]:
 def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule, whole: Workload) -> Plan:
     """The plan of a candidate's schedule, checked against profile and cluster.
 
-    ``whole`` is the schedule's workload, or the one without forwards in parts.
+    ``whole`` is the schedule's workload, or the one without forwards in parts; both are of blocks (:func:`.of_blocks`).
     """
+    profile = request.block_profile
     problem = OneMicrobatch.of(whole)
     plan = assemble(
         schedule.graph,
@@ -151,8 +153,8 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         loop=schedule.loop,
         split_overhead_ns=request.split_overhead_ns,
         launch_overhead_ns=request.launch_overhead_ns,
-        recipe=request.profile.recipe,
-        modules=request.profile.modules,
+        recipe=profile.recipe,
+        modules=profile.modules,
         provenance=_provenance(request, candidate, schedule.scheduler, schedule.workload),
         where=request.profile.where,
         cut=schedule.repetend,
@@ -205,7 +207,8 @@ def _provenance(request: Request, candidate: PlacementCandidate, scheduler: str,
             "stages": candidate.source,
             "backward": "split" if workload.splits_backward else "whole",
             "sliced_microbatches": num_sliced(workload),
-            **_sequence_parallel(request.profile, workload),
+            **_sequence_parallel(request.stated_profile, workload),
+            **({} if request.only is None else {"for": request.only.name}),
         },
         request.seed,
         ortools=version("ortools"),
@@ -235,6 +238,10 @@ def provenance_of(
         tokens_per_sample=profile.tokens_per_sample,
         forward_flops_per_sample=profile.forward_flops_per_sample,
         cluster_sha256=sha256_of(cluster) if cluster is not None else "",
+        profiles={
+            kind: KindSource(sha256=sha256_of(own), device=own.source.device, dtype=own.source.dtype)
+            for kind, own in profile.of_kinds.items()
+        },
         options={**options, "recipe": str(profile.recipe)},
         seed=seed,
         versions={"pipeplan": __version__, "python": platform.python_version(), **versions},
@@ -288,6 +295,53 @@ class CandidateCounts:
     left: int
 
 
+@dataclass(frozen=True, slots=True)
+class TargetCost:
+    """What the limits of the target with this ``title`` cost, by a ``measure``, in ns: of the plan, at least, and free.
+
+    ``bound_ns`` is what no plan is below, whatever runs it; ``free_ns`` the best that was met on the way without the
+    limits, of a plan with these ``words``; None where none was.
+    """
+
+    title: str
+    measure: str
+    own_ns: int
+    bound_ns: int
+    free_ns: int | None
+    words: str
+
+    @property
+    def over_free(self) -> float | None:
+        """How much more that is than the best free plan; less than 0 where that is not better."""
+        return None if self.free_ns is None else self.own_ns / self.free_ns - 1
+
+    @property
+    def over_bound(self) -> float:
+        """How much more that is than the bound over everything."""
+        return self.own_ns / self.bound_ns - 1
+
+    @property
+    def said(self) -> str:
+        """In a sentence."""
+        serves = self.measure != "iteration"
+        measure = "the busiest stage's forward of a micro-batch" if serves else "an iteration"
+        bound = "stages of equal work would take" if serves else "the bound over everything is"
+        beside = f"{bound} {format_ns(self.bound_ns)} ({self.over_bound:.1%} away)"
+        why = "; no profile says what inference keeps in a cache, so that the busiest stage decides" if serves else ""
+        if self.over_free is None:
+            free = "no plan without its limits was met in this time"
+        elif self.over_free > 0:
+            met = f"{format_ns(self.free_ns or 0)} ({self.words})"
+            free = f"{self.over_free:.1%} more than the best without its limits, {met}"
+        else:
+            free = "nothing better was met without its limits"
+        return f"for {self.title} {measure} takes {format_ns(self.own_ns)}: {free}; {beside}{why}"
+
+    def figures(self) -> dict[str, object]:
+        """As in JSON."""
+        return {**asdict(self), "over_free": self.over_free, "over_bound": self.over_bound}
+
+
 _NAMED = 4
 """Sizes that are named, where there are more of them."""
 
@@ -309,7 +363,8 @@ class Result(Displayed):
     there is but one of them. ``timed_out``: the search would have gone on. ``notes`` say which of its steps failed,
     and what was asked for and is not. ``explanation``, where it was asked for, has the next best plans. ``sizes_left``
     are the micro-batch sizes per replica, of those that were open, of which nothing was looked at. ``tie`` is a simpler
-    plan that is as good as this one. ``request`` is what was asked; None of a result put together by hand.
+    plan that is as good as this one. ``request`` is what was asked; None of a result put together by hand. ``cost`` is
+    what the limits of the target cost, where there is one.
     """
 
     plan: Plan
@@ -326,6 +381,7 @@ class Result(Displayed):
     sizes_left: tuple[int, ...] = ()
     tie: EqualPlan | None = None
     request: Request | None = field(default=None, repr=False, compare=False)
+    cost: TargetCost | None = None
 
     def __repr__(self) -> str:
         bound = f"bound {format_ns(self.lower_bound_ns)}, gap {self.gap:.2%}"
@@ -407,5 +463,6 @@ class Result(Displayed):
             "repetend_seconds": self.schedule.repetend_seconds,
             "partition_seconds": self.partition_seconds,
             "notes": list(self.notes),
+            **({} if self.cost is None else {"for": self.cost.figures()}),
             **({} if self.explanation is None else self.explanation.figures()),
         }

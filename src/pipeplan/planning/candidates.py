@@ -95,6 +95,11 @@ def candidates(
     if isinstance(request.placement, Placement):
         yield from (partial(_as_is, each) for each in _given(request, request.placement))
         return
+    if request.levelled is not request:
+        roomy = iter(()) if request.roomy is None else candidates(request.roomy, steps, chains_between, chains_first)
+        unbounded = (each.propose if isinstance(each, BoundedProposal) else each for each in roomy)
+        yield from in_turns([unbounded, candidates(request.levelled, steps, chains_between, chains_first)])
+        return
     chains = _chains(request)
     if is_large(request):
         yield from islice(chains, chains_first)
@@ -161,6 +166,7 @@ def strategy_choices(request: Request) -> list[Choice]:
 
 def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None = None) -> CandidateOrError:
     """The candidate of a point of the grid, for this request."""
+    request = request.levelled
     return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", cut)
 
 
@@ -249,12 +255,12 @@ def uniform_choices(request: Request) -> list[BoundedChoice]:
 
     None where there is no table of them.
     """
-    return _uniform_of(_SameRequest(request)) if has_table(request) else []
+    return _uniform_of(_SameRequest(request.levelled)) if has_table(request) else []
 
 
 def uniform_layouts(request: Request) -> Iterator[BoundedChoice]:
     """The same where no block is split, too; a layout once for each schedule that is usual for it."""
-    yield from _uniform_of(_SameRequest(request))
+    yield from _uniform_of(_SameRequest(request.levelled))
 
 
 def has_table(request: Request) -> bool:
@@ -297,7 +303,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
     Where that is open, and memory is limited, each block is recomputed as far as it must be. Only the ``longest``
     pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in one of them.
     """
-    levels = levels_of(request.profile) if len(request.recomputes) > 1 else ()
+    levels = levels_of(request.profile) if len(request.recomputes) > 1 and not _recomputes_alike(request) else ()
     recomputes = (False,) if levels else request.recomputes
     width, blocks = split.width, len(request.profile.blocks)
     units = len(neighbours(request.cluster, request.num_devices, width))
@@ -321,6 +327,8 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
                 most = min(units // replicas, blocks // (chunks or 1))
                 lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
                 for positions, recompute in product(lengths[-1:] if longest else lengths, recomputes):
+                    if not _allows(request, strategy, positions, batch):
+                        continue
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
                         choice = Choice(*own, chunks=chunks, context=split.context, expert=split.expert)
@@ -356,14 +364,17 @@ def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
     What levels 2 and 3 exchange with each micro-batch is for groups of all replicas, or of as many as a node has; not
     where blocks share parameters.
     """
-    asked = request.sharing(replicas)
+    asked, only = request.sharing(replicas), request.only
     if request.zero is not None or replicas == 1 or request.least_memory is None:
         return [] if asked is None else [asked]
-    if shared_in(request.profile):
-        return [WHOLE, Zero(1, replicas)]
     near = math.gcd(replicas, request.unit // shards)
     groups = dict.fromkeys(group for group in (replicas, near) if group > 1)
-    return [WHOLE, Zero(1, replicas), *(Zero(level, group) for level, group in product((IN_ACTIONS, GATHERED), groups))]
+    levels = () if shared_in(request.profile) else (IN_ACTIONS, GATHERED)
+    found = [WHOLE, Zero(1, replicas), *(Zero(level, group) for level, group in product(levels, groups))]
+    if only is None:
+        return found
+    able = [zero for zero in found if zero.level in only.zero]
+    return able if only.zero_groups else [zero for zero in able if zero.group in (1, replicas)]
 
 
 def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
@@ -374,6 +385,7 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
     micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, or the
     schedule that is asked for; it takes a time linear in blocks and devices.
     """
+    request = request.levelled
     blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
     known: dict[Pricing, tuple[list[StageCost], int]] = {}
@@ -395,9 +407,9 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
                 yield replace(candidate, source="even")
             continue
         if fit:
-            yield _cut_so(request, choice, "even", begins)
+            yield cut_so(request, choice, "even", begins)
         elif choice.levels and (again := fitting_chain(request, choice).chosen(begins)) is not None:
-            yield _cut_so(request, choice, "even", begins, again)
+            yield cut_so(request, choice, "even", begins, again)
 
 
 def _evenly(chain: FittingChain) -> tuple[int, ...]:
@@ -542,23 +554,37 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
         zero = request.sharing(replicas * (request.context or 1))
         if zero is None:
             continue
+        positions = request.positions or request.num_devices // (replicas * _width(request))
         batches = {spread: list(_batches(request, replicas, spread)) for spread in _spreads(request, replicas)}
         if not any(batches.values()):
             yield _no_size(request, replicas, max(batches))
         for batch in dict.fromkeys(chain.from_iterable(batches.values())):
             for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread, possible in batches.items():
-                    if batch in possible:
+                    if batch in possible and _allows(request, strategy, positions, batch):
                         own = (strategy, replicas, batch, recompute, spread, request.shards or 1, request.positions)
                         context, expert = request.context or 1, request.expert or 1
-                        yield Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
+                        choice = Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
+                        yield from _directions(request, choice)
 
 
 def _strategies(request: Request) -> Iterable[str]:
     assert isinstance(request.placement, str)
     if request.placement != "auto":
         return (request.placement,)
+    if request.only is not None:
+        return request.only.placements
     return ("one-to-one",) if request.num_parted else SEARCHED
+
+
+def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bool:
+    """Whether the target of the plan, if it has one, can have stages so."""
+    return request.only is None or request.only.allows(strategy, positions, batch.num_microbatches)
+
+
+def _recomputes_alike(request: Request) -> bool:
+    """Whether all blocks are to recompute the same."""
+    return request.only is not None and request.only.alike
 
 
 def _by_name(request: Request) -> list[str]:
@@ -573,7 +599,7 @@ def any_stages(request: Request) -> bool:
 
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
-    any_form = request.placement == "auto" and not request.num_parted and not request.spread
+    any_form = request.placement == "auto" and request.only is None and not request.num_parted and not request.spread
     whole = {request.shards, request.context, request.expert} <= {None, 1}
     return any_form and request.replicas is request.positions is None and whole
 
@@ -691,7 +717,7 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
         found = _cut_to_fit(chain, choice)
         if found is None:
             break
-        candidate = _cut_so(request, choice, source, *found)
+        candidate = cut_so(request, choice, source, *found)
         if usual.exact:
             return candidate
         over = excess(workload_of(request, candidate, split_backward=usual.splits), usual)
@@ -742,7 +768,7 @@ def workload_of(request: Request, candidate: PlacementCandidate, *, split_backwa
     )
 
 
-def _cut_so(
+def cut_so(
     request: Request,
     choice: Choice,
     source: str,

@@ -90,6 +90,8 @@ def _schedule_named(request: Request) -> str | None:
     """The flag that says the schedule; None where one is searched or tuned."""
     if request.rules is not None:
         return f"--rules {request.rules.name}"
+    if (by := dict(request.said).get("scheduler")) is not None:
+        return by
     return f"--scheduler {request.scheduler}" if request.scheduler in CLASSIC else None
 
 

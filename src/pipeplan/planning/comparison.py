@@ -432,7 +432,9 @@ class _RowsSoFar:
             tuple(rows.values()),
             tuple(self._missing),
             self.limit.interrupted,
-            Yardstick.of(request.profile),
+            Yardstick.of(
+                request.profile, () if request.cluster is None else request.cluster.names[: request.num_devices]
+            ),
             tuple(input_notes(request)),
             None if fits else most_telling(self._failures),
             self._enough_seconds,

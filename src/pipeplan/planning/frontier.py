@@ -14,13 +14,12 @@ from math import prod
 from operator import attrgetter
 from typing import Any, Literal
 
-from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
-from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
+from pipeplan.errors import SearchTimeoutError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
+from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, plan_frontier
 from pipeplan.planning.request import (
     AskedSizes,
     Batch,
@@ -39,6 +38,7 @@ from pipeplan.planning.sharding_frontier import (
     split_frontier,
     unprofiled_words,
 )
+from pipeplan.planning.too_large import ROUGH, more_ways, nothing_fits, one_share, too_large
 from pipeplan.planning.trials import FIRST_SECONDS, LATE, LATE_SHARE
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.baselines import ONLY
@@ -46,7 +46,7 @@ from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
 from pipeplan.time_limit import Limit
-from pipeplan.units import format_bytes, format_ns, named_devices, rounded_up
+from pipeplan.units import format_bytes, format_ns, named_devices
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.slices import parts_words
 from pipeplan.workload.workload import Workload
@@ -240,19 +240,9 @@ def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
     """A note that the profile only allows splits by samples, so that there may be a single point."""
     axes = [{axis for way in ways for axis in way.splits} for ways in model.configurations.values()]
     stuck = sum(each <= {"samples"} for each in axes)
-    if stuck and _one_share(profile, model.options.blocks):
+    if stuck and one_share(profile, model.options.blocks):
         few = "as the profile has rows for one share only"
-        yield f"{stuck} of {len(axes)} blocks can be split by samples only, {few}: {_more_ways(profile)}"
-
-
-def _more_ways(profile: Profile) -> str:
-    """How there are more ways of splitting blocks of a profile that has rows for one share only."""
-    ways = (splitting_remedy(profile), "give --split-level operator here, for blocks whose dimensions are known")
-    return ", or ".join(filter(None, ways))
-
-
-def _one_share(profile: Profile, whole_blocks: bool) -> bool:
-    return whole_blocks and all(row.shards == 1 for block in profile.blocks for row in block.rows())
+        yield f"{stuck} of {len(axes)} blocks can be split by samples only, {few}: {more_ways(profile)}"
 
 
 def frontier_request(
@@ -282,6 +272,11 @@ def frontier_request(
     """
     if devices is None and cluster is None and all(sizes.get(name) for name in AskedSizes._fields):
         devices = (prod(sizes[name] for name in AskedSizes._fields),)
+    if profile.keep_together and splitting is None:
+        raise UsageError(
+            f"profile {profile.name!r} keeps blocks together (keep_together), which frontier --plans does not yet; "
+            "take that out of the profile, or search"
+        )
     counts = _counts(devices, cluster, mode, splitting)
     if splitting is None:
         counts = _shared_out(profile, counts, sizes | {"zero": zero}, given=devices is not None)
@@ -398,9 +393,12 @@ def _of_splits(
     plans: list[Callable[[], Plan]] = []
     notes = list(frontier_notes(request))
     held = 0
-    tracked, interrupted = _tracked(requests, splitting, within, progress)
+    bounds = {each.num_devices: known for each in requests if (known := too_large(each, splitting)) is not None}
+    notes += (f"{named_devices(count)}: {_not_enough(known.num_bytes)}" for count, known in bounds.items())
+    requests = [each for each in requests if each.num_devices not in bounds]
+    tracked, interrupted = _tracked(requests, splitting, within, progress) if requests else ([], False)
     if interrupted:
-        notes.append(f"ended early: the rest was tracked with --tolerance {_ROUGH}, or as near as there was time for")
+        notes.append(f"ended early: the rest was tracked with --tolerance {ROUGH}, or as near as there was time for")
     untracked = {each.num_devices for each in requests} - {each.num_devices for each in tracked}
     if untracked:
         notes.append(f"on {named_devices(*sorted(untracked))} there was no time to track any: raise --time-limit")
@@ -414,11 +412,12 @@ def _of_splits(
         notes += sharing_notes(count, samples, [marked[index].repeated or 0.0 for index in fitting], splits.model)
         least = splits.points[0].memory_bytes
         if limit is not None and least > limit:
-            notes.append(f"{named_devices(count)}: not enough, each would need at least {format_bytes(least)}")
+            notes.append(f"{named_devices(count)}: {_not_enough(least)}")
         notes += _proof_notes(count, splits, [marked[index] for index in fitting])
         held += splits.tracked.eliminations["heuristic"]
     if not points:
-        raise _nothing_fits(request, splitting, tracked, within)
+        found = {each.num_devices: each.points[0].memory_bytes for each in tracked}
+        raise nothing_fits(request, splitting, _as_plans(request), found, bounds, within)
     unprofiled = any(point.unprofiled for point in points)
     again = any(each.model.counted_again for each in tracked)
     notes += share_notes(request.profile, tracked[-1].model) if request.num_devices > 1 else ()
@@ -445,6 +444,22 @@ def _of_splits(
         yardstick=_yardstick(request.profile, splitting.device),
         profiled_only=any(each.model.extrapolates for each in tracked),
         makes_plans=splitting.whole_blocks,
+    )
+
+
+def _not_enough(least: int) -> str:
+    return f"not enough, each would need at least {format_bytes(least)}"
+
+
+def _as_plans(request: Request) -> Request:
+    """The same asked of whole plans."""
+    return frontier_request(
+        request.profile,
+        devices=(request.num_devices,),
+        cluster=request.cluster,
+        memory_bytes=request.memory_bytes,
+        reserve_bytes=request.reserve_bytes,
+        mini_batch=request.batch.mini_batch,
     )
 
 
@@ -524,7 +539,7 @@ def _tracked(
         limit.wait(0.0, FIRST_SECONDS, patience)
         with limit.ended(), limit.finishing(_MOMENT):
             if models:  # else what took all of the time would only begin anew
-                track(replace(splitting, within=max(splitting.within, _ROUGH)), as_far=True)
+                track(replace(splitting, within=max(splitting.within, ROUGH)), as_far=True)
     if not found:
         if limit.interrupted:
             raise KeyboardInterrupt
@@ -543,9 +558,6 @@ _MOMENT = 0.5
 
 _SETTLING, _SETTLING_SHARE = 10.0, 0.2
 """Seconds for strategies that have less workspace, so that what is proved holds for peaks; at most, of a time limit."""
-
-_ROUGH = 0.01
-"""Within this a frontier is tracked in seconds where the exact one would take minutes."""
 
 
 def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:
@@ -639,17 +651,18 @@ def _words(point: PlanPoint) -> str:
     ways = [_stage_words(stage) for stage in point.workload.stages]
     runs = [(way, len(list(same))) for way, same in groupby(ways)]
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
-    stages = f"{number} on {runs[0][0]}{' each' if len(ways) > 1 else ''}"
+    on, again = runs[0][0]
+    stages = f"{number} on {on}{' each' if len(ways) > 1 else ''}{again}"
     if len(runs) > 1:
-        stages = f"{number}: {', '.join(f'{count} on {way}' for way, count in runs)}"
+        stages = f"{number}: {', '.join(f'{count} on {on}{again}' for (on, again), count in runs)}"
     idle = len(point.workload.idle_devices)
     stages += f", {named_devices(idle)} {'runs' if idle == 1 else 'run'} nothing" if idle else ""
     sizes = f"micro-batches of {point.workload.microbatch_words}{parts_words(point.workload)}"
     return f"{stages}; {scheduler_words(point.scheduler)}, {sizes}"
 
 
-def _stage_words(stage: Stage) -> str:
-    """What a stage runs on: a device, replicas, shards; or that every block is split in its own way."""
+def _stage_words(stage: Stage) -> tuple[str, str]:
+    """What a stage runs on: devices, replicas, shards, or blocks split each in its own way; and what recomputes."""
     each, number = set(stage.configurations), len(stage.devices)
     if each:
         found = f"{named_devices(number)}, blocks split: {most_frequent(stage.configurations)}"
@@ -659,7 +672,7 @@ def _stage_words(stage: Stage) -> str:
         found = " x ".join(f"{count} {what}" for count, what in counts if count > 1) or "1 device"
     if stage.sharers > 1:
         found += f" (ZeRO {stage.zero}{f' over {stage.sharers}' if stage.sharers < stage.copies else ''})"
-    return f"{found}, {stage.recomputed}" if stage.recomputes else found
+    return found, f", {stage.recomputed}" if stage.recomputes else ""
 
 
 def _ways(workload: Workload) -> dict[str, str]:
@@ -674,34 +687,6 @@ def _ways(workload: Workload) -> dict[str, str]:
 def _uniform_way(stage: Stage) -> str:
     """How a replica splits all blocks of a stage alike."""
     return (f"context{stage.context}x" if stage.context > 1 else "") + f"shards{stage.shards}"
-
-
-def _nothing_fits(
-    request: Request, splitting: Splitting, tracked: Sequence[Splits], within: Limit | None
-) -> InfeasibleError:
-    """By what each number of devices needs, and the least of that; and fewer samples or more devices that would do."""
-    least = {splits.num_devices: splits.points[0].memory_bytes for splits in tracked}
-    needs = ", ".join(f"{format_bytes(size)} on {named_devices(count)}" for count, size in least.items())
-    limit, enough = request.least_memory or 0, rounded_up(min(least.values()))
-
-    def fits(asked: Request) -> bool:
-        rough = replace(splitting, within=max(splitting.within, _ROUGH))
-        return split_frontier(asked, rough).points[0].memory_bytes <= limit
-
-    time = Limit(_EXPLAINING if within is None else min(_EXPLAINING, max(_MOMENT, within.left())))
-    with time.hearing_interrupts():
-        ways = [f"raise --memory to {format_bytes(enough)}", *changes_that_do(request, fits, time)]
-    if _one_share(request.profile, splitting.whole_blocks):
-        ways.append(f"let blocks be split: {_more_ways(request.profile)}")
-    return InfeasibleError(
-        f"nothing fits into {format_bytes(limit)} per device, {format_bytes(enough - limit)} too little: with "
-        f"{request.batch.mini_batch} samples per iteration each needs at least {needs}; {', or '.join(ways)}",
-        enough,
-    )
-
-
-_EXPLAINING = 5.0
-"""Seconds to look for changes that would do where nothing fits."""
 
 
 def _price_per_hour(request: Request) -> float | None:

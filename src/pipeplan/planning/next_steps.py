@@ -46,14 +46,27 @@ def next_steps(
 
     ``written`` is the plan's file, if there is one; where there is none, ``keep`` is what writes it.
     """
-    found = [step for steps in _STEPS for step in steps(request, result, simulation)]
-    if written is None:
-        last = NextStep(keep, "writes the plan, for pipeplan simulate, check and run")
-    else:
-        last = NextStep(f"pipeplan run {written} --emulate --local --steps 1", "replays it with real processes")
+    steps = _IMPORTED_STEPS if request.imported else _STEPS
+    found = [step for each in steps for step in each(request, result, simulation)]
     found.sort(key=lambda step: -step.weight)
     first = {step.what: step for step in reversed(found)}  # of two that say one flag, the one that brings more
-    return [*(step for step in found if step is first[step.what]), last]
+    kept = [step for step in found if step is first[step.what]]
+    if request.imported:
+        return [_search_from(request, written, keep), *kept]
+    if written is None:
+        return [*kept, NextStep(keep, "writes the plan, for pipeplan simulate, check and run")]
+    return [*kept, NextStep(f"pipeplan run {written} --emulate --local --steps 1", "replays it with real processes")]
+
+
+def _search_from(request: Request, written: str | None, keep: str) -> NextStep:
+    """What improves a plan that another tool runs."""
+    profile = _path(request.profile)
+    if written is None or profile is None:
+        return NextStep(keep, "writes the plan, for pipeplan search --start to improve")
+    cluster = None if request.cluster is None else _path(request.cluster)
+    where = "" if cluster is None else f" --cluster {cluster}"
+    memory = "" if request.memory_bytes is None else f" --memory {format_bytes(request.memory_bytes)}"
+    return NextStep(f"pipeplan search {profile} --start {written}{where}{memory}", "a plan that is never slower")
 
 
 def _fewer_devices(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
@@ -125,7 +138,8 @@ def _more_microbatches(request: Request, result: Result, simulation: Simulation)
         brings = f"{then / now - 1:.1%} more samples/s, idle {simulation.idle.total:.1%} -> {twice.idle.total:.1%}"
         more = 2 * count  # a number that people choose; what is replayed is the one next to it with whole repetends
         about = "" if more == twice.workload.num_microbatches else "about "
-        flag = f"--mini-batch {more * result.plan.microbatch_size}" if request.sizes else f"--microbatches {more}"
+        samples = request.sizes and not request.imported
+        flag = f"--mini-batch {more * result.plan.microbatch_size}" if samples else f"--microbatches {more}"
         brings = about + brings
         yield NextStep(flag, brings, 1 - now / then)
 
@@ -166,7 +180,7 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
         placed = result.plan.placed.whole
         placed = sharing(replace(request, placement=placed, chunks=None, zero=AUTO), placed)
         divided = build_workload(
-            request.profile,
+            request.block_profile,
             placed,
             num_microbatches=result.plan.num_microbatches,
             microbatch_size=result.plan.microbatch_size,
@@ -282,6 +296,9 @@ def _memory_limit(request: Request, result: Result, simulation: Simulation) -> I
             size = format_bytes(device.memory_bytes)
             yield NextStep(f"--memory {size}", f"plans that fit {device.title}; this one needs {most}")
 
+
+_IMPORTED_STEPS = (_more_microbatches, _memory_limit)
+"""Those whose flags an import has, too; it has nothing else to choose."""
 
 _STEPS = (
     _fewer_devices,

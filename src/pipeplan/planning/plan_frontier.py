@@ -36,7 +36,7 @@ from pipeplan.planning.partition_trials import (
     uniform,
 )
 from pipeplan.planning.request import Batch, Request, Splitting
-from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, split_frontier
+from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, least_of_splits, split_frontier
 from pipeplan.planning.trials import FIRST_SECONDS, Trial, on_cluster
 from pipeplan.schedule.state import Progress
 from pipeplan.sharding.cost_model import CostModel
@@ -219,10 +219,18 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     )
 
 
+def some_plan(request: Request, limit: Limit) -> PlanPoint | None:
+    """The first of the uniform layouts that fits, those that should be quickest tried first; None where none does."""
+    search = _FrontierSearch(limit, iter(()))
+    with limit.ended():
+        search.try_all(uniform(request), 0.0)
+    return next(iter(search.best), None)
+
+
 def changes_that_do(request: Request, fits: Callable[[Request], bool], time: Limit) -> list[str]:
     """Fewer samples, or more devices, with which something fits; as far as there is time to find out."""
     found: list[str] = []
-    for ways, parts in ((_halved, 2), (_doubled, 1)):
+    for ways, parts in ((halved, 2), (_doubled, 1)):
         with Limit.part_of(time, time.left() / parts).ended():
             for flag, asked in ways(request):
                 checkpoint()
@@ -233,7 +241,7 @@ def changes_that_do(request: Request, fits: Callable[[Request], bool], time: Lim
     return found
 
 
-def _halved(request: Request) -> Iterator[tuple[str, Request]]:
+def halved(request: Request) -> Iterator[tuple[str, Request]]:
     """Fewer and fewer samples in an iteration, as one micro-batch where the request has one."""
     batch = request.batch
     while batch.mini_batch > 1:
@@ -355,20 +363,22 @@ class _FrontierSearch:
 
 
 def _one_stage(request: Request, within: float, model: list[CostModel]) -> Iterator[PlanPoint]:
-    """The cost frontier of the whole model on all devices; nothing where its costs are not known.
+    """The cost frontier of the whole model on all devices; nothing where its costs are not known, or nothing fits.
 
     They are put into the empty ``model``, or taken from it. What is tracked within a factor may end early. One device
     splits nothing, and what it runs must be profiled: it is left to the partitions.
     """
     if request.num_devices == 1:
         return
+    limit = request.least_memory
     try:
+        if limit is not None and least_of_splits(request, Splitting()).num_bytes > limit:
+            return
         if not model:
             model.append(costs_of_splits(request, Splitting()))
         splits = split_frontier(request, Splitting(within=within), model=model[0], as_far=within > 0)
     except (PipeplanError, ValueError):  # blocks of unknown kinds or devices
         return
-    limit = request.least_memory
     for index, point in enumerate(splits.points):
         if limit is not None and point.memory_bytes > limit:
             continue

@@ -9,13 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
-from pipeplan.costs.inspection import cautions
+from pipeplan.costs.inspection import cautions, mean_spread
+from pipeplan.costs.joining import JoinedProfile, require_kept
+from pipeplan.costs.kinds import levelled, same_bytes
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
@@ -27,11 +30,20 @@ from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.restrictions import (
+    Restrictions,
+    groups_of,
+    joined_for,
+    require_ranks,
+    restricted_fields,
+    target_named,
+)
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
+from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
 from pipeplan.workload.elements import MAX_DEVICES, Again
 
@@ -129,7 +141,7 @@ class Splitting:
     mesh_dimensions: int = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is derived is kept
 class Request:
     """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
 
@@ -159,7 +171,10 @@ class Request:
     ``uniform`` one of layouts with the same sizes for every stage alone.
     ``samples_assumed``: nobody said how many samples an iteration has. ``said`` are the choices that were made for the
     search, by field, as the flags that make them. ``start`` is a plan to start from, which what is found is never
-    longer than, where it fits (:mod:`pipeplan.planning.start`).
+    longer than, where it fits (:mod:`pipeplan.planning.start`). Where blocks are kept together ``profile`` is of groups
+    of blocks, and ``joined`` knows the blocks of each. ``only`` is what the target of the plan can run, ``free`` the
+    same request without it. ``imported`` says whose stages these are where another tool's were read, and nothing is
+    searched.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -205,6 +220,11 @@ class Request:
     samples_assumed: bool = False
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
+    joined: JoinedProfile | None = None
+    only: Restrictions | None = None
+    free: Request | None = None
+    imported: str = ""
+    priced: Request | None = None
 
     def __post_init__(self) -> None:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
@@ -294,11 +314,19 @@ class Request:
         return self.stated or self.profile
 
     @property
+    def block_profile(self) -> Profile:
+        """The profile whose blocks plans name, with the request's launches: that of no groups."""
+        return self.profile if self.joined is None else self.joined.whole
+
+    @property
     def levels(self) -> tuple[Request, ...]:
         """The request with each level that replicas may have, where that is open."""
         if self.zero != AUTO:
             return (self,)
         most = 1 if shared_in(self.profile) else GATHERED
+        if self.only is not None:
+            able = [level for level in self.only.zero if self.auto_level <= level <= most] or [0]
+            return tuple(replace(self, auto_level=level) if level else replace(self, zero=0) for level in able)
         return (self, *(replace(self, auto_level=level) for level in range(self.auto_level + 1, most + 1)))
 
     def sharing(self, replicas: int) -> Zero | None:
@@ -324,6 +352,8 @@ class Request:
         scheduler: str = "auto",
         rules: Rules | None = None,
         start: Plan | None = None,
+        for_: str | None = None,
+        keep_together: Sequence[str] = (),
         **others: Any,
     ) -> Request:
         """The request that a few words make, the rest by default.
@@ -332,11 +362,27 @@ class Request:
         they are those of the placement, else all of the cluster's. Micro-batches have any of the profile's sizes, or
         one between them that divides the mini-batch, unless their size or number is said. A named ``scheduler`` or
         ``rules`` are as they are defined: without parts of forwards, backward whole unless the definition splits it.
-        ``others`` are fields as they stand.
+        ``for_`` names a target in the catalog, inside of whose limits the plan is to be; ``keep_together`` are groups
+        as :func:`.groups_of` has them. ``others`` are fields as they stand.
 
         Raises:
-            UsageError: what is said contradicts itself or the profile, or is not enough.
+            UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
+        free, settled = None, dict[str, Any]()
+        target = None if for_ is None else target_named(for_)
+        if for_ is not None and target is not None:
+            if start is not None or rules is not None:
+                what = "--start" if start is not None else "--rules"
+                raise UsageError(
+                    f"--for {for_} is not built for {what} yet; leave one of them out (--scheduler names a schedule)"
+                )
+            same: dict[str, Any] = {"devices": devices, "cluster": cluster, "mini_batch": mini_batch}
+            same |= {"microbatch_size": microbatch_size, "num_microbatches": num_microbatches, "chunks": chunks}
+            asked = {"chunks": chunks, **others}
+            settled = restricted_fields(for_, target, placement, asked)
+            free = cls.of(profile, placement=ALL, scheduler=scheduler, **same, **others)
+            others |= settled
+            placement = ALL if placement == "auto" else placement
         if start is not None:
             devices = len(start.devices) if devices is None and cluster is None else devices
             if mini_batch is None and num_microbatches is None:
@@ -367,6 +413,22 @@ class Request:
         stated, overhead = profile, others.pop("launch_overhead_ns", None)
         overhead = profile.launch_overhead_ns if overhead is None else overhead
         profile = with_launches(profile, overhead)
+        together = None
+        groups = groups_of(profile, keep_together)
+        if isinstance(chosen, Placement):
+            require_kept(groups, chosen)
+        elif groups and chosen == SUBMODULES:
+            raise UsageError("--keep-together is not for rules that place submodules by their blocks; leave it out")
+        elif target is not None or groups:
+            if others.get("late_inputs"):
+                raise UsageError("--late-inputs yes waits inside of what is kept together; leave one of them out")
+            others["late_inputs"] = False
+            most = max(profile.microbatch_sizes, default=0)
+            divisors = [size for size in range(1, most + 1) if batch.mini_batch % size == 0]
+            together = joined_for(target, profile, groups, divisors)
+            profile = together.profile
+        if for_ is not None and target is not None:
+            require_ranks(for_, target, profile, num_devices, others)
         require_sizes(profile, chosen, num_devices, others)
         made = cls(
             profile,
@@ -374,18 +436,22 @@ class Request:
             batch,
             chosen,
             chunks,
-            () if fixed else sizes_between(profile, batch.mini_batch),
+            () if fixed else sizes_between(stated, batch.mini_batch),
             cluster,
             scheduler=scheduler,
             rules=rules,
             launch_overhead_ns=overhead,
-            stated=stated if overhead else None,
+            stated=stated if overhead or together is not None else None,
             start=start,
+            joined=together,
+            only=None if for_ is None or target is None else Restrictions.of(for_, target, stated),
+            free=free,
             samples_assumed=mini_batch is None and num_microbatches is None,
             said=(
                 *_placement_said(placement, chosen, rules),
                 *_batch_said(microbatch_size, num_microbatches),
                 *_flags_said({"chunks": chunks, **others}),
+                *((field, f"--for {for_}") for field, value in settled.items() if value is not None),
             ),
             **(_as_defined(profile, scheduler, rules) | others),
         )
@@ -460,7 +526,40 @@ class Request:
     @property
     def uneven(self) -> bool:
         """Whether some devices are faster than others."""
-        return len(set(self.speeds)) > 1
+        asked = self.priced or self
+        return len(set(zip(asked.speeds, asked.kinds, strict=True))) > 1
+
+    @property
+    def kinds(self) -> list[str | None]:
+        """[device] its kind, where that has a profile of its own."""
+        names = () if self.cluster is None else self.cluster.names[: self.num_devices]
+        known = [name if name in self.profile.of_kinds else None for name in names]
+        return [*known, *[None] * (self.num_devices - len(known))]
+
+    @cached_property
+    def levelled(self) -> Request:
+        """The same with one profile for all devices, below those of all kinds, and speeds beside it.
+
+        Itself where no kind has a profile of its own. What is cut for it is priced by the profiles of the kinds; no
+        bound of it is above a plan of this one (:mod:`pipeplan.costs.kinds`).
+        """
+        return self._levelled(roomy=False)
+
+    @cached_property
+    def roomy(self) -> Request | None:
+        """The same of the most that any kind holds, for what is to fit on all; None where they hold the same."""
+        return None if same_bytes(self.profile) else self._levelled(roomy=True)
+
+    def _levelled(self, *, roomy: bool) -> Request:
+        if not self.profile.of_kinds or self.cluster is None:
+            return self
+        profile, cluster = levelled(self.profile, self.cluster, self.num_devices, roomy=roomy)
+        return replace(self, profile=profile, cluster=cluster, priced=self)
+
+    @property
+    def by_kinds(self) -> bool:
+        """Whether kinds of devices have profiles of their own, be it that it is a levelled one."""
+        return bool(self.profile.of_kinds) or self.priced is not None
 
     @property
     def unlinked(self) -> Request:
@@ -468,7 +567,7 @@ class Request:
 
         What takes no less time than that is so wherever devices are that are alike.
         """
-        if self.cluster is None or set(self.speeds) == {1.0}:
+        if self.cluster is None or (set(self.speeds) == {1.0} and not self.profile.of_kinds):
             return replace(self, cluster=None)
         return replace(self, cluster=self.cluster.model_copy(update={"levels": (), "measured": ()}))
 
@@ -488,6 +587,8 @@ class Request:
         """Recomputation choices for all stages alike; it never helps where memory has no limit."""
         if self.recompute is not None:
             return (self.recompute,)
+        if self.only is not None and self.only.alike and self.least_memory is not None:
+            return levels_of(self.profile)
         return (False,) if self.least_memory is None else (False, True)
 
 
@@ -696,8 +797,8 @@ def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:
         heads = math.gcd(*(block.dimensions["heads"] for block in profile.blocks if "heads" in block.dimensions))
         able = _listed([count for count in range(1, heads + 1) if heads % count == 0])
         remedy = (
-            f"profile with --shards of {able} (those that divide fewer key-value heads, too): blocks have {heads} "
-            f"heads, which {shards} devices cannot share"
+            f"profile with --shards of {able} (as far as they divide its key-value heads as well): blocks have {heads} "
+            f"heads, which do not divide among {shards} devices"
         )
     return f"choose --tp {_listed(common)}, or {remedy}" if common else remedy
 
@@ -715,7 +816,13 @@ def input_notes(request: Request) -> Iterator[str]:
     if found:
         shown = shlex.join(["pipeplan", "profile", "--show", profile.where])
         where = shown if os.path.isfile(profile.where) else "pipeplan.inspect(profile)"
-        yield f"the profile has {len(found)} warning{'s' if len(found) > 1 else ''}: {where}"
+        spread = mean_spread(profile)
+        noisy = f", and times that vary by {spread:.0%} on average: predictions do, too" if spread > _NOISY else ""
+        yield f"the profile has {counted(len(found), 'warning')}{noisy}: {where}"
+
+
+_NOISY = 0.2
+"""Mean spread of a profile's times from which on predictions are said to be no better."""
 
 
 def _one_of_each(request: Request) -> str | None:
@@ -750,7 +857,7 @@ def _request_notes(request: Request) -> Iterator[str]:
     cluster, edges = request.cluster, profile.edges
     if cluster is not None:
         preset = None if request.splitting is None else request.splitting.device
-        other = other_device(preset or profile.source.device, cluster, request.num_devices)
+        other = other_device(preset or profile.source.device, cluster, request.num_devices, profile.of_kinds)
         if other is not None:
             yield other
         elif profile.source.method == "estimated" and faster_than_reached(cluster):
@@ -762,6 +869,9 @@ def _request_notes(request: Request) -> Iterator[str]:
         if any(kind.speed != 1 for kind in kinds):
             each = ", ".join(f"{kind.count} {kind.name} at {kind.speed:g}" for kind in kinds)
             yield f"speeds of devices beside the profile's: {each}; each stage is as fast as its slowest device"
+        if profile.of_kinds:
+            each = ", ".join(f"{kind.count} {kind.name} by {_profile_of(profile, kind.name)}" for kind in kinds)
+            yield f"costs of devices: {each}; where a stage has several kinds, each block takes what the slowest does"
     if request.num_devices == 1:
         return
     if one := _one_of_each(request):
@@ -790,6 +900,11 @@ def _request_notes(request: Request) -> Iterator[str]:
         )
     elif edges and not any(edge.bytes_per_sample for edge in edges if edge.transfer_ns is None):
         yield "no edge has bytes_per_sample: of the cluster's links only the latency counts"
+
+
+def _profile_of(profile: Profile, kind: str) -> str:
+    """The file with a kind of device's costs."""
+    return profile.of_kinds.get(kind, profile).where
 
 
 def _between(times: Sequence[int]) -> str:

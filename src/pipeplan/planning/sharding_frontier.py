@@ -23,9 +23,10 @@ from pipeplan.planning.build_plan import assemble, provenance_of
 from pipeplan.planning.choices import choices_of_splits
 from pipeplan.planning.request import Request, Splitting
 from pipeplan.sharding.baselines import IMPOSSIBLE, ONLY, fastest_strategy
-from pipeplan.sharding.cost_model import CostModel, CostOptions, Unprofiled, cost_model
+from pipeplan.sharding.cost_model import CostModel, CostOptions, Unprofiled, cost_model, unpriced_model
 from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy
+from pipeplan.sharding.least_memory import LeastMemory, least_memory
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.units import named_devices
@@ -159,13 +160,26 @@ def costs_of_splits(request: Request, splitting: Splitting) -> CostModel:
     Raises:
         UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`.
     """
-    options = CostOptions(
+    given = request.profile, request.cluster, request.num_devices, request.batch.mini_batch
+    return cost_model(*given, device=splitting.device, options=_options(splitting)).with_graph()
+
+
+def least_of_splits(request: Request, splitting: Splitting) -> LeastMemory:
+    """What all strategies take at least, which is known in a moment.
+
+    Raises:
+        UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`.
+    """
+    given = request.profile, request.cluster, request.num_devices, request.batch.mini_batch
+    return least_memory(unpriced_model(*given, device=splitting.device, options=_options(splitting)))
+
+
+def _options(splitting: Splitting) -> CostOptions:
+    return CostOptions(
         blocks=splitting.whole_blocks,
         data_parallel_loading=splitting.data_parallel_loading,
         mesh_dimensions=splitting.mesh_dimensions,
     )
-    given = request.profile, request.cluster, request.num_devices, request.batch.mini_batch
-    return cost_model(*given, device=splitting.device, options=options).with_graph()
 
 
 def split_frontier(

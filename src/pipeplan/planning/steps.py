@@ -44,6 +44,7 @@ from pipeplan.planning.candidates import (
     strategy_choices,
 )
 from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
+from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
@@ -75,6 +76,7 @@ from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Recompute, Stage
 from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.kinds import Role
+from pipeplan.workload.slices import without_parts
 from pipeplan.workload.workload import Workload
 
 
@@ -87,7 +89,8 @@ class EaseRecomputation(PlanStep):
     when = "the best {finalists} plans; recomputation is open; orders still fit"
 
     def applies(self, search: PlanSearch) -> bool:
-        return search.request.recompute is None
+        request = search.request
+        return request.recompute is None and (request.only is None or not request.only.alike)
 
     def run(self, search: PlanSearch) -> None:
         for trial in search.finalists[: self.finalists]:
@@ -156,7 +159,8 @@ class EaseSharding(PlanStep):
     when = "the best {finalists} plans; --zero auto; one route"
 
     def applies(self, search: PlanSearch) -> bool:
-        return search.request.zero == AUTO and search.request.cluster is not None
+        request = search.request
+        return request.zero == AUTO and request.cluster is not None and request.only is None
 
     def run(self, search: PlanSearch) -> None:
         for trial in search.finalists[: self.finalists]:
@@ -1045,7 +1049,9 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
     schedule, plan = _plan_of(search, trial)
     seconds = search.budget.elapsed - begun
     search.making_seconds += seconds
-    search.made = MadePlan(schedule, plan, seconds, trial.bound_ns)
+    assert trial.best is not None
+    bound = trial.bound_ns if search.request.joined is None else schedule.bound_ns
+    search.made = MadePlan(schedule, plan, seconds, bound, (trial.parted or trial.best).orders)
     return search.made
 
 
@@ -1113,14 +1119,17 @@ def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Schedule, Plan]:
     """The settled schedule of a trial and its plan, which may have been made."""
     assert trial.best is not None
     made = search.made
-    if made is not None and (trial.parted or trial.best).orders is made.schedule.orders:
+    if made is not None and (trial.parted or trial.best).orders is made.orders:
+        if search.request.joined is not None:
+            return made.schedule, made.plan
         schedule = trial.settled
         known = made.plan.predicted
         proved = {"lower_bound_ns": schedule.bound_ns, "gap": known.iteration_ns / schedule.bound_ns - 1}
         return schedule, made.plan.model_copy(update={"predicted": known.model_copy(update=proved)})
     _finish(search.request, trial)
-    schedule = trial.settled
-    return schedule, planned(search.request, trial.candidate, schedule, trial.best.workload)
+    schedule = of_blocks(search.request, trial.settled)
+    whole = trial.best.workload if search.request.joined is None else without_parts(schedule.workload)
+    return schedule, planned(search.request, trial.candidate, schedule, whole)
 
 
 def _finish(request: Request, trial: Trial) -> None:

@@ -47,6 +47,7 @@ from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS
 from pipeplan.workload.one_microbatch import device_groups
+from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Workload
 
 
@@ -414,12 +415,16 @@ ENDING = 0.25
 
 @dataclass(frozen=True, slots=True)
 class MadePlan:
-    """The plan of a schedule, in how many seconds it was made, and ns that no iteration of its placement is below."""
+    """The plan of a schedule, in how many seconds it was made, and ns that no iteration of its placement is below.
+
+    ``orders`` are those of the trial that it was made of: of blocks where stages are of groups of blocks, too.
+    """
 
     schedule: Schedule
     plan: Plan
     seconds: float
     bound_ns: int
+    orders: Orders
 
 
 @dataclass(slots=True)

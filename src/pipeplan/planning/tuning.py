@@ -24,6 +24,7 @@ from pipeplan.files import Placement
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
 from pipeplan.planning.candidates import PlacementCandidate, grid
+from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import FIRST_SECONDS
@@ -422,6 +423,7 @@ class _Tuner:
         cell, row = ranked[0]
         assert cell.candidate is not None
         rules, schedule = schedule_of(self.request, cell.candidate, row)
+        schedule = of_blocks(self.request, schedule)
         plan = planned(self.request, cell.candidate, schedule, schedule.workload)
         chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
         proved = min(cell.bound_ns, plan.predicted.iteration_ns)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from pipeplan.costs import StageCost
 from pipeplan.costs.after import AfterActions
+from pipeplan.costs.kinds import kinds_on, on_kinds
 from pipeplan.costs.zero import Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
@@ -106,17 +107,18 @@ class _Widths:
     order: tuple[str, ...]
     known: dict[tuple[int, int, Pricing], list[tuple[StageCost, tuple[Again, ...]]]]
     blocks: dict[Pricing, list[StageCost] | None]
-    after: dict[tuple[int, Zero, float], AfterActions]
+    after: dict[tuple[int, Zero, float, tuple[str, ...]], AfterActions]
     speeds: Sequence[float]
     kinds: Sequence[Sequence[int]]
 
     @classmethod
     def of(cls, request: Request) -> _Widths:
         """The widths of a request."""
-        speeds, memory = request.speeds, request.memory
+        request = request.priced or request
+        speeds, memory, own = request.speeds, request.memory, request.kinds
         kinds: dict[object, list[int]] = {}
         for device, speed in enumerate(speeds):
-            kinds.setdefault((speed, memory[device]) if request.uneven else None, []).append(device)
+            kinds.setdefault((speed, own[device], memory[device]) if request.uneven else None, []).append(device)
         return cls(request, tuple(request.profile.topological_order()), {}, {}, {}, speeds, list(kinds.values()))
 
     def quickest(self, most: int) -> list[_WidthLayout]:
@@ -174,21 +176,23 @@ class _Widths:
                     continue
                 limit = min((size for x in devices if (size := request.memory[x])), default=math.inf)
                 speed = min(self.speeds[device] for device in devices)
+                names = () if request.cluster is None else request.cluster.names
+                kinds = kinds_on(request.profile, (names[device] for device in devices)) if names else ()
                 for zero in sharings(request, replicas):
-                    pricing = Pricing(batch.microbatch_size // replicas, False, shards, zero, speed=speed)
+                    pricing = Pricing(batch.microbatch_size // replicas, False, shards, zero, speed=speed, kinds=kinds)
                     fitting = (each for each in self._costs(blocks, pricing) if each[0].memory_bytes(held) <= limit)
                     if (found := next(fitting, None)) is not None:
                         cost, recompute = found
-                        after = self._after((shards, zero, speed), cost.gradient_bytes, replicas)
+                        after = self._after((shards, zero, speed, kinds), cost.gradient_bytes, replicas)
                         times = cost.forward_ns, cost.backward_ns, after
                         yield _StageWidth(shards, replicas, zero, recompute, *times, devices)
                         break  # dividing more only takes less memory
 
-    def _after(self, how: tuple[int, Zero, float], gradients: int, replicas: int) -> int:
+    def _after(self, how: tuple[int, Zero, float, tuple[str, ...]], gradients: int, replicas: int) -> int:
         """Ns of what follows all actions with these shards, division of state and speed, on the first devices."""
         if how not in self.after:
-            profile, cluster, (shards, zero, speed) = self.request.profile, self.request.cluster, how
-            self.after[how] = AfterActions.of(profile, cluster, shards, lambda _: zero, speed)
+            profile, cluster, (shards, zero, speed, kinds) = self.request.profile, self.request.cluster, how
+            self.after[how] = AfterActions.of(on_kinds(profile, kinds), cluster, shards, lambda _: zero, speed)
         return self.after[how](gradients, replicas)
 
     def _costs(self, blocks: tuple[int, int], pricing: Pricing) -> list[tuple[StageCost, tuple[Again, ...]]]:

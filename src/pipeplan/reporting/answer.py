@@ -9,6 +9,7 @@ from rich.text import Text
 
 from pipeplan.costs.throughput import one_device_ns
 from pipeplan.files import Placement
+from pipeplan.planning.bounds import open_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Request
@@ -73,7 +74,11 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
     else:
         found = "found" if not result.timed_out else "within the time limit"
         ended = f"best {'stages' if request.dictates else 'plan'} {'so far' if result.interrupted else found}"
-    if request.dictates:
+    if request.imported:
+        own = request.rules is not None
+        made = "" if own else f"{scheduler_words(result.plan.provenance.scheduler)} on "
+        ended = f"as {request.imported} runs it," if own else f"{made}the stages of {request.imported},"
+    elif request.dictates:
         made = f"{scheduler_words(result.plan.provenance.scheduler)}, as given"
         searched = ended == "optimal" or not isinstance(request.placement, Placement)
         ended = f"{made}, {'on the ' * (ended != 'optimal')}{ended}" if searched else f"{made},"
@@ -84,10 +89,11 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
 def _rows(request: Request, result: Result, simulation: Simulation, written: str | None, keep: str) -> Iterator[Row]:
     yield "plan", plan_clauses(simulation, free_links=request.cluster is None)
     yield "speed", _speed(request, simulation)
-    yield "bound", _bound(request, result)
+    if bound := _bound(request, result):
+        yield "bound", bound
     yield "memory", memory_clauses(simulation)
     yield "idle", idle_clauses(simulation)
-    if lacks := cannot_train(simulation.plan, request.profile):
+    if lacks := cannot_train(simulation.plan, request.block_profile):
         said = f"training with {' and '.join(lacks)} is not built yet"
         trains = lacks == ["fp8-mixed"]  # one line of 80 columns
         said = f"{said}; --precision bf16-mixed is" if trains else f"emulates this plan; {said}"
@@ -141,7 +147,7 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     rates, workload = simulation.throughput.words, simulation.workload
     estimated = "estimated " if simulation.yardstick.estimated else ""
     samples = counted(workload.mini_batch, "sample")
-    alone = one_device_ns(request.profile, workload)
+    alone = one_device_ns(request.block_profile, workload)
     faster = alone / simulation.iteration_ns if alone else 0.0  # more than there are devices: other costs per sample
     known = 0 < faster <= len(workload.devices)
     times = f"; {faster:.1f} times as fast as one device" if known else ""
@@ -159,10 +165,17 @@ def _any_plan(request: Request) -> str:
     """What the bound is for: any plan, or any with the sizes that were asked for."""
     sizes = [(flag, getattr(request, name)) for flag, name in _SIZES]
     given = "".join(f" --{flag} {size}" for flag, size in sizes if isinstance(size, int))
-    return f"for any plan{f' with{given}' if given else ''}"
+    runs = "" if request.only is None else f" that {request.only.title} can run"
+    return f"for any plan{runs}{f' with{given}' if given else ''}"
 
 
 def _bound(request: Request, result: Result) -> list[Clause]:
+    if request.imported:
+        bound = open_bound(request, result.plan)
+        if bound is None:
+            return []
+        gap = result.plan.predicted.iteration_ns / bound - 1
+        return [(f"{format_ns(bound)} for any plan on these devices ({_away(gap)})", 0)]
     if result.status == "optimal":
         return [(f"{format_ns(result.lower_bound_ns)}, reached: nothing that was left open is faster", 0)]
     found = [

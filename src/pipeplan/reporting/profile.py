@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TextIO
 
 from rich.table import Table
@@ -75,10 +76,23 @@ def print_blocks(
     console, source = console_for(file), profile.source
     origin = " ".join(filter(None, (source.method, f"on {source.device}" if source.device else "", source.reference)))
     heading = Text.assemble((profile.name, "bold"), f": {', '.join(filter(None, (origin, source.dtype)))}")
-    for line in (heading, _about(profile), _cases(profile)):
+    branches = _branches(profile)
+    lines: list[str | Text] = [heading, _about(profile), *([branches] if branches else []), _cases(profile)]
+    for line in lines:
         console.print(flowed(line, console.width))
     console.print(*_totals(profile, asked, console.width), sep="\n")
     console.print(*tables(_block_columns(profile, asked, details=details), console.width), sep="\n")
+
+
+_MAX_EDGES = 8
+
+
+def _branches(profile: Profile) -> str:
+    """The edges that do not lead from a block to the next one, of a model that is no chain; the first few."""
+    next_of = {block.id: other.id for block, other in pairwise(profile.blocks)}
+    found = [f"{edge.source} -> {edge.target}" for edge in profile.edges if next_of.get(edge.source) != edge.target]
+    more = f" and {len(found) - _MAX_EDGES} more" if len(found) > _MAX_EDGES else ""
+    return f"edges beside those to the next block: {', '.join(found[:_MAX_EDGES])}{more}" if found else ""
 
 
 def _cases(profile: Profile) -> str:

@@ -88,7 +88,17 @@ def _notes(comparison: Comparison) -> list[str]:
     notes += [
         f"not applicable on {', '.join(where)}: {', '.join(names)} ({why})" for (where, why), names in alike.items()
     ]
-    return [*notes, *_said_of_all(comparison), *_not_reached(comparison)]
+    return [*notes, *_said_of_all(comparison), *_not_reached(comparison), _columns_said(comparison)]
+
+
+def _columns_said(comparison: Comparison) -> str:
+    """What columns are that do not say it themselves."""
+    after = any(row.iteration_ns != row.makespan_ns for row in comparison.rows)
+    sums = "; after actions: gradient sums, optimizer steps and gathers" if after else ""
+    return (
+        "bubble rate: idle share of the iteration; by busiest device span: of the device in use longest, from its "
+        f"first action to its last{sums}"
+    )
 
 
 def _said_of_all(comparison: Comparison) -> list[str]:

@@ -112,13 +112,16 @@ def device_row(simulation: Simulation, device: int, window: TimelineWindow) -> l
     """
     kinds, odd = _kinds(simulation, device, window), odd_stages(simulation, device)
     texts = [""] * window.num_cells
-    graph = simulation.graph
+    graph, taken = simulation.graph, 0
     for task in _inside(simulation, device, window):
         start, end = simulation.starts[task], simulation.starts[task] + graph.durations[task]
         left, right = window.cell_of(start), window.cell_of(end)
         if start < window.start_ns:
             continue
         operation = graph.workload.operations[graph.operation_of[task]]
+        after_idle = taken < left and (left == 1 or (left > 1 and kinds[left - 2] is None))
+        left -= after_idle and kinds[left - 1] == operation.kind  # no cell of a bar stands before its label
+        taken = right
         kind = operation.kind.lower() if operation.stage in odd else operation.kind
         label = f"{kind}{simulation.microbatch_text(task)}"
         shorter = (label, label.partition(".")[0], kind[:1], "")

@@ -80,6 +80,8 @@ def search_schedule(
     """
     if scheduler not in (*SEARCHING, "rules", *CLASSIC):
         meant = choose_from(scheduler, (*SEARCHING, "rules", *CLASSIC))
+        file = scheduler.endswith((".toml", ".py"))
+        meant = "a file with rules is given by --rules" if file else meant
         raise UsageError(f"--scheduler {scheduler!r} is not known; {meant}")
     search = _Search(budget, scheduler, rules, unroll, max_span, progress, steps)
     shorter = named(steps, ShorterRun) or ShorterRun()

@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
-from pipeplan.costs.layouts import Layout, MeshSplit, Resharding, Tensor, sum_ns
+from pipeplan.costs.layouts import Layout, MeshSplit, Tensor
 from pipeplan.costs.recipes import running_bytes, state_of, step_ns
+from pipeplan.costs.resharding import Resharding, sum_ns
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile, Recipe, TiedParameter
 from pipeplan.sharding.elimination import Reducing
@@ -286,7 +287,7 @@ class CostModel:
         for node in self.operators.nodes:
             checkpoint()
             chosen = self.configurations[node.name]
-            alike = (id(chosen), self._kept(node), self._fed(node))
+            alike = (id(chosen), self.kept(node), self.fed(node))
             if alike not in tables:
                 tables[alike] = self._node_table(node, chosen)
             yield CostNode(node.name, tuple(each.name for each in chosen), tables[alike])
@@ -328,9 +329,16 @@ class CostModel:
         )
 
     def unprofiled_in(self, strategy: Strategy) -> list[Unprofiled]:
-        """The same of all operators of a strategy."""
-        every = (self.unprofiled(name, self.configurations[name][n]) for name, n in strategy.configurations.items())
+        """The same of all operators of a strategy; a choice that many strategies share is looked at once."""
+        for name, index in strategy.configurations.items():
+            if (name, index) not in self._beyond:
+                self._beyond[name, index] = self.unprofiled(name, self.configurations[name][index])
+        every = (self._beyond[chosen] for chosen in strategy.configurations.items())
         return [each for each in every if each is not None]
+
+    @cached_property
+    def _beyond(self) -> dict[tuple[str, int], Unprofiled | None]:
+        return {}
 
     @cached_property
     def extrapolates(self) -> bool:
@@ -365,8 +373,8 @@ class CostModel:
 
     def kept_bytes(self, node: OperatorNode, chosen: Configuration) -> int:
         """What an operator itself holds for backward, on each device and per micro-batch."""
-        own = not self._fed(node) and node.operation.keeps_input(0)
-        output = node.operation.tensor().local_bytes(chosen.output) if self._kept(node) else 0
+        own = not self.fed(node) and node.operation.keeps_input(0)
+        output = node.operation.tensor().local_bytes(chosen.output) if self.kept(node) else 0
         return chosen.inside_bytes + (chosen.entry_bytes if own else 0) + output
 
     def layouts(self, link: Link, source: Configuration, target: Configuration) -> tuple[Layout, Layout, Layout]:
@@ -428,10 +436,11 @@ class CostModel:
     def _taken(self, link: Link) -> bool:
         return self._nodes[link.target].operation.keeps_input(link.port)
 
-    def _fed(self, node: OperatorNode) -> bool:
+    def fed(self, node: OperatorNode) -> bool:
+        """Whether it takes what another one gives."""
         return node.name in self._links_into
 
-    def _kept(self, node: OperatorNode) -> bool:
+    def kept(self, node: OperatorNode) -> bool:
         """Whether the output is kept as it was given, by the operator itself: several others need it, or none do."""
         needing = sum(self._taken(link) for link in self._takers.get(node.name, []))
         return needing > 1 or (node.operation.keeps_output and not self._takers.get(node.name))
@@ -440,7 +449,7 @@ class CostModel:
         """Who needs a link's tensor: the first of several answers for the giver's copy, unless the giver keeps it."""
         source = self._nodes[link.source]
         first = self._takers[link.source][0] is link
-        return TensorNeed(source.operation.keeps_output and first, self._taken(link), self._kept(source))
+        return TensorNeed(source.operation.keeps_output and first, self._taken(link), self.kept(source))
 
 
 def once_ns(way: Configuration, microbatches: int) -> int:
@@ -486,6 +495,23 @@ def cost_model(
     Raises:
         UsageError: the device is not known, or an operator cannot be split so.
     """
+    return _reducible(unpriced_model(profile, cluster, devices, samples, device=device, options=options))
+
+
+def unpriced_model(
+    profile: Profile,
+    cluster: Cluster | None,
+    devices: int,
+    samples: int,
+    *,
+    device: str | None = None,
+    options: CostOptions = CostOptions(),
+) -> CostModel:
+    """The same before anything is priced, which is known at once; tied tensors are all there, treatable or not.
+
+    Raises:
+        UsageError: as :func:`cost_model`.
+    """
     preset = device_preset(device) if device else _preset_of(profile, cluster)
     width = 4 if profile.source.dtype == "float32" else 2
     operators = expand(profile, samples, width=width, whole_blocks=options.blocks)
@@ -496,7 +522,7 @@ def cost_model(
     tied, own = _tied_tables(profile, operators)
     scales = _scales(profile, operators, preset, own)
     known = CostModel(operators, resharding, preset, scales, options, blocks, tied)
-    return _reducible(replace(known, recipe=profile.recipe, step_bytes_per_s=profile.step_bytes_per_s))
+    return replace(known, recipe=profile.recipe, step_bytes_per_s=profile.step_bytes_per_s)
 
 
 def _reducible(model: CostModel) -> CostModel:

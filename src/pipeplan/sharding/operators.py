@@ -24,8 +24,9 @@ from typing import ClassVar, Literal, NamedTuple
 
 from pipeplan.costs.communication import Combining, Exchange, send_time, time_of_groups
 from pipeplan.costs.devices import DevicePreset, Kernel
-from pipeplan.costs.layouts import Layout, MeshSplit, Resharding, Tensor, groups_along, joined, sum_ns
+from pipeplan.costs.layouts import Layout, MeshSplit, Tensor, groups_along, joined
 from pipeplan.costs.operators import Operator
+from pipeplan.costs.resharding import Resharding, sum_ns
 from pipeplan.time_limit import checked
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 from pipeplan.workload.mesh import SHARDS
@@ -345,13 +346,9 @@ def configurations(
     ``step_ns`` is the time of the optimizer's step of what a device keeps.
     """
     found = []
-    ways = ways_to_split(resharding.devices, [axis.size for axis in operation.axes], mesh_dimensions)
-    for way in checked(ways, _WAYS_PER_QUESTION):
-        splits = {axis.name: split for axis, split in zip(operation.axes, way, strict=True) if split}
-        extents = {axis.name: split.extent if split else 1 for axis, split in zip(operation.axes, way, strict=True)}
-        if operation.allows(extents) and (rule is None or rule(operation, splits)):
-            priced = _priced(operation, splits, extents, scale, device, resharding)
-            found.append(replace(priced, step_ns=step_ns(scale.state.share(num_parts(operation, splits)))))
+    for sized in unpriced(operation, scale, resharding.devices, rule=rule, mesh_dimensions=mesh_dimensions):
+        priced = _priced(operation, sized, scale, device, resharding)
+        found.append(replace(priced, step_ns=step_ns(scale.state.share(num_parts(operation, sized.splits)))))
     return tuple(found)
 
 
@@ -359,28 +356,54 @@ _WAYS_PER_QUESTION = 16
 """Configurations that are priced between two looks at the time: each may take milliseconds."""
 
 
-def _priced(
+def unpriced(
     operation: Splittable,
-    splits: Splits,
-    extents: Mapping[str, int],
     scale: OperatorScale,
-    device: DevicePreset,
-    resharding: Resharding,
+    devices: int,
+    *,
+    rule: Rule | None = None,
+    mesh_dimensions: int = MOST_DIMENSIONS,
+) -> Iterator[Configuration]:
+    """The same in the same order with their sizes, but no times."""
+    ways = ways_to_split(devices, [axis.size for axis in operation.axes], mesh_dimensions)
+    for way in checked(ways, _WAYS_PER_QUESTION):
+        splits = {axis.name: split for axis, split in zip(operation.axes, way, strict=True) if split}
+        extents = _extents(operation, splits)
+        if operation.allows(extents) and (rule is None or rule(operation, splits)):
+            yield _sized(operation, splits, scale, devices)
+
+
+def _extents(operation: Splittable, splits: Splits) -> dict[str, int]:
+    return {axis.name: splits[axis.name].extent if axis.name in splits else 1 for axis in operation.axes}
+
+
+def _priced(
+    operation: Splittable, sized: Configuration, scale: OperatorScale, device: DevicePreset, resharding: Resharding
 ) -> Configuration:
-    numbers = operation.numbers(extents)
+    numbers = operation.numbers(_extents(operation, sized.splits))
     times = operation.times(numbers, device)
-    forward, backward = _exchanged(operation.exchanges(numbers), splits, resharding)
-    parts = num_parts(operation, splits)
-    state = scale.state.share(parts)
-    deferred = operation.deferred_bytes(numbers)
-    return Configuration(
-        name=mesh_name(list(splits.items()), resharding.devices),
-        splits=splits,
+    forward, backward = _exchanged(operation.exchanges(numbers), sized.splits, resharding)
+    return replace(
+        sized,
         forward_ns=round(times.forward_ns * scale.forward + forward),
         backward_ns=round((times.input_grad_ns + times.weight_grad_ns) * scale.backward + backward),
-        weight_grad_ns=0 if deferred is None else round(times.weight_grad_ns * scale.backward),
-        deferred_bytes=deferred,
-        sync_ns=sync_ns(operation, splits, state[GRADIENTS], resharding),
+        weight_grad_ns=0 if sized.deferred_bytes is None else round(times.weight_grad_ns * scale.backward),
+        sync_ns=sync_ns(operation, sized.splits, sized.gradient_bytes, resharding),
+    )
+
+
+def _sized(operation: Splittable, splits: Splits, scale: OperatorScale, devices: int) -> Configuration:
+    numbers = operation.numbers(_extents(operation, splits))
+    parts = num_parts(operation, splits)
+    state = scale.state.share(parts)
+    return Configuration(
+        name=mesh_name(list(splits.items()), devices),
+        splits=splits,
+        forward_ns=0,
+        backward_ns=0,
+        weight_grad_ns=0,
+        deferred_bytes=operation.deferred_bytes(numbers),
+        sync_ns=0,
         step_ns=0,
         gradient_bytes=state[GRADIENTS],
         state_bytes=state.total,

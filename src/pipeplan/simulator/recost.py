@@ -30,6 +30,7 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
             cannot have its recipe.
     """
     placement = _placement(plan, profile)
+    _require_kinds(plan, profile)
     if plan.recipe is not None:
         profile = with_recipe(profile, plan.recipe)
     profile = with_launches(profile, plan.launch_overhead_ns)
@@ -132,10 +133,26 @@ def _require_no_shared_experts(plan: Plan) -> None:
         )
 
 
+def _require_kinds(plan: Plan, profile: Profile) -> None:
+    """A plan made from several profiles is timed by as many. Raises UsageError."""
+    if lacking := sorted(set(plan.provenance.profiles) - set(profile.of_kinds)):
+        raise UsageError(
+            f"the plan was made with a profile for devices called {lacking[0]!r}; give one, too: "
+            f"--profile-for {lacking[0]}=FILE"
+        )
+
+
 def _require_as_fast(plan: Plan, cluster: Cluster) -> None:
     """How long actions take at another speed only the profile says: its rows are rounded one by one."""
     for index, stage in enumerate(plan.stages):
         speed = min(cluster.speeds[device] for device in stage.devices)
+        names = sorted({cluster.names[device] for device in stage.devices})
+        if stage.kinds and names != sorted(stage.kinds):
+            raise UsageError(
+                f"stages[{index}] of the plan is on devices called {', '.join(stage.kinds)}, in cluster "
+                f"{cluster.name!r} they are {', '.join(names)}, and what its actions take there only profiles say; "
+                "give --profile and --profile-for, too"
+            )
         if speed != stage.speed:
             raise UsageError(
                 f"stages[{index}] of the plan is on devices of speed {stage.speed:g}, in cluster {cluster.name!r} they "
@@ -174,6 +191,7 @@ class _Built:
                 memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],
                 reserve_bytes=None if cluster else [device.reserve_bytes for device in plan.devices],
                 speeds=None if cluster else speeds,
+                names=None if cluster else [device.name for device in plan.devices],
                 whole_messages=any(not stage.blocks for stage in plan.stages),
             )
             cuts = [stage.cuts for stage in plan.stages if stage.blocks]
@@ -196,6 +214,7 @@ class _Built:
             gather_ns=built.gather_ns,
             buckets=buckets,
             speed=built.speed,
+            kinds=built.kinds,
         )
 
     def operation(self, operation: Operation) -> Operation:

@@ -433,7 +433,9 @@ def simulate(
         period_ns=None if period is None else float(period),
         bubble_rate_steady=None if period is None else steady_bubble_rate(workload, period),
         as_planned=as_planned,
-        yardstick=Yardstick.of_plan(plan) if profile is None else Yardstick.of(profile),
+        yardstick=Yardstick.of_plan(plan)
+        if profile is None
+        else Yardstick.of(profile, [each.name for each in workload.devices]),
         loop=loop,
         exchanges=_exchanges(graph, starts) if workload.exchanges else (),
     )

@@ -403,6 +403,14 @@ class Stage(Element):
         Meaning("that UNSHARD, RESHARD and REDUCE_GRAD are of, where actions exchange state", said_only=True),
     ] = ()
     speed: Annotated[Speed, Meaning(f"of its slowest device: {SPEED}", said_only=True)] = 1.0
+    kinds: Annotated[
+        Items[Name],
+        Meaning(
+            "of its devices, where some kind has a profile of its own: its rows are those of each, row by row the "
+            "slowest and largest; none: the profile's",
+            said_only=True,
+        ),
+    ] = ()
 
     @property
     def copies(self) -> int:

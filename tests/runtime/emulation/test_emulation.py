@@ -345,7 +345,7 @@ def test_times_are_stretched_as_far_as_this_machine_needs(
     assert (f"all are stretched {stretch:g} times (--stretch)" in told) == (stretch != 1)
     assert (
         stretch == 1
-        or "take 100ms for a step whose actions take no time, and with the plan's times a step ends 30ms late" in told
+        or "take 100ms for a step without any computing, and a step with the plan's times ends 30ms late" in told
     )
 
 

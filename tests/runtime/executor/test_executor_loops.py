@@ -17,6 +17,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep, planned_programs
 from pipeplan.runtime.models.load import load_model
+from pipeplan.workload.kinds import GRADIENT_ROLES
 from runtime_support.models import branches
 from runtime_support.plans import placed_plan
 from runtime_support.threads import require_equal_to_unsplit
@@ -46,6 +47,10 @@ def test_every_step_is_as_when_written_out(drawn: Placed, data: st.DataObject) -
         assert tuple(steps_of(short)) == long.steps
         assert tuple(short.texts) == long.texts
         assert (short.mini_batch, short.tensors, short.edges) == (long.mini_batch, long.tensors, long.edges)
+        assert list(map(short.num_gradients, range(len(plan.stages)))) == [
+            sum(step.action.stage == stage and step.action.role in GRADIENT_ROLES for step in long.steps)
+            for stage in range(len(plan.stages))
+        ]
 
 
 def test_steps_of_forwards_before_backwards_are_as_when_written_out() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from pipeplan.checker import check
 from pipeplan.files import PlacedStage
+from pipeplan.planning.candidates import UNDIVIDED
 from pipeplan.runtime.models.load import load_model
-from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
+from pipeplan.workload.action import Action
+from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, OPTIMIZER, PARAMETERS
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, reports_of
 from runtime_support.sharded_plans import halves, one_stage, sharded_plan
 
@@ -73,16 +77,60 @@ def cases() -> dict[str, Case]:
 NAMES = list(_asked())
 
 
+@functools.cache
+def bucketed() -> dict[str, Case]:
+    """Plans in which each block's gradients are summed while those of blocks before it are made."""
+    asked = {
+        f"buckets{' zero 1' * level}{how}": (model, stages, "split" in how)
+        for level in (0, 1)
+        for how, model, stages in (
+            ("", CHAIN, halves(CHAIN, level)),
+            (" split", CHAIN, halves(CHAIN, level)),
+            (" shards", TOWERS, one_stage(TOWERS, level, shards=2)),
+            (" tied", TINY, halves(TINY, level)),
+            (" two stages split", CHAIN, [each.model_copy(update={"zero": level}) for each in _undivided()]),
+        )
+    }
+    with mock.patch("pipeplan.costs.buckets.BUCKET_BYTES", 1):
+        return {
+            name: (sharded_plan(model, own, split=split), replace(TRAINING, model=model))
+            for name, (model, own, split) in asked.items()
+        }
+
+
+def _undivided() -> list[PlacedStage]:
+    return [stage.model_copy(update=UNDIVIDED) for stage in _two_stages_on_all()]
+
+
+HOW = ("", " split", " shards", " tied", " two stages split")
+BUCKETED = [f"buckets{level}{how}" for level in ("", " zero 1") for how in HOW]
+
+
 @pytest.fixture(scope="module")
 def reports() -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    return reports_of(cases())
+    return reports_of(cases() | bucketed())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *BUCKETED])
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
-    _, options = cases()[name]
+    _, options = (cases() | bucketed())[name]
     assert_as_unsplit(load_model(options.model), options, reports[name])
+
+
+@pytest.mark.parametrize("name", BUCKETED)
+def test_sums_begin_inside_of_the_last_action(name: str, reports: Reports) -> None:
+    """Each bucket's, in every step: in the last action that adds to its stage's gradients."""
+    plan, options = bucketed()[name]
+    assert all(len(stage.buckets) > 1 for stage in plan.stages)
+    for rank, report in reports[name].items():
+        adds = [text for text in plan.programs[rank] if Action.parse(text).role in GRADIENT_ROLES]
+        last = {Action.parse(text).stage: text for text in adds}
+        begun = Counter(report["begun"])
+        assert set(begun) == set(last.values()), rank
+        for stage, text in last.items():
+            assert 1 < begun[text] // options.num_steps <= 2 * len(plan.stages[stage].blocks)
+            assert begun[text] % options.num_steps == 0
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "shards" not in name and "once" not in name])

@@ -136,14 +136,14 @@ def test_hugging_face_models_take_texts(family: str) -> None:
         (
             "gpt2-tiny",
             "builtins:object",
-            "returned object; return a dataset with a length and items, such as a DataLoader",
+            "returned object; give a dataset with a length and items, or a DataLoader",
         ),
         ("mmt-tiny", "builtin", "model 'mmt-tiny' takes no texts; give pkg.mod:factory"),
         (BRANCHES, f"{HERE}:empty", "has no sample"),
         (
             BRANCHES,
             f"{HERE}:unnamed",
-            r"an item is Tensor, and model .* takes .*\['targets', 'x'\]",
+            r"an item is Tensor, and the model takes tensors named \['x', 'targets'\]",
         ),
         (BRANCHES, f"{HERE}:missing", r"an item is \['x'\], and model .* \['targets', 'x'\]"),
     ],

@@ -9,11 +9,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from builders.chains import chain_plan
 from pipeplan import run as pipeplan_run
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, write_file
@@ -52,6 +55,24 @@ def test_the_number_format_is_the_plans(planned: str, asked: dict[str, str], dty
     options = TrainOptions("gpt2-tiny", **asked).by_plan(plan_for(planned))
     assert options.dtype == dtype
     assert dtype_of(options) is getattr(torch, dtype)
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "asked", "grain"),
+    [
+        ("LlamaConfig(num_hidden_layers=2)", ["embedding", "layers.0", "layers.1", "head"], {}, "layer"),
+        ("llama3-8b", ["layers.0.attention", "layers.0.ffn"], {}, None),
+        ("llama3-8b", ["layers.0", "layers.1"], {"grain": "half"}, "half"),
+        ("pkg.mod:factory", ["layers.0", "layers.1"], {}, None),  # children of a Sequential may be called so
+        ("llama3-8b", ["embedding", "head"], {}, None),
+    ],
+)
+def test_whole_layers_of_a_configuration_are_the_plans(
+    model: str, names: list[str], asked: dict[str, Any], grain: str | None
+) -> None:
+    plan = chain_plan(len(names), 2)
+    stages = [replace(stage, blocks=(name,)) for stage, name in zip(plan.stages, names, strict=True)]
+    assert TrainOptions(model, **asked).with_grain_of(plan.model_copy(update={"stages": stages})).grain == grain
 
 
 @pytest.mark.parametrize(

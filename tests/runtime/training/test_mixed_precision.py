@@ -51,6 +51,15 @@ PLANS: dict[str, Plan] = {
     "resumed, float16": pipeline(WIDE, split=True, num_microbatches=10, microbatch_size=2),
 }
 
+TOWERS = "runtime_support.models:pairing"
+SHARDED = {
+    f"shards{' zero 1' * level}{', float16' * (recipe is not BF16)}": sharded_plan(
+        TOWERS, one_stage(TOWERS, level, shards=2), recipe, split=bool(level)
+    )
+    for level, recipe in ((0, BF16), (1, BF16), (1, WIDE))
+}
+"""Plans that split blocks over two devices, with two replicas of each share."""
+
 RESUMED = {"zero 3": "resumed whole", "zero 1, float16": "resumed, float16"}
 """Checkpoints of divided state from which a pipeline of whole parameters goes on."""
 
@@ -69,7 +78,17 @@ def reports(folder: Path) -> Reports:
         cases[before] = cases[before][0], kept
         weights = str(folder / f"{after}.safetensors")
         cases[after] = cases[after][0], replace(kept, resume=True, num_steps=5, export_weights=weights)
+    cases |= {name: (plan, replace(TRAINING, model=TOWERS)) for name, plan in SHARDED.items()}
     return reports_of(cases, "runtime_support.mixed_rank:compare", RANK)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_round_as_torch_does(name: str, reports: Reports) -> None:
+    """What shards add up is rounded otherwise than in one piece: no farther from float64 than torch's run is."""
+    for report in reports[name].values():
+        own, others = report["errors"]
+        assert 0 < own < 2 * others < 0.1 * report["norm"]
+        assert report["losses"] == pytest.approx(report["others"], rel=2e-2)
 
 
 @pytest.mark.parametrize("name", PLANS)

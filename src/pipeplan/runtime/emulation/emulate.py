@@ -28,7 +28,7 @@ from pipeplan.runtime.executor.process_groups import (
 )
 from pipeplan.runtime.executor.rank_program import planned_programs
 from pipeplan.runtime.executor.stage import MiniBatch
-from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, StepResult, run_job
+from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, RunOptions, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.units import format_ns
 from pipeplan.workload.action import StateAction
@@ -53,10 +53,10 @@ def emulate_job(job: Report, context: RankContext) -> None:
     run_job(emulate, RunOptions(**job["options"]), job, context)
 
 
-def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep) -> RunResult:
+def emulate(plan: Plan, options: RunOptions, progress: Progress, on_event: OnEvent) -> RunResult:
     """Run the plan's programs as often as asked for; every rank of the process group calls this.
 
-    ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
+    ``on_event`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
     UsageError, on every rank, where they were started with different plans or options.
     """
     if any(stage.block_groups for stage in plan.stages):
@@ -70,7 +70,7 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep
         if options.trace:
             planned = [(counter, round(start / stretch), round(end / stretch)) for counter, start, end in actions]
             timeline.append(tuple(tuple(own) for own in emulation.all_ranks.gather(planned)))
-        on_step(steps[-1])
+        on_event(steps[-1])
     emulation.close()
     progress.begin(Phase.DONE)
     return RunResult(tuple(steps), (), {"torch": torch.__version__}, tuple(timeline), stretch)
@@ -137,9 +137,8 @@ class _Emulation:
         if self._progress.rank == 0 and found != 1:
             bare, late = (format_ns(round(ns)) for ns in (bare_ns, over * self._tried_ns))
             tell(
-                f"{self._num_ranks} processes on {os.cpu_count()} cores take {bare} for a step whose actions take no "
-                f"time, and with the plan's times a step ends {late} late: they are too short here, and all are "
-                f"stretched {found:g} times (--stretch)"
+                f"{self._num_ranks} processes on {os.cpu_count()} cores take {bare} for a step without any computing, "
+                f"and a step with the plan's times ends {late} late: all are stretched {found:g} times (--stretch)"
             )
         return found
 

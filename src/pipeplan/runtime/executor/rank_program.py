@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from pipeplan.runtime.executor.message_graph import (
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.elements import Again, Attribute, Dependency, Loop, Stage
-from pipeplan.workload.kinds import PARTED_ROLES, Role, is_instruction
+from pipeplan.workload.kinds import GRADIENT_ROLES, PARTED_ROLES, RESHARD, UNSHARD, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
 Rows = tuple[Message, Numbers]
@@ -72,6 +72,13 @@ class ProgramStep:
             gives=tuple((message, moved(own, by)) for message, own in self.gives),
             held=tuple((message, rank, moved(own, by)) for message, rank, own in self.held),
         )
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is needed where nothing goes back: forwards, their messages, and the parameters for them."""
+        if self.message is not None:
+            return not self.message.is_gradient
+        return self.action.role in (Role.FORWARD, Role.CUSTOM) or self.action.kind in (UNSHARD, RESHARD)
 
 
 def moved(samples: Numbers, by: int) -> Numbers:
@@ -153,6 +160,8 @@ class StagePart:
     its replica, ``group``, stand for it; this one is number ``place`` of them.
     ``again`` says for each of them what backward computes again, and ``cores`` are those of which the plan knows an
     attention core.
+    ``buckets`` are of how many blocks gradients are summed together while it still makes those of blocks before them,
+    from its last block on; empty where all are summed after its last action.
     ``parameter_bytes`` the plan expects on each device, and ``waiting_bytes`` held for a micro-batch's W; 0 if it says
     nothing of them. ``cuts`` are how many blocks run before each part of its forward but the first. Where actions
     exchange its state, ``block_groups`` are how many blocks they are of. ``leaving`` says of outputs that go, or
@@ -174,6 +183,7 @@ class StagePart:
     parameter_bytes: int = 0
     waiting_bytes: int = 0
     cores: frozenset[str] = frozenset()
+    buckets: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()
     block_groups: tuple[int, ...] = ()
     leaving: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -209,7 +219,7 @@ class Program:
     the plan, that exchange something while they run an action together, ``edges`` its pairs of source and target ranks
     of messages. ``stages`` and ``custom_ops`` are those that run here, by the plan's index. With a ``loop``, ``steps``
     are what it is made of, while ``texts`` and ``mini_batch`` are of everything that it runs. ``divisions`` are all of
-    the plan's, in the same order on every rank.
+    the plan's, in the same order on every rank. ``stage_of`` has the blocks that one stage of the plan alone has.
     """
 
     rank: int
@@ -225,7 +235,24 @@ class Program:
     edges: tuple[tuple[int, int], ...] = ()
     loop: ProgramLoop | None = None
     divisions: tuple[Division, ...] = ()
+    stage_of: Mapping[str, int] = field(default_factory=dict)
     slices: Mapping[Message, Slices] = field(default_factory=dict)
+
+    def num_gradients(self, stage: int) -> int:
+        """How many steps of an iteration add to gradients of a stage's parameters."""
+        found = [step.action.stage == stage and step.action.role in GRADIENT_ROLES for step in self.steps]
+        again = 0 if self.loop is None else self.loop.repeats * sum(sum(found[i:j]) for i, j in self.loop.rounds)
+        return sum(found) + again
+
+    def forwards(self) -> Program:
+        """What goes forward alone, in the same order, which cannot deadlock as the whole does not."""
+        before = [0, *itertools.accumulate(step.is_forward for step in self.steps)]
+        loop = self.loop and replace(
+            self.loop,
+            rounds=tuple((before[begin], before[end]) for begin, end in self.loop.rounds),
+            own=tuple(own for own, step in zip(self.loop.own, self.steps, strict=True) if step.is_forward),
+        )
+        return replace(self, steps=tuple(step for step in self.steps if step.is_forward), loop=loop)
 
     def keys(self, message: Message, *, made: bool = False) -> tuple[TensorKey, ...]:
         """The tensors of a message as they are sent, or as they are made."""
@@ -424,6 +451,7 @@ class _Lowering:
             lines=lines,
             edges=tuple(sorted({(source, target) for _, source, target in self._hops})),
             divisions=tuple(_divisions(plan)),
+            stage_of=_stage_of(plan),
             slices=self._slices,
         )
 
@@ -454,6 +482,7 @@ class _Lowering:
             place=stage.devices.index(self._rank) % stage.shards,
             again=stage.again,
             cores=_cores_of(stage),
+            buckets=tuple(each.blocks for each in stage.buckets),
             cuts=stage.cuts,
             block_groups=tuple(each.blocks for each in stage.block_groups),
             split=any(each.role is Role.INPUT_GRAD for each in operations),
@@ -631,6 +660,12 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
             group = stage.devices[first : first + stage.shards]
             found |= {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
     return frozenset(found)
+
+
+def _stage_of(plan: Plan) -> dict[str, int]:
+    """The stage of each block that only one has."""
+    counts = Counter(block for stage in plan.stages for block in stage.blocks)
+    return {block: n for n, stage in enumerate(plan.stages) for block in stage.blocks if counts[block] == 1}
 
 
 def _divisions(plan: Plan) -> Iterator[Division]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import zip_longest
+from types import MappingProxyType
 from zlib import crc32
 
 import torch
@@ -150,12 +151,73 @@ class _GradientSum:
             parameter.grad = total if self.shape is None else part.within(total).clone()
 
 
+class SummedOnce:
+    """Gradients that ranks sum together, which may begin when nothing more is added to them in an iteration.
+
+    That is when :meth:`done` has been called for each of ``num_blocks`` that have them; ``left`` are those to come.
+    """
+
+    level = 0
+    num_blocks = left = 0
+
+    def done(self) -> None:
+        """Nothing more comes of one of the blocks."""
+        self.left -= 1
+        if not self.left:
+            self.reduce()
+
+    def reduce(self) -> None:
+        """Begin to sum."""
+        raise NotImplementedError
+
+    def reduced(self) -> None:
+        """Wait until that is done."""
+        raise NotImplementedError
+
+
+class _SumBucket(SummedOnce):
+    """Sums over the same ranks; of ``blocks``, which one stage of the plan alone has, or else of any."""
+
+    def __init__(self, blocks: tuple[str, ...]) -> None:
+        self.blocks = blocks
+        self.sums: list[_GradientSum] = []
+        self.group: dist.ProcessGroup | None = None
+        self._begun: list[tuple[Tensor, dist.Work]] = []
+
+    @property
+    def _trained(self) -> list[_GradientSum]:
+        return [each for each in self.sums if each.first.requires_grad]
+
+    def reduce(self) -> None:
+        """Begin to sum them, and in how many ranks there is a gradient at all: where none has one, none gets one."""
+        trained = self._trained
+        if not trained:
+            return
+        present = [any(each.grad is not None for each in one.held.values()) for one in trained]
+        everywhere = torch.tensor(present, dtype=torch.int32).to(trained[0].first.device)
+        for total in (everywhere, *(one.given() for one in trained)):
+            work = dist.all_reduce(total, group=self.group, async_op=True)
+            assert work is not None, "this rank is a member of the group"
+            self._begun.append((total, work))
+
+    def reduced(self) -> None:
+        """Wait, and take the sums."""
+        for _, work in self._begun:
+            work.wait()
+        everywhere, *totals = [total for total, _ in self._begun] or [torch.empty(0)]
+        for one, total, anywhere in zip(self._trained if totals else (), totals, everywhere.tolist(), strict=True):
+            if anywhere:
+                one.take(total)
+        self._begun = []
+
+
 class SharedParameters:
     """The parameters of one rank that others have copies or shares of, or that blocks share.
 
     ``holders`` say who has which share of every block, in the same order on every rank. Tied parameters of ``modules``,
     this rank's blocks, are made one. Construction makes groups of ranks, which is a collective of all. ``divided`` are
     those of which ranks keep rows each, by ``divisions``: of their rows gradients are summed after :meth:`divide`.
+    ``stage_of`` are blocks that one stage alone has: copies of its replicas are summed in ``buckets``, by block.
     """
 
     def __init__(
@@ -167,10 +229,11 @@ class SharedParameters:
         transport: str,
         timeout: timedelta,
         divisions: Sequence[Division] = (),
+        stage_of: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         families = {family: family.divided(divisions) for family in _families(model, holders)}
         self._groups = groups_of(set(_summed_over(families)), transport, timeout)
-        self._sums: dict[Ranks, list[_GradientSum]] = defaultdict(list)
+        self._sums: dict[tuple[Ranks, tuple[str, ...]], _SumBucket] = {}
         self._copies: dict[Ranks, list[_GradientSum]] = defaultdict(list)
         self._elsewhere: set[int] = set()
         self.divided: list[Divided] = []
@@ -186,7 +249,15 @@ class SharedParameters:
                     found = _GradientSum(family.name, own, None if family.alike else family.shape)
                     self._copies[ranks].append(found)
                     if len(across := _with_same_rows(ranks, shared, rank) if alike else ranks) > 1:
-                        self._sums[across].append(found)
+                        early = _replicated(family, stage_of) if rank not in shared and family.alike else ()
+                        self._sums.setdefault((across, early), _SumBucket(early)).sums.append(found)
+        for (ranks, _), bucket in self._sums.items():
+            bucket.group = self._groups[ranks]
+
+    @property
+    def buckets(self) -> list[tuple[tuple[str, ...], SummedOnce]]:
+        """Sums that may begin when nothing more is added by some blocks, with these."""
+        return [(blocks, bucket) for (_, blocks), bucket in self._sums.items() if blocks]
 
     @property
     def across_ranks(self) -> bool:
@@ -204,7 +275,7 @@ class SharedParameters:
     def divide(self, own: Callable[[nn.Parameter], nn.Parameter]) -> None:
         """From now on sum what each rank keeps of a gradient, where all divide it alike."""
         alike = {id(each.whole) for each in self.divided if each.scattered}
-        for one in itertools.chain.from_iterable(self._sums.values()):
+        for one in itertools.chain.from_iterable(bucket.sums for bucket in self._sums.values()):
             one.held.update({part: own(each) for part, each in one.held.items() if id(each) in alike})
         self._elsewhere |= {id(own(each.whole)) for each in self.divided if id(each.whole) in self._elsewhere}
 
@@ -213,8 +284,11 @@ class SharedParameters:
 
         Few ranks first: what is tied, which many have, would keep replicas of a stage waiting for other stages' ranks.
         """
-        for ranks, sums in sorted(self._sums.items(), key=lambda each: (len(each[0]), each[0])):
-            _sum([each for each in sums if each.first.requires_grad], self._groups[ranks])
+        for (_, blocks), bucket in sorted(self._sums.items(), key=lambda each: (len(each[0][0]), each[0])):
+            if not blocks or bucket.left == bucket.num_blocks:  # else it has begun, and is waited for
+                bucket.reduce()
+            bucket.left = bucket.num_blocks
+            bucket.reduced()
 
     def close(self) -> None:
         """Drop the groups, which must not outlive the process group."""
@@ -305,17 +379,8 @@ def _made_one(
     return held
 
 
-def _sum(sums: Sequence[_GradientSum], group: dist.ProcessGroup) -> None:
-    """Where one rank has a gradient all have to sum it, so they first exchange which have one."""
-    if not sums:
-        return
-    present = [any(each.grad is not None for each in one.held.values()) for one in sums]
-    everywhere = torch.tensor(present, dtype=torch.int32).to(sums[0].first.device)
-    dist.all_reduce(everywhere, dist.ReduceOp.MAX, group=group)
-    wanted = [one for one, anywhere in zip(sums, everywhere.tolist(), strict=True) if anywhere]
-    totals = [one.given() for one in wanted]
-    for work in [dist.all_reduce(total, group=group, async_op=True) for total in totals]:
-        assert work is not None, "this rank is a member of the group"
-        work.wait()
-    for one, total in zip(wanted, totals, strict=True):
-        one.take(total)
+def _replicated(family: _SharedParameter, stage_of: Mapping[str, int]) -> tuple[str, ...]:
+    """The blocks that have a parameter, if one stage has them all, and no other any."""
+    blocks = tuple(dict.fromkeys(block for block, _ in family.holders))
+    stages = {stage_of.get(block) for block in blocks}
+    return blocks if len(stages) == 1 and None not in stages else ()

@@ -178,8 +178,8 @@ class ExchangedState(Protocol):
     def watch(self, number: int, made: Tensor) -> None:
         """See to it that a backward has what it needs when it comes to a block's output."""
 
-    def begin_backward(self) -> None:
-        """B, I or W begins."""
+    def begin_backward(self, *, adds: bool) -> None:
+        """B, I or W begins, of which all but I ``adds`` to gradients."""
 
     def end_backward(self) -> None:
         """It ends."""
@@ -191,7 +191,8 @@ class StageRunner:
 
     ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
     there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does. ``state``
-    is what it exchanges during the program. Gradients are ``loss_scale`` times those of the loss.
+    is what it exchanges during the program. Gradients are ``loss_scale`` times those of the loss. While it is
+    ``evaluating``, nothing is kept for a backward.
     """
 
     part: StagePart
@@ -206,6 +207,7 @@ class StageRunner:
     _compared: bool = False
     lack: tuple[int, float, str] | None = None
     loss_scale: float = 1.0
+    evaluating: bool = False
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W, or a part of one; what each takes and gives is as below."""
@@ -261,6 +263,8 @@ class StageRunner:
         found = held.outputs
         if last:
             held.values, held.outputs = None, {}
+        if last and self.evaluating:
+            del self._held[own]
         return found
 
     def _run_block(self, number: int, values: _Values, own: Numbers, samples: MiniBatch) -> None:
@@ -347,14 +351,14 @@ class StageRunner:
 
     def weight_gradients(self, microbatch: int) -> None:
         """Work through what I left: the weight gradients of one micro-batch. Raises StageError."""
-        with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"), self._exchanging():
+        with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"), self._exchanging(adds=True):
             self._queues.pop(microbatch).run()
 
     @contextmanager
-    def _exchanging(self) -> Iterator[None]:
+    def _exchanging(self, *, adds: bool) -> Iterator[None]:
         """An action that goes back through blocks."""
         if self.state is not None:
-            self.state.begin_backward()
+            self.state.begin_backward(adds=adds)
         yield
         if self.state is not None:
             self.state.end_backward()
@@ -406,11 +410,11 @@ class StageRunner:
 
     def _differentiate(self, microbatch: int, roots: Sequence[_Root], *, last: bool) -> None:
         if not self.part.split:
-            with self._exchanging():
+            with self._exchanging(adds=True):
                 _backward(roots)
             return
         queue = self._queues.setdefault(microbatch, WeightGradQueue())
-        with queue, self._exchanging():
+        with queue, self._exchanging(adds=False):
             _backward(roots)
         if last and not self._compared:
             self._compared = True

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import os
 import signal
 import sys
-import threading
 from typing import Any
 
-_LIFELINE = 0  # standard input: ends with the parent
-_PR_SET_PDEATHSIG = 1
+from pipeplan.runtime.launch.processes import die_with_parent
 
 
 def take_identity() -> dict[str, Any]:
@@ -24,23 +21,8 @@ def take_identity() -> dict[str, Any]:
     if not line:  # the parent has ended before it said anything
         os._exit(1)
     identity: dict[str, Any] = json.loads(line)
-    _die_with_parent(identity["parent"])
+    die_with_parent(identity["parent"])
     return identity
-
-
-def _die_with_parent(parent: int) -> None:
-    """End this process when its parent ends, however that ends."""
-    if sys.platform == "linux":  # also where this process is stopped, or hangs in compiled code
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    def wait() -> None:
-        while os.read(_LIFELINE, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True, name="lifeline").start()
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter
@@ -53,9 +53,24 @@ class RunOptions:
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
 
+    @property
+    def has_objects(self) -> bool:
+        """Whether they have what only this process has, and copies of it."""
+        return False
+
     def as_json(self) -> dict[str, Any]:
-        """Plain values; ``RunOptions(**...)``, or the class that they are of, reads them back."""
-        return asdict(self)
+        """Plain values, but for such objects; ``RunOptions(**...)``, or their own class, reads them back."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What is known before the first step: its number, and what a :class:`RunResult` has by these names."""
+
+    first: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    tokens_per_sample: int | None = None
+    as_planned: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +96,19 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluated:
+    """Mean loss per prediction of mini-batches that are not trained on, with the parameters after ``step``.
+
+    ``evaluation_ns`` is how long rank 0 took for all ``num_batches`` of them.
+    """
+
+    step: int
+    loss: float
+    num_batches: int
+    evaluation_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunResult:
     """A whole run.
 
@@ -100,6 +128,7 @@ class RunResult:
     unwritten: str = ""
     tokens_per_sample: int | None = None
     as_planned: bool = True
+    evaluations: tuple[Evaluated, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; :meth:`from_json` reads them back."""
@@ -111,7 +140,10 @@ class RunResult:
         return TypeAdapter(cls).validate_python(data)
 
 
-OnStep = Callable[[StepResult], None]
+Event = Started | StepResult | Evaluated
+"""What is said of a run while it goes on."""
+
+OnEvent = Callable[[Event], None]
 OnLook = Callable[[str], None]
 Report = Mapping[str, Any]
 Options = TypeVar("Options", bound=RunOptions)
@@ -148,29 +180,38 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class RankContext:
-    """What a rank has while it does its job: its number, its record, and a way to report to who listens."""
+    """What a rank has while it does its job: its number, its record, and a way to report to who listens.
+
+    ``alone``: who listens hears this rank and no other.
+    """
 
     rank: int
     progress: Progress
     report: Callable[[Report], None]
+    alone: bool = False
 
 
 def job_of(plan: Plan, options: RunOptions) -> Report:
-    """What the ranks of :func:`run_job` get."""
+    """What the ranks of :func:`run_job` get; JSON, but for what :attr:`RunOptions.has_objects`."""
     return {"plan": plan.model_dump_json(), "options": options.as_json()}
 
 
 def run_job(
-    run: Callable[[Plan, Options, Progress, OnStep], RunResult], options: Options, job: Report, context: RankContext
+    run: Callable[[Plan, Options, Progress, OnEvent], RunResult], options: Options, job: Report, context: RankContext
 ) -> None:
-    """Run the plan of a job, and let rank 0 report its steps and result, as ``Listener`` reads them."""
+    """Run the plan of a job, and let rank 0 report what happens and the result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
     context.progress.board.programs = plan.whole_programs
 
-    def on_step(step: StepResult) -> None:
-        if context.rank == 0:
-            context.report({"event": "step", "step": asdict(step)})
+    def on_event(event: Event) -> None:
+        if heard:
+            context.report({"event": EVENTS[type(event)], EVENTS[type(event)]: asdict(event)})
 
-    result = run(plan, options, context.progress, on_step)
-    if context.rank == 0:
+    heard = context.rank == 0 or context.alone
+    result = run(plan, options, context.progress, on_event)
+    if heard:
         context.report({"event": "result", "result": result.as_json()})
+
+
+EVENTS: Mapping[type[Event], str] = {Started: "start", StepResult: "step", Evaluated: "evaluation"}
+"""What events are called in reports."""

@@ -30,14 +30,18 @@ from pydantic import TypeAdapter
 
 from pipeplan.errors import ExecutionError, FileError, PipeplanError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import OnLook, OnStep, Report, RunOptions, RunResult, StepResult, job_of
+from pipeplan.runtime.launch.job import EVENTS, OnEvent, OnLook, Report, RunOptions, RunResult, job_of
 from pipeplan.runtime.launch.loopback import transport_interfaces
 from pipeplan.runtime.launch.output import RankOutput
+from pipeplan.runtime.launch.processes import CopiedProcess, Identity, Process
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, death, first_failure, has_own_cause, verdict
 from pipeplan.texts import printable
 
 RANK = (sys.executable, "-m", "pipeplan.runtime.launch.__main__")
 """The command of a rank."""
+
+Command = Sequence[str] | Callable[[Identity], None]
+"""What a rank executes, or a function that copies of this process call with who they are."""
 
 _START_TIMEOUT_NS = 180_000_000_000
 _STDERR = 2  # the descriptor, since sys.stderr may be replaced by something that has none
@@ -55,37 +59,44 @@ def start_timeout_ns(timeout_ns: int) -> int:
 
 @dataclass(slots=True)
 class Listener:
-    """Reads what the ranks of :func:`run_job` report: ``on_step`` is called as steps end, ``result`` is the whole."""
+    """Reads what the ranks of :func:`run_job` report: ``on_event`` is called as it happens, ``result`` is the whole."""
 
-    on_step: OnStep
+    on_event: OnEvent
     result: RunResult | None = None
 
     def __call__(self, rank: int, report: Report) -> None:
         """A report of a rank."""
-        if report["event"] == "step":
-            self.on_step(StepResult(**report["step"]))
-        else:
+        if report["event"] == "result":
             self.result = RunResult.from_json(report["result"])
+        else:
+            kind = next(kind for kind, name in EVENTS.items() if name == report["event"])
+            self.on_event(kind(**report[report["event"]]))
 
 
 def run_local(
-    work: str, plan: Plan, options: RunOptions, on_step: OnStep, on_look: OnLook = lambda where: None
+    work: str,
+    plan: Plan,
+    options: RunOptions,
+    on_event: OnEvent,
+    on_look: OnLook = lambda where: None,
+    command: Command = RANK,
 ) -> RunResult:
-    """Run a verified plan with one process per device on this machine; ``on_step`` is called as steps end.
+    """Run a verified plan with one process per device on this machine; ``on_event`` is called as steps end.
 
     Args:
         work: what a rank does, ``module:function``; it calls :func:`~pipeplan.runtime.launch.job.run_job`.
         plan: what the ranks get with the ``options``.
         options: how they run it.
-        on_step: called with each step's result.
+        on_event: called with what is known at the start, each step's result, and each evaluation's.
         on_look: called many times a second with where rank 0 is, in words.
+        command: what a rank executes; of options with objects it must be a function.
 
     Raises:
         UsageError: the ranks refused the model or the options.
         ExecutionError: a rank failed, died or hung; the text names rank and action.
     """
-    listener = Listener(on_step)
-    watch_local(work, plan.whole_programs, job_of(plan, options), options.timeout_ns, listener, on_look=on_look)
+    listener, job = Listener(on_event), job_of(plan, options)
+    watch_local(work, plan.whole_programs, job, options.timeout_ns, listener, command, on_look)
     assert listener.result is not None, "rank 0 ends well only after it has reported its result"
     return listener.result
 
@@ -96,7 +107,7 @@ def watch_local(
     job: Report,
     timeout_ns: int,
     listen: Callable[[int, Report], None],
-    command: Sequence[str] = RANK,
+    command: Command = RANK,
     on_look: OnLook = lambda where: None,
 ) -> None:
     """Start a rank per program with one job, and return when all have ended well. Raises as :func:`run_local`.
@@ -108,7 +119,7 @@ def watch_local(
         job: what every rank gets.
         timeout_ns: longest wait.
         listen: called with rank and report.
-        command: what a rank executes.
+        command: as in :func:`run_local`.
         on_look: as in :func:`run_local`.
     """
     with _Ranks(programs, timeout_ns) as ranks:
@@ -119,7 +130,7 @@ def watch_local(
 class _Rank:
     """A child process: its report pipe, and what is known of its end."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reports: int) -> None:
+    def __init__(self, process: Process, reports: int) -> None:
         self.process = process
         self.reports = reports
         self.unread = bytearray()
@@ -203,14 +214,15 @@ class _Ranks:
             ) from None
         return file
 
-    def start(self, work: str, job: Report, command: Sequence[str]) -> None:
+    def start(self, work: str, job: Report, command: Command) -> None:
         """Start all ranks."""
-        job_file, meeting = self._unnamed_file(json.dumps(job).encode()), self._unnamed_file(b"")
+        meeting = self._unnamed_file(b"")
+        job_file = meeting if callable(command) else self._unnamed_file(json.dumps(job).encode())
         identity = {
             "world_size": len(self.programs),
             "meeting": self._path_of(meeting),
             "work": work,
-            "job": job_file.fileno(),
+            "job": job if callable(command) else job_file.fileno(),
             "board": self.shared.fileno(),
             "parent": os.getpid(),
             "timeout_ns": self.timeout_ns,
@@ -231,12 +243,19 @@ class _Ranks:
         self,
         rank: int,
         identity: Report,
-        command: Sequence[str],
+        command: Command,
         inherited: Sequence[int],
         environment: dict[str, str],
     ) -> None:
         reports, written = os.pipe()
+        known = {**identity, "rank": rank, "reports": written}
+        environment = environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.programs))}
         try:
+            process: Process
+            if callable(command):
+                known["others"] = [each.process.stdin.fileno() for each in self.ranks if each.process.stdin is not None]
+                self.ranks.append(_Rank(CopiedProcess(command, known, self.output.written, environment), reports))
+                return
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -244,7 +263,7 @@ class _Ranks:
                 stderr=self.output.written,
                 pass_fds=[written, *inherited],
                 start_new_session=True,
-                env=environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.programs))},
+                env=environment,
             )
         except OSError as error:
             os.close(reports)
@@ -254,7 +273,7 @@ class _Ranks:
         self.ranks.append(_Rank(process, reports))
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # died at once: watch() sees and says it
-            process.stdin.write(json.dumps({**identity, "rank": rank, "reports": written}).encode() + b"\n")
+            process.stdin.write(json.dumps(known).encode() + b"\n")
             process.stdin.flush()
 
     def watch(self, listen: Callable[[int, Report], None], on_look: OnLook) -> None:

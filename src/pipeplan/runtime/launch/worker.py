@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import platform
@@ -29,7 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import OnStep, RankContext, Report, Reports, RunOptions, RunResult, job_of
+from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, Reports, RunOptions, RunResult, job_of
 from pipeplan.runtime.launch.launchers import order_of
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
 from pipeplan.runtime.launch.status import (
@@ -55,14 +56,19 @@ _GLOO = re.compile(r"\[[^\]]*\bgloo\b[^\]]*:\d+\]")
 
 
 def be_rank(identity: Mapping[str, Any]) -> None:
-    """Be a rank that :mod:`pipeplan.runtime.launch.local` has started, which has said who it is; ends the process."""
+    """Be a rank that :mod:`pipeplan.runtime.launch.local` has started, which has said who it is; ends the process.
+
+    Its job is an inherited file's, or stands in what has been said.
+    """
     rank, world_size = identity["rank"], identity["world_size"]
     report = Reports(identity["reports"])
     progress = Progress(Board(identity["board"], world_size), rank)
     failure = None
     try:
         work: Work = resolve_name(identity["work"])
-        job = json.loads(_content(identity["job"]))
+        job = identity["job"]
+        if isinstance(job, int):
+            job = json.loads(_content(job))
         timeout = _start_timeout(identity["timeout_ns"])
         with _process_group(_local_store(identity["meeting"], timeout), progress, world_size, timeout):
             work(job, RankContext(rank, progress, report))
@@ -74,15 +80,19 @@ def be_rank(identity: Mapping[str, Any]) -> None:
         _leave(failure.exit_code)
 
 
-def run_under_torchrun(
-    work: str, read_plan: Callable[[], Plan], options: RunOptions, on_step: OnStep
-) -> RunResult | None:
+def run_under_torchrun(work: str, read_plan: Callable[[], Plan], options: RunOptions, on_event: OnEvent) -> RunResult:
     """Be a rank that torchrun, or what sets the same environment, has started: as :func:`run_local`, for one rank.
 
-    ``read_plan`` reads and verifies the plan. The result, and ``on_step``, are rank 0's; the others get None. Where a
-    rank fails, the first to know says so on standard error, and the process ends here with the error's exit code.
+    ``read_plan`` reads and verifies the plan. The result is the same on every rank, each of which calls its
+    ``on_event``. Where a rank fails, the first to know says so on standard error, and the process ends here with the
+    error's exit code. Raises UsageError in a process that has a process group.
     """
-    listener = Listener(on_step)
+    if dist.is_initialized():
+        raise UsageError(
+            "torch.distributed has a process group in this process, and run makes its own: call run before "
+            "init_process_group, or after destroy_process_group"
+        )
+    listener = Listener(on_event)
 
     def job() -> Report:
         plan = read_plan()
@@ -90,6 +100,7 @@ def run_under_torchrun(
         return job_of(plan, options)
 
     under_torchrun(work, job, options.timeout_ns, listener)
+    assert listener.result is not None, "a rank ends well only after it has reported its result"
     return listener.result
 
 
@@ -102,7 +113,7 @@ def under_torchrun(
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = _start_timeout(timeout_ns)
-    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    store = _meeting(timeout)
     machines = _machines(store, rank, world_size)
     _stand(machines, rank)
     progress = Progress(_common_board(store, machines, rank), rank)
@@ -111,7 +122,7 @@ def under_torchrun(
     try:
         run, given = resolve_name(work), job()
         with _process_group(store, progress, world_size, timeout):
-            run(given, RankContext(rank, progress, partial(_heard, listen, rank)))
+            run(given, RankContext(rank, progress, partial(_heard, listen, rank), alone=True))
     except KeyboardInterrupt:
         _leave(_INTERRUPTED)
     except BaseException as error:
@@ -177,6 +188,22 @@ def _local_store(path: str, timeout: timedelta) -> Store:
     store.set_timeout(timeout)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # it writes when it goes: where it cannot, it ends the process
     return store
+
+
+_STORES: list[Store] = []
+_RUNS = itertools.count()
+
+
+def _meeting(timeout: timedelta) -> Store:
+    """Where the ranks of this run meet, which the launcher says in the environment.
+
+    A script may have several runs, one after another and the same ones on each rank: they share the store.
+    """
+    if not _STORES:
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        _STORES.append(store)
+    _STORES[0].set_timeout(timeout)
+    return PrefixStore(f"run {next(_RUNS)}", _STORES[0])
 
 
 def _machines(store: Store, rank: int, num_ranks: int) -> list[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """What names mean that a user gives, ``pkg.mod:name`` among them, and whether they mean anything; needs no torch.
 
-Only the command line and Python can give such names, never a file.
+Only the command line and Python can give such names, never a file. Where a name may stand, Python may give what it
+would name instead: a :class:`PythonValue`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +26,31 @@ _Kind = TypeVar("_Kind")
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 _WITH_ARGUMENTS = re.compile(r"([\w.-]+)\s*(\(.*\))\s*", re.DOTALL)
 _OF_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class PythonValue:
+    """What Python has given where others give a name; ``name`` is what it is called in texts."""
+
+    value: Any
+    name: str
+
+    @classmethod
+    def of(cls, value: object) -> PythonValue:
+        """A function by its name, anything else by its class: of a tuple by that of its first part."""
+        first = value[0] if isinstance(value, tuple) and value else value
+        named = first if inspect.isroutine(first) or inspect.isclass(first) else type(first)
+        return cls(value, str(getattr(named, "__qualname__", type(first).__name__)))
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return repr(self.name)
+
+
+Name = str | PythonValue
+"""A name that a user gives, or what it would name."""
 
 
 # Models -----------------------------------------------------------------------------------------------------------
@@ -89,6 +115,11 @@ def require_model(name: str) -> None:
             f"model {name!r} is a name of a hub, from which nothing is downloaded; {hint}download its config.json and "
             "give the path of that"
         )
+    if Path(f"{name.removesuffix('.py')}.py").is_file() and (module := name.removesuffix(".py")).isidentifier():
+        raise UsageError(
+            f"model {name!r} is a file of Python; give {module}:NAME, a function in it that returns the model and "
+            "example inputs (docs/tutorials/own-model.md)"
+        )
     question = did_you_mean(name, known)
     near = f" ({question})" if question else ""
     raise UsageError(
@@ -119,11 +150,13 @@ def require_importable(path: str, what: str) -> None:
         found_at(path, what)
 
 
-def found_at(path: str, what: str) -> object:
+def found_at(path: Name, what: str) -> object:
     """What ``pkg.mod:name``, or ``pkg.mod``, names; modules of the working directory are found, as by ``python -m``.
 
     ``what`` it is for begins errors: ``model``, ``--optimizer``. Raises UsageError where it cannot be imported.
     """
+    if isinstance(path, PythonValue):
+        return path.value
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -135,13 +168,13 @@ def found_at(path: str, what: str) -> object:
         ) from error
 
 
-def value_of(path: str, what: str) -> object:
+def value_of(path: Name, what: str) -> object:
     """What ``path`` names or, of a function, what it returns. Raises UsageError as :func:`made_by`."""
     found = found_at(path, what)
     return made_by(path, what) if inspect.isroutine(found) or inspect.isclass(found) else found
 
 
-def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
+def made_by(path: Name, what: str, *arguments: Any, **options: Any) -> Any:
     """What the function that ``path`` names returns. Raises UsageError as :func:`found_at`, and where it fails."""
     factory = found_at(path, what)
     if not callable(factory):
@@ -179,6 +212,10 @@ def _hint(path: str) -> str:
     if module in sys.modules:
         known = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
         return did_you_mean(name, known) if name and name not in known else ""
+    top = module.partition(".")[0]
+    hiding = getattr(sys.modules.get(top), "__file__", None)
+    if hiding and Path(top).is_dir() and not Path(hiding).is_relative_to(Path.cwd()):
+        return f"{top} is {hiding}, which hides the folder {top} here; rename the folder"
     here = [file.stem for file in Path().glob("*.py")]
     return did_you_mean(module, here) if module not in here else ""
 

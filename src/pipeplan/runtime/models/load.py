@@ -67,7 +67,8 @@ def load_model(
         from pipeplan.runtime.models.huggingface import load_configuration
 
         how: dict[str, Any] = {"grain": grain or "half", "meta": meta, "seed": seed, "shards": shards}
-        whole = load_configuration(said, sequence=sequence, planned_sequence=planned_sequence, **how)
+        shown = name if len(said) > len(name) else None  # a known model's name for its configuration
+        whole = load_configuration(said, sequence=sequence, planned_sequence=planned_sequence, shown=shown, **how)
         return _with_shared(replace(whole, parted=partial(_parted, name, whole, how)), shared)
     require_model(name)
     if sequence is not None:

@@ -345,6 +345,8 @@ class Model:
         drawn = num_samples if torch.device(device).type != "meta" else min(num_samples, 8)
         try:
             made = self.batch(drawn, step, seed)
+        except UsageError:
+            raise
         except Exception as error:
             raise UsageError(
                 f"model {self.name!r} made no batch of {drawn} samples: {type(error).__name__}: {error}"
@@ -373,7 +375,7 @@ def shards_named(count: int, name: str) -> Iterator[None]:
         yield
     except UsageError as error:
         shown = name if len(name) <= _LONGEST_NAME else f"{name.partition('(')[0]}(...)"  # a configuration's arguments
-        text = f"--shards {count}: model {shown!r} cannot be split so: {error}"
+        text = f"--shards {count}: model {shown!r} cannot be split: {error}"
         raise (UnevenError(text, count) if isinstance(error, UnevenError) else UsageError(text)) from None
 
 

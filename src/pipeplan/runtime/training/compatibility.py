@@ -269,7 +269,7 @@ def require_agreement(
         ]
         for message, _, _ in program.remote
     }
-    own = {"plan": sha256_of(plan), **options.as_json(), "model": model.name}
+    own = {"plan": sha256_of(plan), **options.said(), "model": model.name}
     found = gathered((own, carried))
     require_alike([said for said, _ in found])
     ends: dict[str, tuple[int, list[str]]] = {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import ClassVar, Literal, Self
 
 from pipeplan.costs.recipes import bytes_per_parameter
@@ -14,8 +16,8 @@ from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan, Recipe
 from pipeplan.files.recipe import ADAMW, AUTOCAST
-from pipeplan.runtime.launch.job import RunOptions, RunResult
-from pipeplan.runtime.models.given_names import is_configuration, require_importable, require_model
+from pipeplan.runtime.launch.job import Evaluated, RunOptions, RunResult, Started, StepResult
+from pipeplan.runtime.models.given_names import Name, PythonValue, is_configuration, require_importable, require_model
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
 from pipeplan.workload.kinds import GRADIENTS
@@ -73,17 +75,22 @@ class TrainOptions(RunOptions):
     ``gradients`` add up where that may be another than the parameters'.
 
     ``data`` is where samples come from, see :func:`pipeplan.runtime.training.data.with_data`; None for those a model
-    makes up.
+    makes up. ``eval_data`` are others that are not trained on: every ``eval_every`` steps and after the last one,
+    ``eval_batches`` mini-batches of them, or all, run forward alone.
+
+    Where a name may stand, so may what it would name, as a :class:`~pipeplan.runtime.models.given_names.PythonValue`.
 
     ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and after the last one, but
     not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on
     from the last: ``num_steps`` counts from the training's beginning.
 
+    ``tensorboard`` is the folder of a log for TensorBoard, which rank 0 writes.
+
     ``init`` is a safetensors file that parameters start from, an index of several, or a Hugging Face folder,
     ``export_weights`` a file that they are written to in the end; see :mod:`pipeplan.runtime.training.weights`.
     """
 
-    model: str
+    model: Name
     sequence: int | None = None
     grain: Literal["layer", "half", "operator"] | None = None
     seed: int = 0
@@ -91,14 +98,18 @@ class TrainOptions(RunOptions):
     precision: str | None = None
     gradients: str | None = None
     instructions: str | None = None
-    optimizer: str | None = None
+    optimizer: Name | None = None
     learning_rate: float | None = None
     weight_decay: float | None = None
-    lr_schedule: str = "constant"
+    lr_schedule: Name = "constant"
     warmup_steps: int = 0
     lr_steps: int | None = None
     clip_norm: float | None = None
-    data: str | None = None
+    data: Name | None = None
+    eval_data: Name | None = None
+    eval_every: int | None = None
+    eval_batches: int | None = None
+    tensorboard: str | None = None
     checkpoint: str | None = None
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
@@ -115,14 +126,24 @@ class TrainOptions(RunOptions):
                 "a rank cannot start ranks: the module that it imports for its model does so; put the call of run "
                 'under if __name__ == "__main__":'
             )
-        if self.model.endswith(".json") and not os.path.isfile(self.model):
-            raise UsageError(f"--model {self.model}: there is no such file")
-        require_model(self.model)
-        if self.data is not None and self.data != "builtin" and ":" not in self.data and not os.path.exists(self.data):
-            raise UsageError(f"--data {self.data} cannot be read: there is no such file")
+        if isinstance(self.model, str):
+            if self.model.endswith(".json") and not os.path.isfile(self.model):
+                raise UsageError(f"--model {self.model}: there is no such file")
+            require_model(self.model)
+        for flag, data in (("--data", self.data), ("--eval-data", self.eval_data)):
+            if isinstance(data, str) and data != "builtin" and ":" not in data and not os.path.exists(data):
+                raise UsageError(f"{flag} {data} cannot be read: there is no such file")
+        for flag, number in (("--eval-every", self.eval_every), ("--eval-batches", self.eval_batches)):
+            if number is not None and self.eval_data is None:
+                raise UsageError(f"{flag} needs --eval-data, the samples to evaluate on")
         if self.optimizer is not None:
             _require_known("--optimizer", self.optimizer, list(OPTIMIZERS))
         _require_known("--lr-schedule", self.lr_schedule, LR_SCHEDULES)
+        if self.tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+            raise UsageError(
+                "--tensorboard needs the package tensorboard, which is not installed: pip install "
+                "'pipeplan[tensorboard]'"
+            )
         for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every)):
             if given and self.checkpoint is None:
                 raise UsageError(f"{flag} needs --checkpoint DIR, the folder of checkpoints")
@@ -138,15 +159,24 @@ class TrainOptions(RunOptions):
 
     def _imported(self) -> Iterator[tuple[str, str]]:
         """What ranks will import, and for what."""
-        if not is_configuration(self.model) and ":" in self.model:
+        if isinstance(self.model, str) and not is_configuration(self.model) and ":" in self.model:
             yield "model", self.model
-        if self.data is not None and ":" in self.data and not os.path.exists(self.data):
-            yield "--data", self.data
+        for flag, data in (("--data", self.data), ("--eval-data", self.eval_data)):
+            if isinstance(data, str) and ":" in data and not os.path.exists(data):
+                yield flag, data
         for flag, given in (("--optimizer", self.optimizer), ("--lr-schedule", self.lr_schedule)):
-            if given is not None and ":" in given:
+            if isinstance(given, str) and ":" in given:
                 yield flag, given
         if self.instructions is not None:
             yield "--instructions", self.instructions
+
+    def with_grain_of(self, plan: Plan) -> Self:
+        """The same, with whole layers as a configuration's blocks where the plan's are, unless they say a grain."""
+        ids = [block for stage in plan.stages for block in stage.blocks]
+        layers = [id_ for id_ in ids if _OF_A_LAYER.search(id_)]
+        whole = bool(layers) and all(_LAYER.search(id_) for id_ in layers)
+        configured = isinstance(self.model, str) and is_configuration(self.model)
+        return replace(self, grain="layer") if whole and self.grain is None and configured else self
 
     def by_plan(self, plan: Plan) -> Self:
         """The same, with what it leaves to the plan's recipe, or without one to its number format.
@@ -188,6 +218,15 @@ class TrainOptions(RunOptions):
         return replace(found, gradients="float32" if wide else own)
 
     @property
+    def has_objects(self) -> bool:
+        """Whether some name is what Python has given instead."""
+        return any(isinstance(getattr(self, each.name), PythonValue) for each in fields(self))
+
+    def said(self) -> dict[str, object]:
+        """All of them, for comparison: objects by what they are called."""
+        return {name: str(value) if isinstance(value, PythonValue) else value for name, value in self.as_json().items()}
+
+    @property
     def autocast(self) -> str | None:
         """The format that blocks compute in where that is not the parameters'."""
         return "bfloat16" if self.precision == AUTOCAST else None
@@ -219,6 +258,12 @@ class TrainOptions(RunOptions):
         every = self.checkpoint_every or self.num_steps
         return (step + 1) % every == 0 or step + 1 == self.num_steps
 
+    def evaluates_after(self, step: int) -> bool:
+        """Whether there is an evaluation after a step."""
+        if self.eval_data is None:
+            return False
+        return step + 1 == self.num_steps or (self.eval_every is not None and (step + 1) % self.eval_every == 0)
+
     @property
     def identity(self) -> dict[str, object]:
         """What a training is, by the flags that say so, as far as these options do: all that its losses depend on."""
@@ -228,10 +273,10 @@ class TrainOptions(RunOptions):
             "--grain": self.grain or "half",
             "--dtype": self.number_format,
             "--seed": self.seed,
-            "--optimizer": self.optimizer or ADAMW,
+            "--optimizer": str(self.optimizer or ADAMW),
             "--lr": self.learning_rate,
             "--weight-decay": self.weight_decay,
-            "--lr-schedule": self.lr_schedule,
+            "--lr-schedule": str(self.lr_schedule),
             "--warmup-steps": self.warmup_steps,
             "--lr-steps": spans,
             "--clip-norm": self.clip_norm,
@@ -260,15 +305,30 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
             "experts of its blocks (expert parallelism), which run cannot do yet; search for a plan without, or replay "
             "this one with --emulate"
         )
-    return options.by_plan(plan) if isinstance(options, TrainOptions) else options
+    return options.with_grain_of(plan).by_plan(plan) if isinstance(options, TrainOptions) else options
 
 
-def _require_known(flag: str, name: str, known: Sequence[str]) -> None:
+_OF_A_LAYER, _LAYER = re.compile(r"\.\d+(\.|$)"), re.compile(r"\.\d+$")
+"""Names of a layer's blocks, and of the layer as one block."""
+
+
+def _require_known(flag: str, name: Name, known: Sequence[str]) -> None:
     """Refuse anything that is neither a known name nor importable, before processes start."""
-    if ":" not in name and name not in known:
+    if isinstance(name, str) and ":" not in name and name not in known:
         raise UsageError(
             f"{flag} {name!r} is neither known nor of the form pkg.mod:factory; {choose_from(name, known)}"
         )
+
+
+def throughput_of(plan: Plan, options: TrainOptions, known: RunResult | Started, iteration_ns: int) -> Throughput:
+    """What an iteration means, of a run of which this is known; see :attr:`RunOutcome.throughput`."""
+    where = known.versions.get("device", "") if options.transport == "nccl" else ""
+    tokens, planned = known.tokens_per_sample, plan.provenance
+    same = known.as_planned and tokens == planned.tokens_per_sample
+    flops = planned.forward_flops_per_sample if same else None
+    dtype, peaks = options.autocast or options.number_format, Yardstick.of_plan(plan).peaks
+    measure = Yardstick(where, dtype, tokens, flops, peaks=peaks)
+    return measure.throughput(plan.mini_batch, iteration_ns, sum(plan.device_speeds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +358,7 @@ class RunOutcome:
         """
         if not isinstance(self.options, TrainOptions) or not self.result.steps:
             return None
-        where = self.result.versions.get("device", "") if self.options.transport == "nccl" else ""
-        dtype = self.options.autocast or self.options.number_format
-        tokens, planned = self.result.tokens_per_sample, self.plan.provenance
-        same = self.result.as_planned and tokens == planned.tokens_per_sample
-        measure = Yardstick(where, dtype, tokens, planned.forward_flops_per_sample if same else None)
-        return measure.throughput(self.plan.mini_batch, self.warm_ns, sum(self.plan.device_speeds))
+        return throughput_of(self.plan, self.options, self.result, self.warm_ns)
 
     @property
     def warm_ns(self) -> int:
@@ -338,7 +393,7 @@ class RunOutcome:
         plan, result = self.plan, self.result
         return {
             "plan": plan.name,
-            "model": options.model,
+            "model": str(options.model),
             "num_ranks": len(plan.devices),
             "device": options.device,
             "dtype": options.number_format,
@@ -347,7 +402,8 @@ class RunOutcome:
             "num_microbatches": plan.num_microbatches,
             **self._times(),
             **({} if self.throughput is None else self.throughput.figures()),
-            "steps": [{name: _finite(value) for name, value in asdict(step).items()} for step in result.steps],
+            "steps": list(map(_finite_of, result.steps)),
+            "evaluations": list(map(_finite_of, result.evaluations)),
             "peak_memory_bytes": list(result.peak_memory_bytes),
             "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],
             "versions": dict(result.versions),
@@ -360,6 +416,6 @@ class RunOutcome:
         }
 
 
-def _finite(value: float | None) -> float | None:
-    """JSON has no other numbers."""
-    return value if value is not None and math.isfinite(value) else None
+def _finite_of(result: StepResult | Evaluated) -> dict[str, object]:
+    """Its figures, None for those that JSON has no numbers for."""
+    return {name: value if value is None or math.isfinite(value) else None for name, value in asdict(result).items()}

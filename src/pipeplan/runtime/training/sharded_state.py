@@ -1,7 +1,9 @@
 """State that replicas of a stage divide (ZeRO): a rank updates some rows of each parameter, and gets the others.
 
 What blocks of a rank hold together is exchanged together, in a :class:`StateUnit`. By level 1 a unit's gradients are
-reduced and scattered after the programs, and updated rows gathered after the step; by level 2 gradients are reduced
+reduced and scattered in a stage's last action, as soon as nothing more is added to them, in the plan's buckets, or at
+its end; whole gradients of replicas (level 0) are summed at the same moments. Updated rows are gathered after the step.
+By level 2 gradients are reduced
 during the programs; by level 3 parameters have no memory either, but from when they are gathered until they are given
 up. Programs say when, in UNSHARD, RESHARD and REDUCE_GRAD; where they do not, blocks are gathered and reduced one by
 one inside of actions, the next one's parameters while one computes.
@@ -13,23 +15,25 @@ come after. ``ZeroRedundancyOptimizer`` gives ranks whole parameters, of uneven 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import sub
 
 import torch
 from torch import Tensor, nn
 
 from pipeplan.runtime.executor.process_groups import Pending, ProcessGroups, RankGroup
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
-from pipeplan.runtime.executor.shared_parameters import Divided
+from pipeplan.runtime.executor.shared_parameters import Divided, SummedOnce
 from pipeplan.runtime.parallel.sharding import range_of
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, gradient_format
 from pipeplan.workload.kinds import RESHARD, UNSHARD
 
-GATHERED = 3
-"""The level from which on parameters are gathered for each use."""
+IN_ACTIONS, GATHERED = 2, 3
+"""The levels from which on gradients are reduced after each action, and parameters gathered for each use."""
 
 
 class _Rows:
@@ -66,12 +70,12 @@ class _Rows:
             whole[begin:end] = part[: (end - begin) * self.width].view(whole[begin:end].shape)
 
 
-class StateUnit:
+class StateUnit(SummedOnce):
     """Parameters that are exchanged together by the ranks of a division."""
 
     def __init__(self, divided: Sequence[Divided], group: RankGroup, index: int) -> None:
         first = divided[0]
-        self.level, self.scattered = first.division.level, first.scattered
+        self.level, self.scattered, self.blocks = first.division.level, first.scattered, first.blocks
         self._count, self._group = len(first.division.ranks), group
         self._apart = self.level >= GATHERED
         self.rows = [_Rows(each.whole, self._count, index, apart=self._apart) for each in divided]
@@ -156,19 +160,31 @@ class StateUnit:
 class ShardedState:
     """All that this rank divides with others; parameters of level 3 lose their memory here."""
 
-    def __init__(self, divided: Iterable[Divided], groups: ProcessGroups, rank: int) -> None:
+    def __init__(
+        self,
+        divided: Iterable[Divided],
+        groups: ProcessGroups,
+        rank: int,
+        sums: Iterable[tuple[tuple[str, ...], SummedOnce]] = (),
+    ) -> None:
+        """``sums`` are those of whole gradients, which begin as those of divided ones do, by their blocks."""
         together: dict[object, list[Divided]] = defaultdict(list)
         for each in divided:
             together[each.blocks, each.division, each.scattered, each.whole.dtype].append(each)
-        self._units: list[StateUnit] = []
+        self.units: list[StateUnit] = []
         self._units_of: dict[str, list[StateUnit]] = defaultdict(list)
         for found in together.values():
             ranks = found[0].division.ranks
             unit = StateUnit(found, groups.of(ranks), ranks.index(rank))
-            self._units.append(unit)
+            self.units.append(unit)
             for block in found[0].blocks:
                 self._units_of[block].append(unit)
-        self.rows = {id(each.whole): each for unit in self._units for each in unit.rows}
+        self._sums_of: dict[str, list[SummedOnce]] = defaultdict(list)
+        once = [unit for unit in self.units if unit.scattered and unit.level < IN_ACTIONS]
+        for blocks, bucket in (*sums, *((unit.blocks, unit) for unit in once)):
+            for block in blocks:
+                self._sums_of[block].append(bucket)
+        self.rows = {id(each.whole): each for unit in self.units for each in unit.rows}
 
     def own(self, parameter: nn.Parameter) -> nn.Parameter:
         """What this rank updates of a parameter."""
@@ -177,17 +193,18 @@ class ShardedState:
 
     def reduce(self) -> None:
         """Reduce what was not during the programs, and wait for all that was."""
-        for unit in self._units:
-            if unit.scattered and unit.level == 1:
-                unit.reduce()
-        for unit in self._units:
+        for unit in self.units:
+            if unit.scattered and unit.level == 1 and unit.left == unit.num_blocks:
+                unit.reduce()  # by actions, or where no program says when
+            unit.left = unit.num_blocks
+        for unit in self.units:
             unit.reduced()
             left = unit.scattered and any(each.whole.grad is not None for each in unit.rows)
             assert not left, "all that adds to gradients is followed by their reduction"
 
     def take_sums(self) -> None:
         """Keep this rank's rows of gradients that were summed whole."""
-        for unit in self._units:
+        for unit in self.units:
             for each in unit.rows if not unit.scattered else ():
                 if each.whole.grad is not None:
                     each.own.grad = each.whole.grad[each.begin : each.begin + len(each.own)].clone()
@@ -195,31 +212,51 @@ class ShardedState:
 
     def gather(self) -> None:
         """Make parameters whole after their rows have changed, where they are kept whole."""
-        units = [unit for unit in self._units if unit.level < GATHERED]
+        units = [unit for unit in self.units if unit.level < GATHERED]
         for unit in units:
             unit.gather()
         for unit in units:
             unit.ready()
 
-    def stage(self, part: StagePart) -> ShardedStage | None:
-        """What a stage exchanges during the programs."""
+    def stage(self, part: StagePart, num_gradients: int) -> ShardedStage | None:
+        """What a stage exchanges during the programs, in which so many of its actions add to gradients."""
         units = [self._units_of[block] for block in part.blocks]
-        return ShardedStage(part, units) if any(unit.level > 1 for own in units for unit in own) else None
+        sums = [self._sums_of[block] for block in part.blocks]
+        for each in itertools.chain.from_iterable(sums):
+            each.num_blocks += 1
+            each.left += 1
+        if not any(sums) and not any(unit.level > 1 for own in units for unit in own):
+            return None
+        return ShardedStage(part, units, sums, num_gradients)
 
 
 @dataclass(slots=True)
 class ShardedStage:
     """What a stage exchanges during the programs; ``units`` [block] are those that have its parameters.
 
+    ``sums`` [block] are of gradients that are summed once, during the last of ``num_gradients`` actions that add to
+    them.
     Where actions of the program exchange, blocks only wait. Autograd runs all of a block, which was made later, before
     all of the blocks before it, so that when it comes to a block, the one that it was at before is done with.
     """
 
     part: StagePart
     units: Sequence[Sequence[StateUnit]]
+    sums: Sequence[Sequence[SummedOnce]]
+    num_gradients: int
+    _added: int = 0
+    _unsummed: int = field(init=False)
+    _starts: frozenset[int] = field(init=False)
+    _exchanges: bool = field(init=False)
     _open: set[int] = field(default_factory=set)
     _at: int | None = None
     _owed: list[StateUnit] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._unsummed = len(self.sums)
+        starts = itertools.accumulate(self.part.buckets, sub, initial=len(self.part.blocks))
+        self._starts = frozenset(itertools.islice(starts, 1, None))
+        self._exchanges = any(unit.level > 1 for own in self.units for unit in own)
 
     def run(self, step: ProgramStep) -> None:
         """UNSHARD, RESHARD or REDUCE_GRAD of a group of blocks."""
@@ -246,12 +283,14 @@ class ShardedStage:
 
     def watch(self, number: int, made: Tensor) -> None:
         """Let a backward that comes to a block's output see to what it needs, and to what it has done."""
-        if not self.part.block_groups and made.requires_grad and self.units[number]:
+        wanted = self._exchanges and self.units[number]
+        if not self.part.block_groups and made.requires_grad and (wanted or len(self._starts) > 1):
             hook: Callable[[Tensor], None] = partial(self._enter_backward, number)
             made.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has it without types
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, *, adds: bool) -> None:
         """Gradients are added to, and have to be reduced before; parameters that were gathered must be there."""
+        self._added += adds
         for unit in _once(self.units):
             unit.ready()
             if self.part.block_groups:
@@ -262,6 +301,16 @@ class ShardedStage:
         if not self.part.block_groups:
             self._done()
             self._close(set())
+        if self._added == self.num_gradients:
+            self._sum(0)
+            self._added, self._unsummed = 0, len(self.sums)
+
+    def _sum(self, begin: int) -> None:
+        """Nothing more is added by blocks from ``begin`` on: backward, the same on all ranks that sum with this one."""
+        for number in reversed(range(begin, self._unsummed)):
+            for each in self.sums[number]:
+                each.done()
+        self._unsummed = min(begin, self._unsummed)
 
     def _enter_backward(self, number: int, _: Tensor) -> None:
         if self._at != number:
@@ -298,6 +347,8 @@ class ShardedStage:
             queue.put(reduce, ())
 
     def _reduce(self, number: int) -> None:
+        if self._added == self.num_gradients and number in self._starts:
+            self._sum(number)
         for unit in self._owed:
             unit.reduced()
         self._owed = [unit for unit in self.units[number] if unit.level > 1 and unit.scattered]

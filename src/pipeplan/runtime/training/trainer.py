@@ -39,16 +39,17 @@ from pipeplan.runtime.executor.rank_program import Program, ProgramStep, program
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
-from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
+from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, RunResult, Started, StepResult, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.runtime.launch.stopping import STOPPING
-from pipeplan.runtime.models.given_names import found_at, made_by
+from pipeplan.runtime.models.given_names import PythonValue, found_at, made_by
 from pipeplan.runtime.models.load import advice_on, load_model
 from pipeplan.runtime.models.losses import Finding, find_losses
 from pipeplan.runtime.models.shapes import output_shapes, tokens_per_sample
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Autocast, gathered, identity_of_device, rank_device, require_own_devices
+from pipeplan.runtime.training.board import BoardLog
 from pipeplan.runtime.training.checkpoint import (
     Checkpoints,
     OwnedParameter,
@@ -65,9 +66,17 @@ from pipeplan.runtime.training.compatibility import (
     warning_of_format,
     warning_of_sizes,
 )
-from pipeplan.runtime.training.data import with_data
+from pipeplan.runtime.training.data import digest_of, num_mini_batches, require_mini_batches, with_data
+from pipeplan.runtime.training.evaluation import Drawn, Evaluation, require_same
 from pipeplan.runtime.training.master_copies import MASTER, LossScale, MasterCopies, narrowed
-from pipeplan.runtime.training.options import IS_RANK, LR_SCHEDULES, MOMENTUM, OPTIMIZERS, TrainOptions
+from pipeplan.runtime.training.options import (
+    IS_RANK,
+    LR_SCHEDULES,
+    MOMENTUM,
+    OPTIMIZERS,
+    TrainOptions,
+    throughput_of,
+)
 from pipeplan.runtime.training.sharded_state import ShardedStage, ShardedState
 from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
 
@@ -75,32 +84,49 @@ from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights,
 def train_job(job: Report, context: RankContext) -> None:
     """The job of a rank that trains."""
     os.environ[IS_RANK] = str(context.rank)
-    run_job(train, TrainOptions(**job["options"]), job, context)
+    try:
+        run_job(train, TrainOptions(**job["options"]), job, context)
+    finally:
+        del os.environ[IS_RANK]  # a launcher's process may be a rank again
 
 
-def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep) -> RunResult:
+def train(plan: Plan, options: TrainOptions, progress: Progress, on_event: OnEvent) -> RunResult:
     """Train for the steps asked for; every rank of the process group calls this.
 
-    ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
+    ``on_event`` is called on every rank as things happen, with the same. Raises RankError where an action fails, and
     UsageError, the same on every rank, where plan, model and options do not fit together.
     """
+    options = options.with_grain_of(plan)
     model = model_of(options, plan.provenance.tokens_per_sample)
+    require_mini_batches(model, plan.mini_batch)
     losses = losses_of(model, options, progress)
     trainer = Trainer(plan, losses.summed(model), options, progress)
+    evaluation = trainer.evaluation()
     if options.init is not None:
         trainer.read_weights(options.init)
     first = trainer.resume()
+    known = Started(first, _versions(options), trainer.tokens_per_sample, trainer.as_planned)
+    on_event(known)
+    log = BoardLog(options.tensorboard, first) if options.tensorboard is not None and progress.rank == 0 else None
     if progress.rank == 0:  # only now: of a run that is refused there is nothing to know
         made_up = model.made_up and options.num_steps > 0
         for text in filter(None, (advice_on(model), losses.brief, _MADE_UP if made_up else "", *trainer.remarks)):
             tell(text)
-    steps, timeline = [], []
+    steps, timeline, evaluations = [], [], []
     for step in range(first, options.num_steps):
+        rate = trainer.updater.learning_rate
         result, actions = trainer.step(step)
         steps.append(result)
         if options.trace:
             timeline.append(tuple(tuple(own) for own in trainer.all_ranks.gather(actions)))
-        on_step(result)
+        on_event(result)
+        if log is not None:
+            log.step(result, throughput_of(plan, trainer.options, known, result.iteration_ns), rate)
+        if evaluation is not None and options.evaluates_after(step):
+            evaluations.append(evaluation.run(step))
+            on_event(evaluations[-1])
+            if log is not None:
+                log.evaluation(evaluations[-1])
         stopping = trainer.stopping and options.checkpoint is not None
         if (options.saves_after(step) or stopping) and result.finite:  # what is lost must not push good ones out
             trainer.save()
@@ -109,33 +135,36 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
             break
     unwritten = "" if options.export_weights is None else trainer.write_weights(options.export_weights)
     peaks = trainer.all_ranks.gather(trainer.peak_memory_bytes())
+    if log is not None:
+        log.close()
     trainer.close()
     progress.begin(Phase.DONE)
     return RunResult(
         tuple(steps),
         tuple(peaks),
-        _versions(options),
+        known.versions,
         tuple(timeline),
         unwritten=unwritten,
-        tokens_per_sample=trainer.tokens_per_sample,
-        as_planned=trainer.as_planned,
+        tokens_per_sample=known.tokens_per_sample,
+        as_planned=known.as_planned,
+        evaluations=tuple(evaluations),
     )
 
 
 def model_of(options: TrainOptions, planned_sequence: int | None = None) -> Model:
     """The model to train, its sequences as long as planned where options do not say. Raises UsageError without loss."""
     model = load_model(
-        options.model,
+        options.model.value if isinstance(options.model, PythonValue) else options.model,
         sequence=options.sequence,
         planned_sequence=planned_sequence,
         grain=options.grain,
         seed=options.seed,
     )
-    model = with_data(model, options.data)
+    model = with_data(model, options.data, options.seed)
     if not any(block.loss for block in model.blocks):
         raise UsageError(
-            f"model {options.model!r} has no loss to train with: of an nn.Sequential give targets beside the input; "
-            "any other module must return its loss, a scalar (docs/training.md)"
+            f"model {str(options.model)!r} has no loss to train with: of an nn.Sequential give targets beside the "
+            "input; any other module must return its loss, a scalar (docs/training.md)"
         )
     return model
 
@@ -204,38 +233,31 @@ class Trainer:
                 self.as_planned = sizes is None
                 self.remarks += filter(None, (warning_of_format(plan, options), sizes))
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
+            self.tokens_per_sample, self.as_planned = gathered((self.tokens_per_sample, self.as_planned))[0]
             self.all_ranks = AllRanks(self.device, progress, timeout)
             require_own_devices(self.all_ranks.gather(identity_of_device(self.device)), options.transport)
             self.groups.connect(options.transport, timeout)
             divisions = self.program.divisions
             self.shared = SharedParameters(
-                model, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions
+                *(model, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions),
+                self.program.stage_of,
             )
             require_equal_copies(self.all_ranks.gather(self.shared.copies()))
             exact = self._narrowed()
-            self.sharded = ShardedState(self.shared.divided, self.groups, self.rank)
+            self.sharded = ShardedState(self.shared.divided, self.groups, self.rank, self.shared.buckets)
             self.shared.divide(self.sharded.own)
             self.masters = MasterCopies(self.unique_parameters(), None if exact is None else self._exact(exact))
-            channels = Channels(self.program, specs, self.device, options.transport, timeout)
+            self.channels = Channels(self.program, specs, self.device, options.transport, timeout)
         self.exchanged: dict[int, ShardedStage | None] = {}
         self.stages = {index: self._stage(index) for index in self.program.stages}
-        custom_runners = {
+        self.specs = specs
+        self.custom_runners = {
             index: CustomOpRunner(
                 part, self.program, custom_ops[part.kind], self.groups.of(part.devices), specs, self.device
             )
             for index, part in self.program.custom_ops.items()
         }
-        self.executor = Executor(
-            self.program,
-            {**self.stages, **custom_runners},
-            channels,
-            specs,
-            progress,
-            self.all_ranks.clock,
-            options.blocking,
-            traced=options.trace,
-            exchange=self._exchange,
-        )
+        self.executor = self._executor(self.program)
         self.updater = Updater(self.stepped(), options)
         self.scale = LossScale() if options.scales_loss else None
         self.checkpoints = self._checkpoints()
@@ -247,15 +269,14 @@ class Trainer:
         ranks, and when this rank's actions ran. Raises RankError.
         """
         self.progress.step = step
-        self.progress.begin(Phase.SAMPLING)
-        samples = self._samples(step)
+        drawn = self.drawn(self.model, step)
         for parameter in (*self.parameters().values(), *self.unique_parameters(), *self.stepped()):
             parameter.grad = None
         scale = 1.0 if self.scale is None else self.scale.value
         for stage in self.stages.values():
             stage.loss_scale = scale
         self.all_ranks.begin()
-        spans = self.executor.run(samples)
+        spans = self.executor.run(drawn.samples)
         self._reduce()
         summed = self.all_ranks.clock.mark()
         self.masters.take_gradients(scale)
@@ -267,7 +288,36 @@ class Trainer:
             self._gather()
         actions = self.all_ranks.resolve(spans)
         ends = self.all_ranks.at(summed), self.all_ranks.passed_ns()
-        return self._report(step, actions, ends, norm), actions
+        return self._report(step, actions, ends, norm, drawn.digest), actions
+
+    def evaluation(self) -> Evaluation | None:
+        """What evaluates, if options say on what. Raises UsageError."""
+        options, flag, size = self.options, "--eval-data", self.program.mini_batch
+        if options.eval_data is None:
+            return None
+        model = with_data(self.model, options.eval_data, options.seed, flag, in_order=True)
+        require_mini_batches(model, size)
+        count = num_mini_batches(model, size, options.eval_batches, f"{flag} {options.eval_data}")
+        return self.evaluation_of(partial(self.drawn, model), count)
+
+    def evaluation_of(self, draw: Callable[[int], Drawn], count: int) -> Evaluation:
+        """What evaluates on so many mini-batches, which ``draw`` gives by their numbers."""
+        modules, forwards = [*self.modules.values()], self._executor(self.program.forwards())
+        return Evaluation(draw, count, forwards, self.stages, modules, self.all_ranks)
+
+    def drawn(self, model: Model, step: int) -> Drawn:
+        """Mini-batch number ``step`` of a model's; nothing if no block here takes samples or has the loss."""
+        self.progress.begin(Phase.SAMPLING)
+        specs = [spec for stage in self.stages.values() for spec in stage.specs.values()]
+        wanted = {name for spec in specs for name in spec.samples}
+        draw = (self.options.seed, step)
+        if not wanted and not any(spec.loss for spec in specs):
+            return Drawn(MiniBatch({}, 1, draw))
+        seed, samples = self.options.seed, self.program.mini_batch
+        batch = model.mini_batch(samples, step, seed, dtype=self.dtype, device=self.device)
+        tensors = {name: tensor for name, tensor in batch.items() if name in wanted}
+        count = model.predictions(batch)
+        return Drawn(MiniBatch(tensors, count, draw), count, digest_of(model, batch))
 
     def resume(self) -> int:
         """Go on from the last checkpoint if asked to: the number of steps done. Collective. Raises UsageError."""
@@ -330,7 +380,7 @@ class Trainer:
         """Drop works and groups; what outlives the process group may die with it at exit."""
         if self.checkpoints is not None:
             self.checkpoints.close()
-        self.executor.channels.close()
+        self.channels.close()
         self.shared.close()
         self.groups.close()
         self.all_ranks.close()
@@ -420,8 +470,21 @@ class Trainer:
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
         layouts = StageLayouts.of(part, self.model, self.groups.along)
-        state = self.exchanged[index] = self.sharded.stage(part)
+        state = self.exchanged[index] = self.sharded.stage(part, self.program.num_gradients(index))
         return StageRunner(part, modules, specs, self.autocast, layouts=layouts, state=state)
+
+    def _executor(self, program: Program) -> Executor:
+        return Executor(
+            program,
+            {**self.stages, **self.custom_runners},
+            self.channels,
+            self.specs,
+            self.progress,
+            self.all_ranks.clock,
+            self.options.blocking,
+            traced=self.options.trace,
+            exchange=self._exchange,
+        )
 
     def _exchange(self, step: ProgramStep) -> None:
         """Run what exchanges the state of a stage."""
@@ -434,18 +497,6 @@ class Trainer:
         if self.sharded.rows:
             with lost_others(self.progress):
                 self.sharded.gather()
-
-    def _samples(self, step: int) -> MiniBatch:
-        """The mini-batch, if a block of this rank takes samples or computes the loss."""
-        specs = [spec for stage in self.stages.values() for spec in stage.specs.values()]
-        wanted = {name for spec in specs for name in spec.samples}
-        draw = (self.options.seed, step)
-        if not wanted and not any(spec.loss for spec in specs):
-            return MiniBatch({}, 1, draw)
-        seed, samples = self.options.seed, self.program.mini_batch
-        batch = self.model.mini_batch(samples, step, seed, dtype=self.dtype, device=self.device)
-        tensors = {name: tensor for name, tensor in batch.items() if name in wanted}
-        return MiniBatch(tensors, self.model.predictions(batch), draw)
 
     def _reduce(self) -> None:
         if self.shared.across_ranks:
@@ -474,7 +525,9 @@ class Trainer:
             )
         return found
 
-    def _report(self, step: int, actions: list[TimedAction], ends: tuple[int, int], norm: float | None) -> StepResult:
+    def _report(
+        self, step: int, actions: list[TimedAction], ends: tuple[int, int], norm: float | None, digest: int | None
+    ) -> StepResult:
         """Losses added up over the ranks; the iteration from the first compute action's start to the last rank's end.
 
         ``ends`` are when this rank's gradients were summed, and when its parameters were stepped.
@@ -487,10 +540,11 @@ class Trainer:
         self.progress.begin(Phase.REPORTING)
         lacks = [stage.lack for stage in self.stages.values() if stage.lack is not None and not self.compared]
         self.compared = True
-        found = self.all_ranks.gather((loss, worked, updated_ns, lacks, STOPPING.asked))
-        self.stopping = max(asked for *_, asked in found)
+        found = self.all_ranks.gather((loss, worked, updated_ns, lacks, STOPPING.asked, digest))
+        self.stopping = max(asked for *_, asked, _ in found)
+        require_same([each for *_, each in found], f"step {step}")
         if self.rank == 0:
-            warn_of_waiting([each for *_, lacking, _ in found for each in lacking])
+            warn_of_waiting([each for *_, lacking, _, _ in found for each in lacking])
         updates = [end - (each[1] if each is not None else end) for _, each, end, *_ in found]
         iteration_ns = iteration_of(each for _, each, *_ in found)
         return StepResult(step, sum(entry[0] for entry in found), iteration_ns, max(updates), norm)
@@ -537,6 +591,11 @@ class Updater:
         self.optimizer = _optimizer(parameters, options) if parameters else None
         self.schedule = _schedule(self.optimizer, options) if self.optimizer is not None else None
 
+    @property
+    def learning_rate(self) -> float | None:
+        """That of the next update, of the first group of parameters."""
+        return None if self.optimizer is None else float(self.optimizer.param_groups[0]["lr"])
+
     def step(self) -> None:
         """One update with the gradients that are there, at this step's learning rate."""
         if self.optimizer is not None and self.schedule is not None:
@@ -581,16 +640,16 @@ def _optimizer(parameters: Sequence[nn.Parameter], options: TrainOptions) -> Opt
     name = options.optimizer or ADAMW
     if name == "momentum":
         given["momentum"] = MOMENTUM
-    path = OPTIMIZERS.get(name, name)
+    path = OPTIMIZERS.get(name, name) if isinstance(name, str) else name
     made = made_by(path, "--optimizer", parameters, **given)
     if not isinstance(made, Optimizer):
-        raise UsageError(f"--optimizer {path!r} returned {type(made).__name__}, not a torch.optim.Optimizer")
+        raise UsageError(f"--optimizer {str(path)!r} returned {type(made).__name__}, not a torch.optim.Optimizer")
     return made
 
 
 def _schedule(optimizer: Optimizer, options: TrainOptions) -> LRScheduler:
     shape = options.lr_schedule
-    if shape in LR_SCHEDULES:
+    if isinstance(shape, str) and shape in LR_SCHEDULES:
         return LambdaLR(optimizer, partial(factor_at, shape, options.warmup_steps, options.schedule_steps))
     if options.warmup_steps:
         raise UsageError(
@@ -598,5 +657,5 @@ def _schedule(optimizer: Optimizer, options: TrainOptions) -> LRScheduler:
         )
     made: Any = made_by(shape, "--lr-schedule", optimizer)
     if not isinstance(made, LRScheduler):
-        raise UsageError(f"--lr-schedule {shape!r} returned {type(made).__name__}, not a torch.optim LRScheduler")
+        raise UsageError(f"--lr-schedule {str(shape)!r} returned {type(made).__name__}, not a torch.optim LRScheduler")
     return made

@@ -84,7 +84,10 @@ def _checked(graph: TaskGraph, device: int, texts: Sequence[str], tasks: Sequenc
         left.remove(task)
     if left:
         missing = _some([graph.label(task) for task in sorted(left)])
-        raise UsageError(f"order of device {device} leaves out {missing}; add what is missing")
+        last = max(texts, key=lambda text: Action.parse(text).microbatch, default="")
+        count = graph.workload.num_microbatches
+        because = f" ({last} makes it {count} micro-batches)" if last and len(left) > 1 else ""
+        raise UsageError(f"order of device {device} leaves out {missing}{because}; add what is missing")
     return [task for task in tasks if task is not None]
 
 

@@ -468,6 +468,8 @@ def read_rules(where: str) -> Rules:
         if Path(where).suffix:
             raise FileError(f"{where}: there is no such file; the rules that ship are {', '.join(shipped_rules())}")
         return named_rules(where)
+    if Path(where).suffix == ".py":
+        raise FileError(f"{where}: rules in Python are given by name: --rules {Path(where).stem}:NAME")
     try:
         text = read_bytes(where).decode()
     except UnicodeDecodeError as error:

@@ -208,6 +208,7 @@ def load(
     meta: bool = False,
     seed: int = 0,
     shards: Sequence[int] = (),
+    shown: str | None = None,
 ) -> LoadedModel:
     """The model of a Hugging Face configuration. Nothing is downloaded; parameters are random.
 
@@ -220,25 +221,27 @@ def load(
         meta: parameters have shapes but no data.
         seed: of the parameters.
         shards: numbers of devices that the model is going to be split over.
+        shown: what errors call it; else the text or path.
 
     Raises:
         UsageError: no such file, an unknown family, a mistaken argument, a sequence too long, or ``shards`` that cannot
             be, which are refused before any parameter is made.
     """
+    where = shown or text_or_path
     name, keywords, strict = describe(text_or_path)
     family = family_of(name)
     with _quiet():
-        config = _configuration(family, keywords, strict, text_or_path)
-        length = _sequence(family, config, sequence, planned_sequence, text_or_path)
-        _require_fitting(config, text_or_path)
+        config = _configuration(family, keywords, strict, where)
+        length = _sequence(family, config, sequence, planned_sequence, where)
+        _require_fitting(config, where)
         if max(shards, default=1) > 1:
-            _require_known_ways(family, config, text_or_path)
-        _require_even(_counts(config), text_or_path, shards)
+            _require_known_ways(family, config, where)
+        _require_even(_counts(config), where, shards)
         family.contents(config, family.words(config), length)
-        shapes = _module(family, config, text_or_path, True, 0) if meta or max(shards, default=1) > 1 else None
+        shapes = _module(family, config, where, True, 0) if meta or max(shards, default=1) > 1 else None
         if shapes is not None:
-            _require_even(even_widths(shapes, split_weights(shapes, _plan(family, config))), text_or_path, shards)
-        module = shapes if meta and shapes is not None else _module(family, config, text_or_path, meta, seed)
+            _require_even(even_widths(shapes, split_weights(shapes, _plan(family, config))), where, shards)
+        module = shapes if meta and shapes is not None else _module(family, config, where, meta, seed)
     name = f"{config.model_type}-{_signature(module)}"
     return LoadedModel(name, family, config, module, length, split_weights(module, _plan(family, config)))
 
@@ -421,11 +424,11 @@ def load_configuration(
     meta: bool = False,
     seed: int = 0,
     shards: Sequence[int] = (),
+    shown: str | None = None,
 ) -> Model:
     """The blocks of a Hugging Face configuration; arguments and errors are those of ``load`` and ``capture``."""
-    whole = load(
-        text_or_path, sequence=sequence, planned_sequence=planned_sequence, meta=meta, seed=seed, shards=shards
-    )
+    sizes: dict[str, Any] = {"sequence": sequence, "planned_sequence": planned_sequence, "shards": shards}
+    whole = load(text_or_path, meta=meta, seed=seed, shown=shown, **sizes)
     settings = {key: value for key, value in whole.config.to_dict().items() if key != "transformers_version"}
     model = _captured(whole, grain)
     sharded = partial(_share, whole, grain)

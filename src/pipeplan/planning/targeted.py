@@ -1,0 +1,213 @@
+"""The search for a plan that a tool can run: inside its limits, and beside that, in the same time, without them.
+
+A tool that reads orders gets one search; one with schedules of its own a search for each of them, of which the best is
+the answer. What the limits cost is said against the best plan without them, and against the bound over everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any
+
+from pipeplan.catalog import export_target
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.build_plan import CandidateCounts, Result, TargetCost
+from pipeplan.planning.infeasibility import most_telling
+from pipeplan.planning.request import Request
+from pipeplan.planning.serving import request_of, served
+from pipeplan.planning.steps import STEPS, search_plan
+from pipeplan.schedule.state import Progress, SearchStep, scheduler_words
+from pipeplan.time_limit import Limit
+
+FREE = 0.3
+"""The part of the time in which plans without the target's limits are searched."""
+
+
+@dataclass(slots=True)
+class _TargetParts:
+    """The time of the search, of which each part gets a share."""
+
+    request: Request
+    whole: Limit
+    how: dict[str, Any]
+    results: list[Result] = field(default_factory=list)
+    failures: list[PipeplanError] = field(default_factory=list)
+    spent: float = 0.0
+    interrupted: bool = False
+
+    @property
+    def left(self) -> float:
+        """Seconds left."""
+        total = self.request.time_limit
+        return total - self.spent if self.request.deterministic else min(total - self.spent, self.whole.left())
+
+    def search(self, asked: Request, seconds: float, **how: Any) -> Result | None:
+        """Search for so long; None where nothing was found."""
+        if self.interrupted:
+            return None
+        begun = self.whole.clock()
+        try:
+            found = search_plan(replace(asked, time_limit=seconds), within=self.whole, **{**self.how, **how})
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return None
+        except (InfeasibleError, SearchTimeoutError, UsageError) as error:
+            self.failures.append(error)
+            return None
+        finally:
+            self.spent += seconds if self.request.deterministic else self.whole.clock() - begun
+        self.interrupted |= found.interrupted
+        return found
+
+
+def search_target(
+    request: Request,
+    *,
+    progress: Progress | None = None,
+    steps: Sequence[SearchStep] = STEPS,
+    within: Limit | None = None,
+    explain: bool = False,
+    workers: int = 1,
+    executor: Executor | None = None,
+) -> Result:
+    """The best plan of a request with a target, as :func:`.search_plan` has it of any other.
+
+    Raises:
+        KeyboardInterrupt: interrupted before there was a plan.
+        SearchTimeoutError: time was up before there was one.
+        InfeasibleError: nothing fits within the target's limits; the text says whether something does without them.
+        UsageError: a request that the target cannot run.
+    """
+    only, free = request.only, request.free
+    assert only is not None
+    assert free is not None
+    whole = within or Limit(math.inf if request.deterministic else request.time_limit)
+    how = {"progress": progress, "steps": steps, "workers": workers, "executor": executor}
+    parts = _TargetParts(request, whole, how)
+    if only.serves:
+        return _served(request, parts, explain)
+    variants = [*_variants(request)]
+    for number, asked in enumerate(variants):
+        seconds = max(0.0, parts.left - FREE * request.time_limit) / (len(variants) - number)
+        found = parts.search(asked, seconds, explain=explain)
+        parts.results += [] if found is None else [found]
+    failures, parts.failures = parts.failures, []
+    without = None
+    if parts.left > 0.05 * request.time_limit:
+        without = parts.search(free, parts.left, progress=None)
+    if not parts.results:
+        if parts.interrupted:
+            raise KeyboardInterrupt
+        raise _nothing(only.title, failures, without)
+    best = min(parts.results, key=lambda each: each.plan.predicted.iteration_ns)
+    own = best.plan.predicted.iteration_ns
+    with suppress(PipeplanError):
+        bound = request_bound(free) if without is None else without.lower_bound_ns
+        met = None if without is None else without.plan.predicted.iteration_ns
+        words = "" if without is None else _words(without)
+        best = replace(best, cost=TargetCost(only.title, "iteration", own, min(bound, own), met, words))
+    return _merged(request, best, parts, failures)
+
+
+def _merged(request: Request, best: Result, parts: _TargetParts, failures: Sequence[PipeplanError]) -> Result:
+    """The best of all parts, with what all of them have proved and looked at."""
+    bounds = [each.lower_bound_ns for each in parts.results]
+    if any(isinstance(error, SearchTimeoutError) for error in failures) or parts.interrupted:
+        bounds.append(1)
+    counts = [each.candidates for each in parts.results]
+    return replace(
+        best,
+        seconds=parts.spent,
+        interrupted=parts.interrupted,
+        lower_bound_ns=min(*bounds, best.lower_bound_ns),
+        candidates=CandidateCounts(*map(sum, zip(*map(astuple, counts), strict=True))),
+        timed_out=any(each.timed_out for each in parts.results),
+        notes=(*best.notes, *(() if best.cost is None else (best.cost.said,))),
+        request=request,
+    )
+
+
+def _variants(request: Request) -> Iterator[Request]:
+    """The request once for each of the target's schedules, or as it is where orders are free.
+
+    Raises:
+        UsageError: a schedule is asked for that the target does not run, or not so.
+    """
+    only = request.only
+    assert only is not None
+    target = export_target(only.name)
+    if target.schedules is None:
+        if request.scheduler == "rules":
+            raise UsageError(
+                f"--for {only.name} is not built for --scheduler rules yet; name a schedule, or leave it out"
+            )
+        yield request
+        return
+    if request.scheduler not in ("auto", *target.schedule_names):
+        what = f"{target.title} runs {' or '.join(target.schedule_names)}, not {request.scheduler}"
+        raise UsageError(f"--for {only.name}: {what}; leave --scheduler out")
+    some = False
+    for placement, names in target.schedules.items():
+        for name in names:
+            if request.placement in ("auto", placement) and request.scheduler in ("auto", name):
+                some = True
+                said = (*request.said, *(() if request.scheduler == name else (("scheduler", f"--for {only.name}"),)))
+                allowed = replace(only, placements=(placement,))
+                chunks = request.chunks if placement != "one-to-one" else None
+                if request.chunks in (None, 1) or chunks is not None:
+                    yield replace(request, scheduler=name, only=allowed, chunks=chunks, said=said)
+    if not some:
+        raise UsageError(
+            f"--for {only.name}: {target.title} does not run {request.scheduler} with --placement {request.placement}; "
+            "leave one of them out"
+        )
+
+
+def _nothing(title: str, failures: Sequence[PipeplanError], without: Result | None) -> PipeplanError:
+    """Why there is no plan for the target, and whether there is one without its limits."""
+    error = most_telling(list(failures))
+    if without is not None and isinstance(error, InfeasibleError):
+        text = str(error.args[0])
+        error.args = (
+            f"within {title}'s limits nothing fits: {text}; without --for there is a plan ({_words(without)}), which "
+            f"{title} cannot run",
+        )
+    return error
+
+
+def _words(found: Result) -> str:
+    """A plan in a few words."""
+    plan = found.plan
+    stage, count = plan.stages[0], len({stage.devices for stage in plan.stages})
+    recomputes = sum(stage.recomputes for stage in plan.stages)
+    words = [f"pp {count}", f"dp {stage.replicas}", f"tp {stage.shards}", plan.placement]
+    words += [f"ZeRO {stage.zero}"] * bool(stage.zero)
+    words += [f"{recomputes} stages recompute"] * bool(recomputes)
+    return ", ".join([*words, scheduler_words(plan.provenance.scheduler)])
+
+
+# Tools that serve ----------------------------------------------------------------------------------------------------
+
+
+def _served(request: Request, parts: _TargetParts, explain: bool) -> Result:
+    """One pipeline whose busiest stage is quickest, as a plan of 1F1B."""
+    only, free = request.only, request.free
+    assert only is not None
+    assert free is not None
+    cut = served(request)
+    apart = None
+    with suppress(PipeplanError):
+        apart = served(replace(free, batch=request.batch, replicas=1, expert=1, only=only)).busiest_ns
+    found = parts.search(request_of(request, cut.placement), parts.left, explain=explain)
+    if found is None:
+        if parts.interrupted:
+            raise KeyboardInterrupt
+        raise most_telling(parts.failures)
+    parts.results.append(found)
+    cost = TargetCost(only.title, "busiest stage", cut.busiest_ns, cut.even_ns, apart, "blocks cut anywhere")
+    return _merged(request, replace(found, cost=cost), parts, ())

@@ -1,0 +1,331 @@
+"""Kinds of devices with profiles of their own: what a search finds on them, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import pipeplan
+from builders.profiles import uneven_chain
+from builders.requests import request_of
+from pipeplan.checker import check
+from pipeplan.cli.main import cli
+from pipeplan.costs import build_workload
+from pipeplan.costs.kinds import for_kinds, levelled, on_kinds
+from pipeplan.costs.launches import with_launches
+from pipeplan.costs.throughput import Yardstick
+from pipeplan.errors import UsageError
+from pipeplan.files import Block, CostRow, PlacedStage, Placement, Plan, Profile, Source, to_json
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_layouts
+from pipeplan.planning.request import Batch, Request, input_notes
+from pipeplan.planning.steps import search_plan
+from pipeplan.planning.trials import Trial
+from pipeplan.simulator.recost import recosted, relinked
+from planning.test_unlike_devices import FIXED, MINI_BATCH, cluster_of
+from references.unlike_devices import Kind, every_layout
+
+TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
+SIZES = ("activation_bytes", "workspace_bytes")
+
+
+def changed(profile: Profile, of_row: Callable[[CostRow], dict[str, Any]]) -> Profile:
+    """The model with other costs."""
+    blocks = (
+        block.model_copy(update={"costs": tuple(row.model_copy(update=of_row(row)) for row in block.costs)})
+        for block in profile.blocks
+    )
+    return profile.model_copy(update={"blocks": tuple(blocks)})
+
+
+def slowed(profile: Profile, factor: int) -> Profile:
+    """Every time so many times as long."""
+    return changed(profile, lambda row: {key: ns * factor for key in TIMES if (ns := getattr(row, key)) is not None})
+
+
+def drawn(profile: Profile, seed: int, *, sizes: bool) -> Profile:
+    """Each time between half and three times as long, and each size, where ``sizes``, too."""
+    random_ = random.Random(seed)
+
+    def of_row(row: CostRow) -> dict[str, Any]:
+        keys = (*TIMES, *(SIZES if sizes else ()))
+        known = {key: value for key in keys if (value := getattr(row, key)) is not None}
+        return {key: max(1, round(value * random_.uniform(0.5, 3))) for key, value in known.items()}
+
+    return changed(profile, of_row)
+
+
+def asked(seed: int, most_blocks: int, most_devices: int) -> tuple[Request, int | None]:
+    """A request on two kinds of devices, each with its profile, and the shortest iteration of all layouts."""
+    random_ = random.Random(seed)
+    devices = random_.randint(2, most_devices)
+    first, recompute = random_.randint(1, devices - 1), random_.random() < 0.5
+    memory = [random_.choice([None, 60, 100, 250]) for _ in range(2)]
+    profile = uneven_chain(seed, random_.randint(2, most_blocks), (1, 2))
+    other = drawn(profile, seed, sizes=random_.random() < 0.5)
+    kinds = [Kind(first, "1", memory[0]), Kind(devices - first, "1", memory[1], other)]
+    best = min(every_layout(profile, kinds, MINI_BATCH, recompute=recompute), default=None)
+    cluster = cluster_of(*kinds)
+    joint = for_kinds(profile, {"kind1": other}, cluster)
+    request = request_of(joint, "auto", Batch(MINI_BATCH, 1), devices, cluster=cluster, **FIXED)
+    return replace(request, recompute=None if recompute else False), best
+
+
+def compare(seed: int, most_blocks: int, most_devices: int) -> None:
+    """The iteration found is that of the best layout, no bound is above it, and ``check`` accepts the plan."""
+    request, best = asked(seed, most_blocks, most_devices)
+    if best is None:
+        return
+    found = search_plan(request)
+    assert found.plan.predicted.iteration_ns == best
+    assert found.lower_bound_ns <= best
+    assert request_bound(request) <= best
+    check(found.plan, request.profile, request.cluster).require()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_search_finds_the_best_of_all_layouts(seed: int) -> None:
+    compare(seed, 4, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 116))
+def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
+    compare(seed, 5, 4)
+
+
+@pytest.mark.parametrize("seed", range(200, 208))
+def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
+    """Of every uniform layout, cut for the levelled profile and run by the profiles of its devices."""
+    request, _ = asked(seed, 4, 3)
+    request = replace(request, scheduler="auto", positions=None)
+    seen = 0
+    for row in uniform_layouts(request):
+        candidate = placed(request, row.choice)
+        if isinstance(candidate, PlacementCandidate):
+            trial = Trial.of(request, candidate)
+            trial.look(thorough=True)
+            if trial.value_ns is not None:
+                seen += 1
+                assert row.least_ns <= trial.value_ns
+                assert request_bound(request) <= trial.bound_ns
+    assert seen
+
+
+@pytest.mark.parametrize(("factor", "speed"), [(2, "0.5"), (4, "0.25")])
+def test_a_profile_that_is_the_first_times_a_factor_is_a_speed(factor: int, speed: str) -> None:
+    """The same stages at the same times, and the same bound."""
+    profile = uneven_chain(7, 4, (1, 2))
+    found = []
+    for kinds, others in (
+        ([Kind(2, "1", 250), Kind(2, speed, 100)], {}),
+        ([Kind(2, "1", 250), Kind(2, "1", 100)], {"kind1": slowed(profile, factor)}),
+    ):
+        cluster = cluster_of(*kinds)
+        joint = for_kinds(profile, others, cluster)
+        result = search_plan(request_of(joint, "auto", Batch(MINI_BATCH, 1), 4, cluster=cluster, **FIXED))
+        stages = [(stage.blocks, stage.devices, stage.shards, stage.recompute) for stage in result.plan.stages]
+        times = [operation.duration_ns for operation in result.plan.operations]
+        found.append((stages, times, result.plan.starts_ns, result.lower_bound_ns))
+    assert found[0] == found[1]
+
+
+def test_cuts_suit_the_profiles() -> None:
+    """Where one kind is slow in the first half of the model only, the other has that."""
+    row = CostRow(microbatch_size=1, forward_ns=1000, backward_ns=2000, activation_bytes=1)
+    profile = Profile.of("halves", [Block(id=f"b{index}", operator="layer", costs=(row,)) for index in range(8)])
+    slow = {f"b{index}" for index in range(4)}
+    other = profile.model_copy(
+        update={"blocks": tuple(b if b.id not in slow else slowed(profile, 9).by_id[b.id] for b in profile.blocks)}
+    )
+    for name in ("kind0", "kind1"):
+        cluster = cluster_of(Kind(1, "1", None), Kind(1, "1", None))
+        joint = for_kinds(profile, {name: other}, cluster)
+        plan = search_plan(request_of(joint, "auto", Batch(64, 1), 2, cluster=cluster, **FIXED)).plan
+        assert {stage.kinds: len(stage.blocks) for stage in plan.stages} == {("kind0",): 4, ("kind1",): 4}
+        first = plan.stages[0]
+        assert set(first.blocks) == slow
+        assert first.kinds != (name,)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> tuple[Request, Plan]:
+    """A plan on two kinds of devices with profiles of their own, and what was asked."""
+    profile, cluster = uneven_chain(3, 4, (1, 2)), cluster_of(Kind(1, "1", None), Kind(1, "1", None))
+    joint = for_kinds(profile, {"kind1": drawn(profile, 3, sizes=True)}, cluster)
+    request = request_of(joint, "auto", Batch(6, 1), 2, cluster=cluster, **FIXED)
+    return request, search_plan(request).plan
+
+
+def test_a_stage_on_several_kinds_takes_what_the_slowest_does() -> None:
+    """Block by block and row by row, of times and of sizes."""
+    profile = uneven_chain(1, 3, (1, 2))
+    other = drawn(profile, 1, sizes=True)
+    cluster = cluster_of(Kind(1, "1", None), Kind(1, "1", None))
+    joint = for_kinds(profile, {"kind1": other}, cluster)
+    ids = tuple(block.id for block in profile.blocks)
+    stage = PlacedStage(blocks=ids, devices=(0, 1), shards=1, replicas=2)
+    placement = Placement(strategy="by-hand", num_devices=2, stages=(stage,))
+    workload = build_workload(joint, placement, num_microbatches=2, microbatch_size=2, cluster=cluster)
+    rows = [
+        [next(row for row in block.costs if row.key[:2] == (1, 1)) for block in own]
+        for own in zip(profile.blocks, other.blocks, strict=True)
+    ]
+    assert workload.stages[0].kinds == ("kind0", "kind1")
+    forward, backward = workload.operations
+    assert forward.duration_ns == sum(max(row.forward_ns for row in own) for own in rows)
+    assert backward.duration_ns == sum(max(row.whole_backward_ns for row in own) for own in rows)
+    assert forward.workspace_bytes == max(row.workspace_bytes for own in rows for row in own)
+    assert any(len({row.forward_ns for row in own}) > 1 for own in rows)
+
+
+def test_plans_are_checked_and_timed_again(mixed: tuple[Request, Plan]) -> None:
+    """By the checker's own arithmetic; other kinds, other profiles and one of them alone are not theirs."""
+    request, plan = mixed
+    joint, cluster = request.profile, request.cluster
+    assert cluster is not None
+    assert {stage.kinds for stage in plan.stages} == {("kind0",), ("kind1",)}
+    assert set(plan.provenance.profiles) == {"kind1"}
+    check(plan, joint, cluster).require()
+    for again in (recosted(plan, joint, cluster), recosted(plan, joint, None)):
+        assert [each.duration_ns for each in again.operations] == [each.duration_ns for each in plan.operations]
+        assert [each.kinds for each in again.stages] == [each.kinds for each in plan.stages]
+    assert relinked(plan, cluster).operations == plan.operations
+    alone = joint.with_kinds({})
+    assert "--profile-for kind1=FILE" in str(check(plan, alone, cluster).problems[0])
+    with pytest.raises(UsageError, match="--profile-for kind1=FILE"):
+        recosted(plan, alone, cluster)
+    other = joint.with_kinds({"kind1": slowed(joint.of_kinds["kind1"], 2)})
+    assert "provenance.profiles.kind1.sha256" in str(check(plan, other, cluster).problems[0])
+    assert len(check(plan, other, cluster).problems) > 1
+    turned = tuple(replace(stage, kinds=("kind0",)) for stage in plan.stages)
+    lies = plan.model_copy(update={"stages": turned})
+    assert {"cluster", "profile"} <= {each.rule for each in check(lies, joint, cluster).problems}
+    with pytest.raises(UsageError, match=r"is on devices called kind\d, in cluster 'unlike' they are kind\d"):
+        relinked(plan, cluster_of(Kind(2, "1", None)))
+
+
+def test_what_was_used_is_said(mixed: tuple[Request, Plan]) -> None:
+    """Of which kind which file, before the search; and whose numbers they are, in the plan."""
+    request, plan = mixed
+    assert any("1 kind0 by" in note and "1 kind1 by" in note for note in input_notes(request))
+    text = plan.model_dump_json()
+    assert '"kinds":["kind1"]' in text
+    assert '"profiles":{"kind1":{"sha256":' in text
+
+
+def test_the_share_of_the_peak_is_of_the_devices_there_are(mixed: tuple[Request, Plan]) -> None:
+    """An H100 has about three times an A100's; where one is not known, neither is the share."""
+    request, _ = mixed
+    flops = {"tokens_per_sample": 1, "forward_flops_per_sample": 10**12}
+    base = request.profile.model_copy(
+        update={**flops, "source": Source(method="estimated", device="h100-80gb", dtype="bfloat16")}
+    )
+
+    def share(device: str) -> float | None:
+        source = Source(method="estimated", device=device, dtype="bfloat16")
+        own = base.model_copy(update={"source": source})
+        made = search_plan(replace(request, profile=base.with_kinds({"kind1": own}))).plan
+        rates = Yardstick.of_plan(made).throughput(6, 10**9, sum(made.device_speeds))
+        return rates.model_flops_utilisation
+
+    alike, half, unknown = share("h100-80gb"), share("a100-80gb"), share("my-own")
+    assert alike is not None
+    assert half is not None
+    assert half / alike == pytest.approx(2 * 989.4 / (989.4 + 312))
+    assert unknown is None
+
+
+def test_levelled_rows_are_below_every_kind(mixed: tuple[Request, Plan]) -> None:
+    """At its speed; and launches are in all of them."""
+    request, _ = mixed
+    assert request.cluster is not None
+    profile = with_launches(request.profile, 7)
+    joint, cluster = levelled(profile, request.cluster, 2)
+    for name, speed in zip(cluster.names, cluster.speeds, strict=True):
+        own = profile.of_kinds.get(name, profile)
+        for block in joint.blocks:
+            for row in block.costs:
+                (other,) = (each for each in own.by_id[block.id].costs if each.key == row.key)
+                assert row.forward_ns <= other.forward_ns * speed
+                assert row.activation_bytes <= other.activation_bytes
+    assert on_kinds(profile, ("kind1",)).blocks[0].costs[0].forward_ns == (
+        request.profile.of_kinds["kind1"].blocks[0].costs[0].forward_ns + 7
+    )
+
+
+def _without_a_row(profile: Profile) -> Profile:
+    first, *others = profile.blocks
+    return profile.model_copy(update={"blocks": (first.model_copy(update={"costs": first.costs[:-1]}), *others)})
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "text"),
+    [
+        ("kind7", lambda p: p, r"cluster 'unlike' has devices called 'kind0', 'kind1'; give one"),
+        ("kind1", lambda p: uneven_chain(3, 3, (1, 2)), r"not of the model of .*: it has 3 blocks, there 4 blocks"),
+        ("kind1", _without_a_row, r"block 'b0' has no costs in .* for \d samples, \d shards"),
+        ("kind1", lambda p: p.model_copy(update={"edges": p.edges[1:]}), r"edges are others"),
+        (
+            "kind1",
+            lambda p: p.model_copy(
+                update={"blocks": (p.blocks[0].model_copy(update={"parameter_bytes": 77}), *p.blocks[1:])}
+            ),
+            r"block 'b0' has parameter_bytes 77, there",
+        ),
+    ],
+)
+def test_profiles_of_other_models_are_refused(name: str, other: Callable[[Profile], Profile], text: str) -> None:
+    profile = uneven_chain(3, 4, (1, 2))
+    with pytest.raises(UsageError, match=text):
+        for_kinds(profile, {name: other(profile)}, cluster_of(Kind(1, "1", None), Kind(1, "1", None)))
+
+
+def test_speeds_beside_profiles_are_refused() -> None:
+    """Which of both would be meant nobody knows."""
+    profile = uneven_chain(3, 4, (1, 2))
+    with pytest.raises(UsageError, match=r"called 'kind0' have speed 0.5 .* leave out its speed and give its"):
+        for_kinds(profile, {"kind1": profile}, cluster_of(Kind(1, "0.5", None), Kind(1, "1", None)))
+
+
+def test_the_command_line_and_python(tmp_path: Path) -> None:
+    """search, check and simulate take it; the same plan from both."""
+    profile = uneven_chain(3, 4, (1, 2))
+    other, cluster = drawn(profile, 3, sizes=False), cluster_of(Kind(1, "1", None), Kind(1, "1", None))
+    path = {name: str(tmp_path / f"{name}.json") for name in ("p", "q", "c", "plan")}
+    for name, file in (("p", profile), ("q", other), ("c", cluster)):
+        Path(path[name]).write_text(to_json(file))
+
+    def run(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(cli, list(arguments))
+        return result.exit_code, f"{result.output}{result.exception or ''}"
+
+    how = "--cluster", path["c"], "--profile-for", f"kind1={path['q']}"
+    asked_for = "--mini-batch", "6", "--time-limit", "100ms", "--deterministic"
+    code, said = run("search", path["p"], *how, *asked_for, "-o", path["plan"])
+    assert code == 0, said
+    plan = pipeplan.read_plan(path["plan"])
+    assert {stage.kinds for stage in plan.stages} == {("kind0",), ("kind1",)}
+    again = pipeplan.search(
+        path["p"], cluster=path["c"], profile_for={"kind1": path["q"]}, mini_batch=6, time_limit=0.1, deterministic=True
+    )
+    assert again.plan.stages == plan.stages
+    assert run("check", path["plan"], "--profile", path["p"], *how)[0] == 0
+    assert run("simulate", path["plan"], "--profile", path["p"], *how)[0] == 0
+    assert pipeplan.check(plan, profile=path["p"], profile_for={"kind1": other}).valid
+    assert not pipeplan.check(plan, profile=path["p"]).valid
+    for arguments, text in (
+        (("search", path["p"], *how[:2], "--profile-for", "kind1", *asked_for), "write KIND=FILE"),
+        (("search", path["p"], *how[2:], "--devices", "2", *asked_for), "give --cluster, too"),
+        (("search", path["p"], *how, *how[2:], *asked_for), "kind1 is there twice"),
+        (("check", path["plan"], *how[2:]), "--profile-for is beside --profile"),
+    ):
+        code, said = run(*arguments)
+        assert code != 0
+        assert text in said

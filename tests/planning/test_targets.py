@@ -1,0 +1,262 @@
+"""Plans for tools: inside of what each can run, so that every one of them is exported; and what that costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import combinations, pairwise
+from typing import Any
+
+import pytest
+
+import pipeplan as face
+from pipeplan import Block, Edge, InfeasibleError, Plan, Profile, UsageError
+from pipeplan.catalog import export_target
+from pipeplan.files import CostRow, TiedParameter
+from pipeplan.planning.restrictions import search_targets
+from support.commands import pipeplan
+from support.paths import ROOT
+
+TARGETS = search_targets()
+SERVERS = [name for name in TARGETS if not export_target(name).trains]
+
+
+def layered(seed: int, layers: int, *, tied: bool = False, split: bool | None = None) -> Profile:
+    """A model of layers in halves or whole, between an embedding and a norm and head, with times at random."""
+    draw = random.Random(seed)
+    split = draw.random() < 0.5 if split is None else split
+    shards = draw.choice([(1,), (1, 2)])
+
+    def block(name: str, operator: str = "ffn") -> Block:
+        rows = []
+        for each in shards:
+            forward, other = draw.randint(1, 40) * 1000 // each, draw.randint(1, 40) * 1000 // each
+            backward: dict[str, Any] = (
+                {"input_grad_ns": forward, "weight_grad_ns": other} if split else {"backward_ns": 2 * forward}
+            )
+            sizes = {"activation_bytes": draw.randint(0, 60), "workspace_bytes": draw.randint(0, 9)}
+            rows += [
+                CostRow(microbatch_size=size, shards=each, forward_ns=size * forward, **backward, **sizes)
+                for size in (1, 2)
+            ]
+        state = {"parameter_bytes": 40, "gradient_bytes": 40, "optimizer_bytes": 80}
+        return Block(id=name, operator=operator, costs=tuple(rows), **state)
+
+    parts = draw.choice([("",), (".attention", ".ffn")])
+    blocks = [block("embedding", "embedding"), *(block(f"layer{n}{part}") for n in range(layers) for part in parts)]
+    blocks += [block("norm"), block("head", "head")]
+    edges = tuple(
+        Edge(source=one.id, target=other.id, bytes_per_sample=draw.randint(0, 50)) for one, other in pairwise(blocks)
+    )
+    profile = Profile.of(f"layers-{seed}", blocks, edges=edges)
+    table = TiedParameter(name="table", blocks=("embedding", "head"), parameter_bytes=30, gradient_bytes=30)
+    return profile.model_copy(update={"tied": (table,)}) if tied else profile
+
+
+def searched(profile: Profile, target: str, devices: int = 2, **asked: Any) -> face.Result:
+    asked = {"time_limit": 0.05, "deterministic": True, "mini_batch": 4 * devices} | asked
+    return face.search(profile, devices=devices, for_=target, **asked)
+
+
+def random_request(draw: random.Random) -> tuple[Profile, dict[str, Any]]:
+    profile = layered(draw.randint(0, 10**6), draw.randint(2, 5), tied=draw.random() < 0.3)
+    asked: dict[str, Any] = {"devices": draw.choice([2, 2, 4])}
+    if draw.random() < 0.5:
+        asked["memory"] = draw.randint(2000, 6000)
+    if draw.random() < 0.3:
+        asked["pp"] = 2
+    if draw.random() < 0.3:
+        asked["cluster"] = face.example_cluster("cluster-h100", devices=asked["devices"])
+    if draw.random() < 0.2:
+        asked["keep_together"] = ["2"]
+    if draw.random() < 0.2:
+        asked["zero"] = "auto"
+    return profile, asked
+
+
+def require_inside(plan: Plan, profile: Profile, target: str) -> None:
+    """The plan is exported, and one of the profile."""
+    assert face.check(plan, profile=profile).valid
+    assert {block for stage in plan.stages for block in stage.blocks} == {block.id for block in profile.blocks}
+    face.export(plan, target)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 25))])
+def test_every_plan_for_a_target_is_exported(target: str, seed: int) -> None:
+    draw = random.Random(f"{target} {seed}")
+    profile, asked = random_request(draw)
+    found, why = None, ""
+    try:
+        found = searched(profile, target, **asked)
+    except (InfeasibleError, UsageError) as error:
+        why = str(error)
+    if found is None:  # memory is too small, or devices are more than groups of layers
+        assert "fit" in why or "choose pp" in why or ("one pipeline" in why and target in SERVERS)
+        return
+    require_inside(found.plan, profile, target)
+    assert found.cost is not None
+    assert found.cost.bound_ns <= found.cost.own_ns
+    assert any(export_target(target).title in note for note in found.notes)
+    assert found.lower_bound_ns <= found.plan.predicted.iteration_ns
+
+
+# The best of all -----------------------------------------------------------------------------------------------------
+
+
+def cuts(groups: Sequence[Sequence[str]], stages: int) -> Iterator[list[list[str]]]:
+    """Every way to cut groups into so many stages."""
+    for borders in combinations(range(1, len(groups)), stages - 1):
+        ends = [0, *borders, len(groups)]
+        yield [[block for group in groups[a:b] for block in group] for a, b in pairwise(ends)]
+
+
+def groups_by_hand(profile: Profile) -> list[list[str]]:
+    """The embedding, each layer, and norm and head."""
+    groups: dict[str, list[str]] = {}
+    for block in profile.blocks:
+        groups.setdefault("end" if block.id in ("norm", "head") else block.id.split(".")[0], []).append(block.id)
+    return list(groups.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_few_layers_the_plan_is_the_best_there_is(seed: int) -> None:
+    """Every cut of whole layers, and 1F1B on each."""
+    profile = layered(seed, 3, split=False)
+    asked: dict[str, Any] = {"microbatch_size": 2, "microbatches": 4, "tp": 1, "time_limit": 0.3}
+    found = searched(profile, "deepspeed", 3, pp=3, mini_batch=None, **asked).plan
+    best = min(
+        face.search(
+            profile,
+            placement=face.Placement.of(each),
+            scheduler="1f1b",
+            recompute=False,
+            microbatch_size=2,
+            microbatches=4,
+        ).plan.predicted.iteration_ns
+        for each in cuts(groups_by_hand(profile), 3)
+    )
+    assert found.predicted.iteration_ns == best
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_busiest_stage_of_a_server_is_as_quick_as_any(seed: int) -> None:
+    profile = layered(seed, 5)
+    found = searched(profile, "vllm", 3, tp=1, microbatch_size=1)
+    times = {block.id: next(row.forward_ns for row in block.costs if row.shards == 1) for block in profile.blocks}
+    layers = groups_by_hand(profile)[1:-1]
+    layers[0] = ["embedding", *layers[0]]
+    layers[-1] = [*layers[-1], "norm", "head"]
+    best = min(max(sum(times[block] for block in stage) for stage in each) for each in cuts(layers, 3))
+    assert max(sum(times[block] for block in stage.blocks) for stage in found.plan.stages) == best
+    assert found.cost is not None
+    assert (found.cost.measure, found.cost.own_ns) == ("busiest stage", best)
+    assert found.cost.free_ns is not None
+    assert found.cost.bound_ns <= found.cost.free_ns <= best
+
+
+def test_a_server_s_stages_fit_into_memory() -> None:
+    profile = layered(3, 6)
+    most = [160 * len(stage.blocks) for stage in searched(profile, "vllm", 2, tp=1).plan.stages]
+    tight = searched(profile, "vllm", 2, tp=1, memory=sum(most) // 2 + 600).plan
+    assert max(memory.peak_bytes for memory in tight.predicted.memory) <= sum(most) // 2 + 600
+    with pytest.raises(InfeasibleError, match="no cut into whole layers fits"):
+        searched(profile, "vllm", 2, memory=500)
+
+
+# What is kept together -----------------------------------------------------------------------------------------------
+
+
+def stages_of(plan: Plan) -> list[set[str]]:
+    return [set(stage.blocks) for stage in plan.stages]
+
+
+def test_blocks_are_kept_together_as_the_profile_or_a_flag_says() -> None:
+    profile = layered(4, 6)
+    together = ("layer1", "layer2") if "layer1" in profile.by_id else ("layer1.ffn", "layer2.attention")
+    said = profile.model_copy(update={"keep_together": (together,)})
+    asked: dict[str, Any] = {"devices": 3, "pp": 3, "mini_batch": 12, "time_limit": 0.05, "deterministic": True}
+    for plan in (
+        face.search(said, **asked).plan,
+        face.search(profile, keep_together=",".join(together), **asked).plan,
+        face.search(said, for_="megatron", **asked).plan,
+        face.search(said, for_="vllm", tp=1, **asked).plan,
+    ):
+        assert face.check(plan, profile=profile).valid or face.check(plan, profile=said).valid
+        assert all(set(together) <= own or not set(together) & own for own in stages_of(plan))
+    layers = face.search(profile, keep_together="3", **asked).plan
+    for first in (0, 3):
+        own = {
+            block.id
+            for block in profile.blocks
+            if block.id.split(".")[0] in [f"layer{n}" for n in range(first, first + 3)]
+        }
+        assert any(own <= stage for stage in stages_of(layers))
+
+
+def test_groups_that_are_none_are_refused() -> None:
+    profile = layered(4, 2)
+    for text, said in (("nothing", "no block is called 'nothing'"), ("head", "is one block"), ("norm,x*", "'x\\*'")):
+        with pytest.raises(UsageError, match=said):
+            face.search(profile, devices=2, keep_together=text)
+    with pytest.raises(ValueError, match=r"keep_together\[0\] names 'x', which is not a block"):
+        Profile.model_validate(profile.model_dump() | {"keep_together": [["head", "x"]]}, strict=False)
+    placed = face.Placement.of([["embedding"], [block.id for block in profile.blocks[1:]]])
+    with pytest.raises(UsageError, match="are to be kept together"):
+        face.search(profile, placement=placed, keep_together="embedding,head")
+    with pytest.raises(UsageError, match="keep what stands between them with them"):
+        face.search(profile, devices=2, keep_together="embedding,head")
+    with pytest.raises(UsageError, match="keeps blocks together"):
+        face.frontier(profile.model_copy(update={"keep_together": (("norm", "head"),)}), devices=2, plans=True)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("nothing", {}, "there is no such target; choose from"),
+    ("torch", {}, "there is no such target"),
+    ("vllm", {"placement": "circular"}, "vLLM places stages one-to-one"),
+    ("megatron", {"zero": 3}, "divides state by levels 0, 1 alone"),
+    ("deepspeed", {"recompute": "selective"}, "does not recompute so"),
+    ("galvatron", {"split_backward": True}, "runs whole backwards"),
+    ("torchtitan", {"slices": 2}, "runs micro-batches whole"),
+    ("torchtitan", {"late_inputs": True}, "waits for all inputs"),
+    ("automodel", {"chunks": 4, "placement": "v-shape"}, "has 2 stages on each rank"),
+    ("megatron", {"scheduler": "gpipe"}, "runs 1f1b or interleaved-1f1b, not gpipe"),
+    ("megatron", {"placement": "circular", "scheduler": "1f1b"}, "does not run 1f1b with placement='circular'"),
+    ("torchtitan", {"planner": "dapple"}, "our own planner alone"),
+    ("sglang", {"replicas": 2}, "is one pipeline"),
+    ("deepspeed", {"pp": 8, "devices": 8}, "whole layers are 5; choose pp of at most 5"),
+    ("vllm", {"devices": 16, "tp": 1}, "are not one pipeline of whole layers for vLLM: 3 can stand apart"),
+    ("torchtitan", {"rules": "1f1b"}, "is not built for rules yet"),
+]
+
+
+@pytest.mark.parametrize(("target", "asked", "said"), REFUSED)
+def test_what_a_target_does_not_run_is_refused(target: str, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        searched(layered(1, 3), target, **{"devices": 2, **asked})
+
+
+def test_models_that_are_no_row_of_layers_are_refused() -> None:
+    for name, said in (("tessel-k", "no block says which layer"), ("mmt-v100-16gb", "places one row of layers")):
+        with pytest.raises(UsageError, match=said):
+            searched(face.read_profile(ROOT / f"profiles/{name}.json"), "megatron", 4)
+    profile = layered(1, 4)
+    skip = Edge(source="embedding", target="norm", bytes_per_sample=1)
+    skipping = profile.model_copy(update={"edges": (*profile.edges, skip)})
+    with pytest.raises(UsageError, match=r"'embedding' feeds 'norm.*', which does not come next.*keep_together"):
+        searched(skipping, "torchtitan")
+    require_inside(searched(skipping, "megatron").plan, skipping, "megatron")
+
+
+def test_the_command_line_says_what_it_costs(tmp_path: Any) -> None:
+    path = tmp_path / "plan.json"
+    profile = ROOT / "profiles/gpt2-124m-cpu.json"
+    done = pipeplan("search", profile, "--devices", "2", "--pp", "2", "--for", "vllm", "--time-limit", "1s", "-o", path)
+    assert done.returncode == 0
+    assert "the busiest stage's forward" in " ".join(done.stdout.split())
+    assert pipeplan("export", path, "--to", "vllm").stdout.startswith("VLLM_PP_LAYER_PARTITION=")
+    done = pipeplan("compare", profile, "--devices", "2", "--for", "vllm")
+    assert done.returncode == 2
+    assert "--for" in done.stderr
