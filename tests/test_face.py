@@ -177,7 +177,7 @@ def test_python_asks_for_what_the_flags_ask_for(
 
 
 WRONG = [
-    ({"devices": 0}, "devices=0: 0 is not in the range x>=1"),
+    ({"devices": 0}, "devices=0: 0 is not in the range 1<=x<=65536"),
     ({"devices": 2.5}, "devices=2.5: 2.5 is not a whole number"),
     ({"devices": 2, "memory": "5"}, "memory='5': 5 of what?"),
     ({"devices": 2, "memory": -1}, "memory=-1: -1 bytes are out of range"),

@@ -1,7 +1,10 @@
 """Renamed flags: help shows the new spelling, and the old one means the same; aliases stand beside each other."""
 
+import re
+
 import pytest
-from click import BadParameter, Context
+from click import BadParameter, Context, Option
+from click.types import FloatParamType
 
 from pipeplan.cli.main import VERBS, cli
 from pipeplan.cli.shared import BYTES, DURATION
@@ -82,3 +85,43 @@ def test_the_error_of_a_number_without_unit_names_its_flag(verb: str) -> None:
 def test_sizes_and_durations_without_unit_are_refused_wherever_flags_take_them() -> None:
     found = {flag for verb in VERBS for flag in quantities(verb)}
     assert {"--memory", "--memory-reserve", "--time-limit", "--split-overhead"} <= found
+
+
+def numbers() -> list[tuple[str, Option]]:
+    """Every option of every verb that takes numbers."""
+    commands = [(verb, cli.get_command(Context(cli), verb)) for verb in VERBS]
+    return [
+        (verb, each)
+        for verb, command in commands
+        for each in (command.params if command is not None else ())
+        if isinstance(each, Option) and each.type.name in ("number", "numbers", "integer", "integer range")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("verb", "option"), [pytest.param(*each, id=f"{each[0]} {each[1].opts[0]}") for each in numbers()]
+)
+def test_numbers_out_of_all_bounds_are_refused_with_the_limit(verb: str, option: Option) -> None:
+    for digits in (20, 4000, 10_000):
+        with pytest.raises(BadParameter) as told:
+            option.type.convert("9" * digits, option, None)
+        limits = [int(number) for number in re.findall(r"\d+", told.value.message.replace("9" * digits, ""))]
+        assert digits > 4300 or 0 < max(limits) <= 2**31
+
+
+def test_there_are_numbers_to_look_at() -> None:
+    found = {f"{verb} {name}" for verb, option in numbers() for name in option.opts}
+    named = ["search --chunks", "search --microbatches", "search --slices", "search --zero-group", "search --max-span"]
+    assert {*named, "frontier --devices", "run --steps", "example --devices", "profile --shards"} <= found
+    assert len(found) > 60
+
+
+def test_fractions_are_numbers() -> None:
+    """``nan`` and, where they would mean nothing, infinite ones are refused."""
+    for verb in VERBS:
+        command = cli.get_command(Context(cli), verb)
+        assert command is not None
+        for each in command.params:
+            if isinstance(each.type, FloatParamType):
+                with pytest.raises(BadParameter):
+                    each.type.convert("nan", each, None)

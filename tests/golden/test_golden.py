@@ -23,6 +23,7 @@ from golden.runner import (
     recorded,
     requests,
 )
+from pipeplan.time_limit import Limit
 from runtime_support.warm import warm_ranks
 from support.marks import slow_but
 
@@ -53,8 +54,12 @@ def folder() -> Iterator[Path]:
         yield found
 
 
+def slow(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 def marked(name: str) -> object:
-    return name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    return name if name in FAST else slow(name)
 
 
 @pytest.mark.parametrize("name", list(map(marked, requests("search"))))
@@ -63,6 +68,24 @@ def test_search(name: str) -> None:
     found = answer("search", requests("search")[name])
     assert not longer({name: recorded(BEFORE)[f"search {name}"]}, {name: found})
     assert not differences(name, expected_answers()[f"search {name}"], found)
+
+
+CLOCKLESS = ("tessel-x/auto", "gpt2-124m/recompute")
+
+
+@pytest.mark.parametrize("name", [*CLOCKLESS, *map(slow, sorted({*FAST, "flava/auto"} - {*CLOCKLESS}))])
+@pytest.mark.parametrize("pace", [0, 10**6])
+def test_no_clock_decides_in_a_deterministic_search(name: str, pace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether none passes any time, or a million seconds at each look: the plan is the same."""
+    now = [0.0]
+
+    def clock(*_: object) -> float:
+        now[0] += pace
+        return now[0]
+
+    monkeypatch.setattr(Limit, "elapsed", property(clock))
+    monkeypatch.setattr("time.process_time", clock)
+    assert not differences(name, expected_answers()[f"search {name}"], answer("search", requests("search")[name]))
 
 
 @slow_but("verb", VERBS[1:], lambda verb: verb != "frontier")

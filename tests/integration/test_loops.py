@@ -22,7 +22,8 @@ from pipeplan.checker.programs import Messages, read_programs
 from pipeplan.checker.timeline import Links
 from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Plan
-from pipeplan.schedule.search import plain_look
+from pipeplan.schedule.longer import ShorterRun
+from pipeplan.schedule.search import first_look, plain_look
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.elements import Hop
 from pipeplan.workload.engine import with_links
@@ -31,7 +32,8 @@ from pipeplan.workload.slices import in_parts, without_parts
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
 from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
-from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
 from support.marks import always, slow_but
 
 
@@ -54,6 +56,22 @@ def simulated(plan: Plan) -> dict[str, Any]:
     which a plan with a loop does not say."""
     figures = simulate(plan).figures()
     return {name: figures[name] for name in figures.keys() - {"loop", "critical_path", "master_stage"}}
+
+
+def test_of_a_long_run_only_a_short_one_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything that would take as long as it is."""
+    made = TaskGraph.__init__
+
+    def counted(graph: TaskGraph, workload: Workload, offsets: list[int], *rest: Any) -> None:
+        assert offsets[-1] <= 20_000
+        made(graph, workload, offsets, *rest)
+
+    monkeypatch.setattr(TaskGraph, "__init__", counted)
+    workload = chain_workload(4, 100_000)
+    assert ShorterRun().actions(workload) < 4_000
+    found = first_look(workload)
+    assert found is not None
+    assert (found.workload.num_microbatches, found.loop is not None) == (100_000, True)
 
 
 @slow_but(

@@ -462,9 +462,10 @@ def test_a_last_plan_that_takes_too_long_ends_with_the_lateness(monkeypatch: pyt
 
     def slowly(*given: Any) -> Plan:
         found.append(clock.now)
-        while len(found) > 1:
+        for _ in range(10_000 * (len(found) > 1)):
             clock.now += 0.01
             checkpoint()
+        assert len(found) == 1, "it was never given up"
         return planned(*given)
 
     def found_late(step: Ramps, state: SearchState) -> None:
@@ -488,7 +489,7 @@ def test_a_plan_that_is_not_made_in_time_is_given_up_in_time(now: float, monkeyp
 
     def slowly(*given: Any) -> None:
         try:
-            while True:
+            for _ in range(10_000):
                 clock.now += 0.01
                 checkpoint()
         finally:

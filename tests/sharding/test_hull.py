@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -55,6 +56,27 @@ def test_a_line_of_strategies_is_found_as_fine_as_asked_for() -> None:
     assert asked < 300
     for memory, time in curve:
         assert min(max(each.memory_bytes / memory, each.time_ns / time) for each in found) <= factor
+
+
+def test_where_time_is_up_the_factor_is_what_is_proved_by_then() -> None:
+    """Of one chain, wherever: first that of the hull's ends, then less and less, and each of them holds."""
+    rng = np.random.default_rng(5)
+    graph = graphs.graph_of(rng, [3, 4, 3, 4], graphs.chain(4), variants=2, high=1000)
+    exact, questions = track(graph), Questions()
+    with Limit(math.inf, clock=questions).enforced():
+        track(graph, within=1e-9, as_far=True)
+    factors = []
+    asked = int(questions.asked)
+    for seconds in [*range(1, asked, asked // 12), 2 * asked]:
+        with contextlib.suppress(TimeUpError), Limit(seconds, clock=Questions()).enforced():
+            early = track(graph, within=1e-9, as_far=True)
+            factors.append(early.factor)
+            for memory, time in zip(exact.memory_bytes, exact.time_ns, strict=True):
+                beaten = np.maximum(early.memory_bytes / max(memory, 1), early.time_ns / max(time, 1))
+                assert beaten.min() <= early.factor * (1 + 1e-9)
+    assert factors == sorted(factors, reverse=True)
+    assert factors[0] > 1.1 > 1.000001 > factors[-1]
+    assert len(set(factors)) > 3
 
 
 @settings(max_examples=6)

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs
-from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE, given_file
+from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE, NUM_DEVICES, NUMBER, given_file
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
 
 @click.command("example", cls=_Command)
 @click.argument("name", type=EXAMPLE, metavar="NAME")
-@click.option("--devices", type=click.IntRange(min=1), default=4, help="Number of devices.")
+@click.option("--devices", type=NUM_DEVICES, default=4, help="Number of devices.")
 @click.option(
     *("--chunks", "--vp", "--virtual-stages", "chunks"),
-    type=click.IntRange(min=1),
+    type=NUMBER,
     help="Virtual stages: stages per device of shape-circular.  [default: 2]",
 )
 @click.option("--forward", "forward_ns", type=DURATION, default="1ms", help="Forward time of a chain block.")

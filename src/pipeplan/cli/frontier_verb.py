@@ -13,12 +13,14 @@ from pipeplan import _api
 from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import (
     BYTES,
-    COUNTS,
     DEVICE,
+    DEVICE_COUNTS,
     DURATION,
     FILE,
     FOLDER,
+    LARGE_NUMBER,
     MEMORY_RESERVE,
+    FiniteRange,
     OneOf,
     RenamedOption,
     Status,
@@ -72,7 +74,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 
 @click.command("frontier")
 @click.argument("profile_path", type=FILE, metavar="PROFILE")
-@click.option("--devices", type=COUNTS, metavar="D,...", help=_DEVICES)
+@click.option("--devices", type=DEVICE_COUNTS, metavar="D,...", help=_DEVICES)
 @click.option(
     "--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links, prices."
 )
@@ -99,7 +101,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     help="With --plans: only layouts that trainers take as settings, with the same tensor, context, expert and data "
     "parallel sizes for every stage.",
 )
-@click.option(*("--mini-batch", "--global-batch-size", "mini_batch"), type=click.IntRange(min=1), help=_MINI_BATCH)
+@click.option(*("--mini-batch", "--global-batch-size", "mini_batch"), type=LARGE_NUMBER, help=_MINI_BATCH)
 @click.option(
     "--split-level",
     cls=RenamedOption,
@@ -119,7 +121,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--tolerance",
     cls=RenamedOption,
     was=("--within",),
-    type=click.FloatRange(min=0),
+    type=FiniteRange(0),
     default=0.0,
     help="Without --plans: how far points may be off the frontier; 0.01 is 1 % of memory and time, 0 is exact.",
 )
@@ -137,7 +139,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--time-limit", type=DURATION, help=_TIME_LIMIT)
 @click.option(
     "--point",
-    type=click.IntRange(min=1),
+    type=LARGE_NUMBER,
     metavar="N",
     help="Choose the N-th point, for -o. A search that ends early may number points differently next time.",
 )

@@ -17,6 +17,8 @@ from pipeplan.cli.shared import (
     BYTES,
     DURATION,
     FILE,
+    NUM_DEVICES,
+    NUMBER,
     RECOMPUTE_OPTION,
     SCHEDULER,
     asked_recompute,
@@ -46,13 +48,11 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="For torch: which modules each stage is.  [default: SOURCE.modules.json, where it is there]",
 )
-@click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: one per pipeline rank]")
+@click.option("--devices", type=NUM_DEVICES, help="Number of devices.  [default: one per pipeline rank]")
 @click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links.")
 @click.option("--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]")
-@click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch, over all replicas.")
-@click.option(
-    "--microbatches", type=click.IntRange(min=1), help="Micro-batches per iteration, where SOURCE does not say."
-)
+@click.option("--microbatch-size", type=NUMBER, help="Samples per micro-batch, over all replicas.")
+@click.option("--microbatches", type=NUMBER, help="Micro-batches per iteration, where SOURCE does not say.")
 @click.option(
     "--scheduler", type=SCHEDULER, help="Schedule by name, instead of SOURCE's own order.  [default for layers: 1f1b]"
 )

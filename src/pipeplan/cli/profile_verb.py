@@ -24,6 +24,7 @@ from pipeplan.cli.shared import (
     MODEL,
     SEED,
     SEQUENCE,
+    FiniteRange,
     OneOf,
     Shown,
     given_file,
@@ -184,7 +185,7 @@ def _read_text(path: str) -> str:
 )
 @click.option(
     "--load-factor",
-    type=float,
+    type=FiniteRange(0),
     default=1.0,
     help="Load of the busiest expert device, as a multiple of the average.",
 )

@@ -19,6 +19,8 @@ from pipeplan.cli.shared import (
     DURATION,
     FILE,
     FOLDER,
+    FROM_ZERO,
+    LARGE_NUMBER,
     MODEL,
     SEED,
     SEQUENCE,
@@ -83,7 +85,11 @@ class _Stretch(FiniteRange):
 )
 @granularity("Granularity of a captured model's blocks, as in the profile.")
 @click.option(
-    "--steps", "num_steps", type=click.IntRange(min=0), default=10, help="Mini-batches to train on; 0 only to export."
+    "--steps",
+    "num_steps",
+    type=FROM_ZERO,
+    default=10,
+    help="Mini-batches to train on; 0 only to export.",
 )
 @click.option("--local", is_flag=True, help="Start one process per device on this machine, without torchrun.")
 @SEED
@@ -109,10 +115,13 @@ class _Stretch(FiniteRange):
     metavar="constant|cosine|linear|pkg.mod:factory",
     help="Learning-rate schedule; a factory takes the optimizer and returns a torch LRScheduler.",
 )
-@click.option("--warmup-steps", type=click.IntRange(min=0), default=0, help="Steps over which the learning rate rises.")
 @click.option(
-    "--lr-steps", type=click.IntRange(min=1), help="Length of the learning-rate schedule.  [default: --steps]"
+    "--warmup-steps",
+    type=FROM_ZERO,
+    default=0,
+    help="Steps over which the learning rate rises.",
 )
+@click.option("--lr-steps", type=LARGE_NUMBER, help="Length of the learning-rate schedule.  [default: --steps]")
 @click.option(
     "--clip-norm",
     type=FiniteRange(0, min_open=True, infinite=True),
@@ -132,10 +141,8 @@ class _Stretch(FiniteRange):
     metavar="FILE|builtin|pkg.mod:factory",
     help="Samples to evaluate the model on, forwards alone, after the last step.",
 )
-@click.option("--eval-every", type=click.IntRange(min=1), metavar="K", help="Evaluate every K steps, too.")
-@click.option(
-    "--eval-batches", type=click.IntRange(min=1), metavar="N", help="Mini-batches of an evaluation.  [default: all]"
-)
+@click.option("--eval-every", type=LARGE_NUMBER, metavar="K", help="Evaluate every K steps, too.")
+@click.option("--eval-batches", type=LARGE_NUMBER, metavar="N", help="Mini-batches of an evaluation.  [default: all]")
 @click.option("--tensorboard", type=FOLDER, metavar="DIR", help="Write a log for TensorBoard here.")
 @click.option(
     "--checkpoint",
@@ -145,11 +152,11 @@ class _Stretch(FiniteRange):
 )
 @click.option(
     "--checkpoint-every",
-    type=click.IntRange(min=1),
+    type=LARGE_NUMBER,
     metavar="K",
     help="Write one every K steps.  [default: at the end]",
 )
-@click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2, help="Number of checkpoints to keep.")
+@click.option("--keep-checkpoints", type=LARGE_NUMBER, default=2, help="Number of checkpoints to keep.")
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total.")
 @click.option(
     "--init",

@@ -28,6 +28,17 @@ if TYPE_CHECKING:
 
 
 _MOST = 1_000_000
+"""As many of anything as a plan counts; which no file has more of."""
+
+NUMBER = click.IntRange(1, _MOST)
+_MOST_BY_FAR = 10**9
+LARGE_NUMBER = click.IntRange(1, _MOST_BY_FAR)
+"""Of what no plan counts one by one: samples, tokens, steps."""
+
+FROM_ZERO = click.IntRange(0, _MOST_BY_FAR)
+
+_MOST_DEVICES = 65_536
+NUM_DEVICES = click.IntRange(1, _MOST_DEVICES)
 
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
@@ -90,10 +101,18 @@ class Switch(OneOf):
         return super().convert(names[0] if names else value, param, ctx)
 
 
+def _is_number(text: str, least: int, most: int) -> bool:
+    """Whether it is one of these numbers; thousands of digits are none, nor does Python read them."""
+    return text.isdecimal() and len(text) <= len(str(_MOST)) + 10 and least <= int(text) <= most
+
+
 class _Counts(click.ParamType[tuple[int, ...]]):
-    """Numbers from 1 on, ascending and each once: ``1,2,4``."""
+    """Numbers from 1 to some ``most``, ascending and each once: ``1,2,4``."""
 
     name = "numbers"
+
+    def __init__(self, most: int) -> None:
+        self._most = most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """The numbers."""
@@ -101,8 +120,8 @@ class _Counts(click.ParamType[tuple[int, ...]]):
             value if isinstance(value, str) else ",".join(map(str, value if isinstance(value, Iterable) else [value]))
         )
         parts = [part.strip() for part in text.split(",")]
-        if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= _MOST for part in parts):
-            self.fail(f"{value!r} is not a list of numbers from 1 to {_MOST}; write them as 1,2,4", param, ctx)
+        if not all(part.isascii() and _is_number(part, 1, self._most) for part in parts):
+            self.fail(f"{value!r} is not a list of numbers from 1 to {self._most}; write them as 1,2,4", param, ctx)
         return tuple(sorted({int(part) for part in parts}))
 
 
@@ -132,7 +151,7 @@ class AutoOr(click.ParamType[str | int]):
         text = str(value)
         if text in self._words:
             return text
-        if not (text.isdecimal() and self._least <= int(text) <= self._most):
+        if not _is_number(text, self._least, self._most):
             words = f"neither {self._words[0]}" if len(self._words) == 1 else f"none of {', '.join(self._words)}"
             self.fail(f"{text!r} is {words} nor a number from {self._least} to {self._most}", param, ctx)
         return int(text)
@@ -189,7 +208,8 @@ AUTOPIPE_SLICES: Literal["autopipe"] = "autopipe"
 
 DURATION = _Quantity("duration", ns_of)
 BYTES = _Quantity("size", bytes_of)
-COUNTS = _Counts()
+COUNTS = _Counts(_MOST)
+DEVICE_COUNTS = _Counts(_MOST_DEVICES)
 FILE = click.Path(readable=False)  # which whoever reads it finds out, and says
 FOLDER = click.Path(file_okay=False, readable=False)
 PLACEMENT = KnownNames(lambda: _api.known_names("placements"), files=True)
@@ -205,9 +225,7 @@ SEARCH_TARGET = KnownNames(lambda: _api.search_targets())
 
 RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME|pkg.mod:name")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
-SEQUENCE = click.option(
-    "--sequence", type=click.IntRange(min=1), help="Sequence length, for zoo models and configurations."
-)
+SEQUENCE = click.option("--sequence", type=LARGE_NUMBER, help="Sequence length, for zoo models and configurations.")
 
 
 def granularity(text: str) -> Callable[[_Command], _Command]:
@@ -255,7 +273,7 @@ _ZERO = (
     ),
     click.option(
         "--zero-group",
-        type=click.IntRange(min=1),
+        type=NUMBER,
         metavar="G",
         help="Shard within groups of this many neighbouring replicas, as HSDP does.  [default: all]",
     ),
@@ -322,12 +340,12 @@ def checked_against(given: Mapping[str, Any], *, plan: Plan) -> tuple[Profile | 
 _COPIES = (
     click.option(
         *("--chunks", "--vp", "--virtual-stages", "chunks"),
-        type=click.IntRange(min=1),
+        type=NUMBER,
         help="Virtual stages: stages per device, for placements with several.  [default: 2; searched for circular]",
     ),
     click.option(
         *("--replicas", "--dp", "replicas"),
-        type=click.IntRange(min=1),
+        type=NUM_DEVICES,
         help="Data-parallel size: copies of the whole pipeline.  [default: searched]",
     ),
 )
@@ -358,7 +376,7 @@ _SPLITS = (
     ),
     click.option(
         *("--pp", "--pipeline-parallel", "positions"),
-        type=click.IntRange(min=1),
+        type=NUMBER,
         help="Pipeline-parallel size: how many devices (or groups of --tp x --cp x --dp) the model is spread over.  "
         "[default: searched]",
     ),
@@ -402,7 +420,7 @@ MEMORY_RESERVE = click.option(
 
 _OPTIONS = (
     click.argument("profile_path", type=FILE, metavar="PROFILE"),
-    click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: the placement's]"),
+    click.option("--devices", type=NUM_DEVICES, help="Number of devices.  [default: the placement's]"),
     click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links."),
     click.option(
         "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
@@ -412,13 +430,13 @@ _OPTIONS = (
     *_RECIPE,
     click.option(
         *("--mini-batch", "--global-batch-size", "mini_batch"),
-        type=click.IntRange(min=1),
+        type=LARGE_NUMBER,
         help="Global batch size: samples per iteration.  [default: 4 micro-batches per device]",
     ),
-    click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch, over all replicas."),
+    click.option("--microbatch-size", type=NUMBER, help="Samples per micro-batch, over all replicas."),
     click.option(
         "--microbatches",
-        type=click.IntRange(min=1),
+        type=NUMBER,
         help="Micro-batches per iteration.  [default: 4 x devices; searched with --mini-batch]",
     ),
     click.option("--placement", cls=_PlacementOption, type=PLACEMENT, default="auto", metavar="NAME|FILE"),
@@ -459,7 +477,7 @@ _OPTIONS = (
     RECOMPUTE_OPTION,
     click.option(
         "--max-span",
-        type=click.IntRange(min=1),
+        type=NUMBER,
         metavar="N",
         help="Micro-batches that a repetend reaches over, at most; makes --scheduler auto search for one.",
     ),

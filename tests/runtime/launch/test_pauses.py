@@ -73,6 +73,17 @@ def test_a_parent_that_ends_leaves_no_rank(number: signal.Signals, mark: str) ->
 LETTERS = 1 << 20
 
 
+def test_while_nobody_reads_a_thread_empties_the_pipe_from_the_beginning() -> None:
+    output = RankOutput()
+    rank = os.dup(output.written)
+    output.begin()
+    try:
+        assert output._thread.is_alive()
+    finally:
+        os.close(rank)
+        output.close()
+
+
 def test_ranks_go_on_while_nobody_reads_what_they_print(mark: str) -> None:
     """More than pipes hold, while nothing may take longer than half a second: they end, and nothing of it is lost."""
     job = {"lines": 1, "bytes": 0, "stay_s": 0.0, "timeout_ns": 500 * MILLISECOND, "stops": False, "prints": LETTERS}

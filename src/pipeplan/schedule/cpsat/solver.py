@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,9 @@ _POLL_SECONDS = 0.05
 
 _STOP_SECONDS = 0.2
 """How long a solver may take to stop once it is asked to; while it prepares a large model it does not hear."""
+
+_LEAVING_SECONDS = 1.0
+"""How long the end of the process waits for solvers that were left to themselves."""
 
 _DETERMINISTIC_PER_SECOND = 0.2
 """The solver's deterministic time that counts as a second: measured on this search with one worker, 0.15 to 0.3."""
@@ -170,9 +175,12 @@ def _run(
             failure.append(error)
         finally:
             done.set()
+            _running.pop(threading.current_thread(), None)
 
     # Waiting on an event, not on the thread: an interrupted Thread.join takes the thread for finished.
-    threading.Thread(target=work, name="cp-sat", daemon=True).start()
+    thread = threading.Thread(target=work, name="cp-sat", daemon=True)
+    _running[thread] = solver
+    thread.start()
     while not done.is_set():
         try:
             done.wait(_POLL_SECONDS)
@@ -186,6 +194,23 @@ def _run(
     if failure:
         raise failure[0]
     return result[0]
+
+
+_running: dict[threading.Thread, cp_model.CpSolver] = {}
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the solvers that were left to themselves before the process ends, as far as they hear of it.
+
+    A thread that comes back from the solver while Python ends is ended in the middle of C++, which aborts the process
+    ("terminate called without an active exception"), with the exit code of that.
+    """
+    begun = time.monotonic()
+    for thread, solver in list(_running.items()):
+        while thread.is_alive() and time.monotonic() < begun + _LEAVING_SECONDS:
+            solver.stop_search()
+            thread.join(_POLL_SECONDS)
 
 
 def _callback(on_solution: Callable[[int, int], None]) -> cp_model.CpSolverSolutionCallback:
