@@ -35,6 +35,7 @@ from typing import Any
 
 from tables import machine, markdown, note
 
+import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs.throughput import Yardstick
 from pipeplan.errors import PipeplanError
@@ -149,8 +150,8 @@ PUBLISHED = (
 class State:
     """Files of one folder: inputs, and what was found of each case."""
 
-    def __init__(self, folder: Path, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.folder, self.limit, self.clock = folder, limit, clock
+    def __init__(self, folder: Path, limit: float, clock: Callable[[], float] = time.monotonic, cells: int = 0) -> None:
+        self.folder, self.limit, self.clock, self.cells = folder, limit, clock, cells
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -276,7 +277,11 @@ def child(state: State, case: Case, off: Sequence[str], workers: int, *, determi
 
 
 def grid(state: State, case: Case) -> dict[str, Any]:
-    """Every cell of the uniform grid whose bound is below the best known, simulated; best first."""
+    """Every cell of the uniform grid whose bound is below the best known, simulated; best first.
+
+    Where there is a number of ``cells``, only so many of those that should be quickest; of what is left the first is
+    said, by what it should take.
+    """
     best_ns = (state.known(case, "search") or {}).get("iteration_ns")
     request = replace(state.request(case), num_parted=0)
     named = [each for each in uniform_choices(request) if each.choice.usual is not None and each.choice.usual.name]
@@ -284,13 +289,18 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     known = {line["cell"]: line for line in lines}
     best = min([*(line["ns"] for line in lines if line["ns"]), *([best_ns] if best_ns else [])], default=None)
-    bounded, wrong = 0, list[str]()
+    bounded, opened, wrong, left = 0, 0, list[str](), list[float]()
+    above_all = sum(best is not None and each.least_ns >= best for each in named)
+    every = max(SAMPLED, above_all // (state.cells // 4)) if state.cells else SAMPLED
     with path.open("a") as cells:
         for number, each in enumerate(named):
             above = best is not None and each.least_ns >= best
-            bounded += above
+            bounded, opened = bounded + above, opened + (not above)
+            if not above and state.cells and opened > state.cells:
+                left.append(each.usual_ns)
+                continue
             name = _cell(each)
-            if name not in known and not (above and bounded % SAMPLED):
+            if name not in known and not (above and bounded % every):
                 ns, why = _simulated(request, each)
                 known[name] = {"cell": name, "ns": ns, "least_ns": each.least_ns, "above": above, "why": why}
                 cells.write(json.dumps(known[name]) + "\n")
@@ -309,6 +319,8 @@ def grid(state: State, case: Case) -> dict[str, Any]:
         "simulated": len(simulated),
         "without_schedule": len(known) - len(simulated),
         "sampled": sum(line["above"] for line in simulated),
+        "left": len(left),
+        "left_ns": min(left, default=None),
         "wrong": wrong,
         "best_ns": winner and winner["ns"],
         "best": winner and winner["cell"],
@@ -380,15 +392,27 @@ def published(state: State, case: Case) -> dict[str, Any]:
     for each in PUBLISHED:
         if each.case != case.stem:
             continue
-        model = MODELS[case.model]
-        base = [
-            *("search", str(state.profile(case)), "--cluster", str(state.cluster(case)), "--json"),
-            *("--mini-batch", str(each.samples), "--time-limit", f"{state.limit:g}s"),
-        ]
-        theirs = json.loads(state.run([*base, *shlex.split(each.flags)]))["iteration_ns"]
-        ours = json.loads(state.run(base))["iteration_ns"]
+        model, sizes = MODELS[case.model], iter(shlex.split(each.flags))
+        said: dict[str, Any] = {
+            flag[2:].replace("-", "_"): int(value) if value.isdigit() else value
+            for flag, value in zip(sizes, sizes, strict=True)
+        }
+        theirs, ours = (_found_ns(state, case, each.samples, how) for how in (said, {}))
         found.append({"run": each.run, "flags": each.flags, "model": model.name, "theirs_ns": theirs, "ours_ns": ours})
     return {"runs": found}
+
+
+def _found_ns(state: State, case: Case, samples: int, said: Mapping[str, Any]) -> int:
+    """The iteration of a search with some sizes said."""
+    found = pipeplan.search(
+        state.profile(case),
+        cluster=state.cluster(case),
+        mini_batch=samples,
+        time_limit=state.limit,
+        within=state.within,
+        **said,
+    )
+    return found.plan.predicted.iteration_ns
 
 
 PARTS = ("search", "grid", "frontier", "published")
@@ -476,6 +500,7 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
                     "" if best is None else f"{ns / best - 1:+.1%}",
                     *(str(cells[key]) for key in ("cells", "simulated", "without_schedule", "above", "sampled")),
                     str(len(cells["wrong"])),
+                    f"{cells['left']}, from {cells['left_ns'] / 1e9:.2f} s on" if cells.get("left") else "none",
                 )
             )
         other = state.known(case, "frontier")
@@ -510,7 +535,7 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
     )
     yield markdown(header, rows)
     if grids:
-        counts = "cells", "simulated", "no schedule", "above", "of these simulated", "bounds that do not hold"
+        counts = "cells", "simulated", "no schedule", "above", "of these simulated", "bounds that do not hold", "left"
         yield markdown(("case", "search, s", "best cell, s", "cell", "search is", *counts), grids)
     if others:
         yield markdown(("case", "beside", "its iteration, s", "search, s", "search is"), others)
@@ -532,6 +557,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only print what is known")
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--processor", action="store_true", help="measure the process's own seconds, not the wall's")
+    parser.add_argument("--cells", type=int, default=0, help="look at no more than so many cells of a grid")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--frontier", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--off", default="", help=argparse.SUPPRESS)
@@ -544,7 +570,9 @@ def main() -> None:
         return
     if options.state is None:
         parser.error("--state FOLDER is needed")
-    state = State(options.state, options.limit, time.process_time if options.processor else time.monotonic)
+    state = State(
+        options.state, options.limit, time.process_time if options.processor else time.monotonic, options.cells
+    )
     if options.child:
         off = [name for name in options.off.split(";") if name]
         case = next(case for case in CASES if case.stem == options.child)

@@ -14,7 +14,7 @@ from pipeplan.planning.restrictions import search_targets
 from pipeplan.units import format_ns
 
 PROFILES = Path(__file__).parent.parent / "profiles"
-SECONDS = 4.0
+SECONDS = 2.0
 
 
 def row(profile: pipeplan.Profile, target: str) -> Iterator[str]:

@@ -243,7 +243,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "megatron",
         {"zero": 3},
-        "for Megatron-LM .for_.: zero=3, and Megatron-LM's pipeline divides .*; give one of zero=0, 1",
+        "for Megatron-LM .for_.: zero=3, and Megatron-LM's pipeline shards .*; give one of zero=0, 1",
     ),
     ("deepspeed", {"recompute": "selective"}, "does not recompute so"),
     ("galvatron", {"split_backward": True}, "runs whole backwards"),

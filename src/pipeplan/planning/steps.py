@@ -48,6 +48,7 @@ from pipeplan.planning.candidates import (
 from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
+from pipeplan.planning.moves import Moves
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request
@@ -869,6 +870,7 @@ STEPS: tuple[SearchStep, ...] = (
     EvenCut(),
     LookAtCandidates(),
     KeepAll(),
+    Moves(),
     EveryWidth(),
     RecomputedBlocks(),
     StageGraphs(),

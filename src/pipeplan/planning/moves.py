@@ -1,0 +1,282 @@
+"""Stages of different widths from good plans by moves: of blocks and devices between stages, and of a stage's own ways.
+
+From a plan whose stages are a chain: its longest stage gives a block towards a shorter one, each stage between passing
+one on; stages give devices to each other; a stage splits its blocks over its devices otherwise, or computes less again.
+What is shorter is kept, and moved on. So uniform layouts become uneven, as in Alpa and GraphPipe, and stages on devices
+of kinds with profiles of their own get the blocks that suit these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeplan.costs.zero import Experts, Zero
+from pipeplan.errors import PipeplanError
+from pipeplan.files import PlacedStage, Placement
+from pipeplan.partition.problem import Pricing
+from pipeplan.planning.candidates import PlacementCandidate, any_stages, is_large, open_splits, sharings
+from pipeplan.planning.planners import AUTO_PLANNER
+from pipeplan.planning.request import Request
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
+from pipeplan.time_limit import checkpoint
+from pipeplan.workload.elements import again_of, recompute_of
+from pipeplan.workload.workload import Workload
+
+
+@dataclass(frozen=True)
+class Moves(PlanStep):
+    """Moves on the best plan, each looked at with known schedules: the first that is shorter is the next best.
+
+    In every turn a ``share`` of the time that is left. Blocks move from the ``longest`` devices to the ``shortest``.
+    """
+
+    share: float = 0.1
+    longest: int = 2
+    shortest: int = 3
+    name = "moves"
+    of = "what is left, each turn"
+    when = (
+        "in turn with the search; the best plan, of stages in a line; without --planner, --rules, --slices, --max-span"
+    )
+    in_turn = True
+
+    def run(self, search: PlanSearch) -> None:
+        """Move as long as that makes it shorter."""
+        if not _may_move(search.request):
+            return
+        with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
+            while self._moved(search, share):
+                checkpoint()
+
+    def _moved(self, search: PlanSearch, share: Budget) -> bool:
+        """Whether there is a shorter plan one move from the best, found with a share of the time."""
+        best, request = search.best, search.request
+        if best is None or best.best is None or best.value_ns is None or best.value_ns <= search.bound_ns:
+            return False
+        for candidate in moves(request, best.candidate, best.best.workload, self.longest, self.shortest):
+            checkpoint()
+            if share.expired:
+                return False
+            if not search.is_new(candidate):
+                continue
+            with suppress(PipeplanError):  # it does not fit, or has no costs
+                trial = Trial.of(request, candidate, search.steps)
+                if trial.hopeless(best):
+                    continue
+                if request.dictates:
+                    trial.search(request, share, share.remaining)
+                else:
+                    trial.look(usual=candidate.usual if is_large(request) else None)
+                share.charge(SECONDS_PER_LOOK * sum(sum(map(len, way.slots)) for way in trial.ways))
+                if trial.value_ns is not None and trial.value_ns < best.value_ns:
+                    search.trials.append(trial)
+                    search.report(trial)
+                    return True
+        return False
+
+
+def _may_move(request: Request) -> bool:
+    """Whether stages are the search's to choose: not given, a planner's, of rules, or for parts of forwards."""
+    said = request.rules, request.max_span, request.num_parted, request.spread
+    own = isinstance(request.placement, Placement) or request.planner != AUTO_PLANNER
+    return not (own or request.tunes or any(said))
+
+
+def moves(
+    request: Request, candidate: PlacementCandidate, workload: Workload, longest: int, shortest: int
+) -> Iterator[PlacementCandidate]:
+    """What is one move from a candidate, those first that take most from the ``longest`` devices; the same samples.
+
+    None where stages are no chain, or are of several routes or sizes.
+    """
+    stages = candidate.placement.stages
+    groups = {stage.devices for stage in stages}
+    order = request.profile.topological_order()
+    whole = tuple(block for stage in stages for block in stage.blocks)
+    if candidate.placement.num_routes > 1 or whole != order or candidate.given:
+        return
+    if len(set(chain.from_iterable(groups))) < sum(map(len, groups)):  # some are on parts of others' devices
+        return
+    if any(each.configurations or each.num_parted for each in stages):
+        return
+    if any(each.microbatch_size not in (None, candidate.batch.microbatch_size) for each in stages):
+        return
+    level = _levelled(request, candidate, workload)
+    changed = (*([] if level is None else [level]), *_blocks_moved(stages, workload, longest, shortest))
+    if len(groups) == len(stages) and any_stages(request):
+        changed = (*changed, *_reshaped(request, candidate, workload), *_devices_moved(request, candidate, workload))
+    for each in changed:
+        placement = candidate.placement.model_copy(update={"stages": each})
+        yield replace(candidate, placement=placement, source=_named(candidate.source))
+
+
+def _named(source: str) -> str:
+    return source if source.endswith(" moved") else f"{source}, moved"
+
+
+_Stages = tuple[PlacedStage, ...]
+
+Array = NDArray[np.int64]
+
+
+def _loads(stages: Sequence[PlacedStage], workload: Workload) -> list[int]:
+    """[stage] ns of work of its devices for a micro-batch."""
+    work = workload.work_of_stages
+    of_devices = Counter[int]()
+    for number, stage in enumerate(stages):
+        of_devices[stage.devices[0]] += work[number]
+    return [of_devices[stage.devices[0]] for stage in stages]
+
+
+def _levelled(request: Request, candidate: PlacementCandidate, workload: Workload) -> _Stages | None:
+    """Blocks moved one after another from the device with most work, by what each takes where it comes, without a look.
+
+    Each time to where the longest of all devices is the shortest then; None where nothing is moved.
+    """
+    stages, size = candidate.placement.stages, candidate.batch.microbatch_size
+    before = _work_before(request, stages, workload, size)
+    groups = list(dict.fromkeys(stage.devices for stage in stages))
+    place = np.array([groups.index(stage.devices) for stage in stages])
+    ends = np.array(list(accumulate((len(each.blocks) for each in stages), initial=0)))
+    numbers = np.arange(len(stages))
+
+    def loads(ends: Array) -> Array:
+        """[group] ns, for several cuts at once [..., group]."""
+        own = before[numbers, ends[..., 1:]] - before[numbers, ends[..., :-1]]
+        return np.stack([own[..., place == group].sum(axis=-1) for group in range(len(groups))], axis=-1)
+
+    moved = False
+    for _ in range(int(ends[-1])):
+        checkpoint()
+        now = loads(ends)
+        sources = [n for n in range(len(stages)) if place[n] == now.argmax() and ends[n + 1] - ends[n] > 1]
+        pairs = [(source, target) for source in sources for target in range(len(stages)) if target != source]
+        if not pairs:
+            break
+        cuts = np.stack([ends + _shift(len(stages), *pair) for pair in pairs])
+        after = [*map(_unevenness, loads(cuts))]
+        least = min(range(len(pairs)), key=after.__getitem__)
+        if after[least] >= _unevenness(now):
+            break
+        ends, moved = cuts[least], True
+    return _cut(stages, ends.tolist()) if moved else None
+
+
+def _unevenness(loads: Array) -> tuple[int, float]:
+    """The most, and of equals how far all are apart."""
+    return int(loads.max()), float((loads.astype(np.float64) ** 2).sum())
+
+
+def _work_before(request: Request, stages: _Stages, workload: Workload, size: int) -> Array:
+    """[stage, block] ns of a micro-batch's work of all blocks before one, if they ran as that stage does."""
+    order, known = request.profile.topological_order(), dict[Pricing, list[int]]()
+    again = [each for stage in stages for each in again_of(stage.recompute or False, len(stage.blocks))]
+    rows = []
+    for placed, stage in zip(stages, workload.stages, strict=True):
+        own = Pricing(size // placed.replicas, False, placed.shards, Zero.of(stage), placed.context, Experts.of(stage))
+        ways = {each: own._replace(recompute=each, speed=stage.speed, kinds=stage.kinds) for each in set(again)}
+        for way in ways.values():
+            if way not in known:
+                known[way] = [cost.compute_ns for cost in way.costs(request.profile, order)]
+        rows.append([0, *accumulate(known[ways[each]][number] for number, each in enumerate(again))])
+    return np.array(rows, dtype=np.int64)
+
+
+def _shift(count: int, source: int, target: int) -> Array:
+    """[bound] by what it moves where one block goes from a stage towards another, each stage between passing one on."""
+    found = np.zeros(count + 1, dtype=np.int64)
+    found[min(source, target) + 1 : max(source, target) + 1] = 1 if target < source else -1
+    return found
+
+
+def _blocks_moved(
+    stages: Sequence[PlacedStage], workload: Workload, longest: int, shortest: int
+) -> tuple[_Stages, ...]:
+    """A block less for a stage of the longest devices, and one more for one of the shortest; all between shift."""
+    loads = _loads(stages, workload)
+    by_load = sorted(range(len(stages)), key=lambda number: -loads[number])
+    devices = list(dict.fromkeys(stages[number].devices for number in by_load))
+    slow, quick = devices[:longest], devices[::-1][:shortest]
+    sources = [number for number in by_load if stages[number].devices in slow and len(stages[number].blocks) > 1]
+    targets = [number for number in by_load[::-1] if stages[number].devices in quick]
+    pairs = [(a, b) for a, b in product(sources, targets) if loads[a] > loads[b]]
+    pairs += [(a, b) for a in sources for b in (a - 1, a + 1) if 0 <= b < len(stages) and (a, b) not in pairs]
+    pairs.sort(key=lambda pair: (loads[pair[1]] - loads[pair[0]], abs(pair[0] - pair[1])))
+    return tuple(_shifted(stages, *pair) for pair in pairs)
+
+
+def _shifted(stages: Sequence[PlacedStage], source: int, target: int) -> _Stages:
+    """One block from a stage towards another."""
+    ends = np.array(list(accumulate((len(each.blocks) for each in stages), initial=0)))
+    return _cut(stages, (ends + _shift(len(stages), source, target)).tolist())
+
+
+def _cut(stages: Sequence[PlacedStage], ends: Sequence[int]) -> _Stages:
+    """The same stages with other blocks, each of which is computed again as before."""
+    blocks = [block for each in stages for block in each.blocks]
+    again = [each for stage in stages for each in again_of(stage.recompute or False, len(stage.blocks))]
+    return tuple(
+        stage.model_copy(
+            update={
+                "blocks": tuple(blocks[begin:end]),
+                "recompute": None if stage.recompute is None else recompute_of(tuple(again[begin:end])),
+            }
+        )
+        for stage, (begin, end) in zip(stages, pairwise(ends), strict=True)
+    )
+
+
+def _ways(
+    request: Request, candidate: PlacementCandidate, stage: PlacedStage, count: int
+) -> Iterator[dict[str, object]]:
+    """How a stage may run on so many devices: shards, replicas, and what these divide."""
+    splits = sorted({each.shards for each in open_splits(request) if each.context == each.expert == 1})
+    if stage.context > 1 or stage.expert > 1:
+        return
+    for shards in splits:
+        replicas, rest = divmod(count, shards)
+        if rest or candidate.batch.microbatch_size % replicas:
+            continue
+        for zero in sharings(request, replicas, shards):
+            keys = {"zero": 0, "zero_group": None, "unshard_every": None, "reduce_every": None}
+            yield keys | {"shards": shards, "replicas": replicas} | zero.keys(replicas)
+
+
+def _reshaped(request: Request, candidate: PlacementCandidate, workload: Workload) -> Iterator[_Stages]:
+    """A stage otherwise on the same devices, the longest first."""
+    stages, loads = candidate.placement.stages, _loads(candidate.placement.stages, workload)
+    for number in sorted(range(len(stages)), key=lambda number: -loads[number]):
+        stage = stages[number]
+        for way in _ways(request, candidate, stage, len(stage.devices)):
+            if any(getattr(stage, key) != value for key, value in way.items()):
+                yield (*stages[:number], stage.model_copy(update=way), *stages[number + 1 :])
+
+
+def _devices_moved(request: Request, candidate: PlacementCandidate, workload: Workload) -> Iterator[_Stages]:
+    """Devices of the shortest stages for the longest; all numbered anew in the stages' order."""
+    stages, loads = candidate.placement.stages, _loads(candidate.placement.stages, workload)
+    line = [device for stage in stages for device in stage.devices]
+    by_load = sorted(range(len(stages)), key=lambda number: -loads[number])
+    for source, target in product(by_load[::-1], by_load):
+        if loads[source] >= loads[target]:
+            continue
+        for given in range(1, len(stages[source].devices)):
+            counts = [len(each.devices) for each in stages]
+            counts[source], counts[target] = counts[source] - given, counts[target] + given
+            ends = list(accumulate(counts, initial=0))
+            where = [tuple(line[begin:end]) for begin, end in pairwise(ends)]
+            own = [list(_ways(request, candidate, stages[at], counts[at])) for at in (source, target)]
+            for less, more in product(*own):
+                changes = {source: less, target: more}
+                yield tuple(
+                    stage.model_copy(update={"devices": devices, **changes.get(number, {})})
+                    for number, (stage, devices) in enumerate(zip(stages, where, strict=True))
+                )
