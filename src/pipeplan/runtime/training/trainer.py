@@ -11,6 +11,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -470,7 +471,9 @@ class Trainer:
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
         layouts = StageLayouts.of(part, self.model, self.groups.along)
-        state = self.exchanged[index] = self.sharded.stage(part, self.program.num_gradients(index))
+        halves = any(step.action.stage == index and len(step.samples) > 1 for step in self.program.steps)
+        summed = replace(part, buckets=()) if halves else part  # backward passes blocks twice where forward did
+        state = self.exchanged[index] = self.sharded.stage(summed, self.program.num_gradients(index))
         return StageRunner(part, modules, specs, self.autocast, layouts=layouts, state=state)
 
     def _executor(self, program: Program) -> Executor:
