@@ -290,7 +290,7 @@ def search(
         split_backward: whether input and weight gradients run separately.
         split_overhead: extra time for each input or weight gradient that is launched separately, as ``"20us"`` or in
             seconds.
-        launch_overhead: host time to launch a block, in each of its actions, beside the profile's costs; by default
+        launch_overhead: host time to launch a block, in each of its actions, on top of the profile's costs; by default
             what the profile says, else 0.
         time_limit: as ``"30s"`` or in seconds.
         seed: random seed of the solver and of local search.
@@ -685,19 +685,19 @@ def report(
 
 @_public
 def export(plan: Plan | Path, to: str, *, names: str | None = None, base: str | None = None) -> Export:
-    """Write a plan in the words of another tool.
+    """Write a plan in another tool's format.
 
     Args:
         plan: the plan, or the path of its file.
         to: who is to read it: ``"torch"``, ``"torchtitan"``, ``"automodel"``, ``"megatron"``, ``"deepspeed"``,
-            ``"galvatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or ``"huggingface"``.
-        names: the model's modules with commas, N for a layer's number, for targets that are told names; by default
+            ``"galvatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"``, ``"huggingface"`` or ``"chakra"``.
+        names: the model's module names, N for a layer's number, for targets that take them; by default
             those that the plan says, else the target's own.
-        base: for ``"torchtitan"``, your own recipe, as ``"pkg.mod:function"``, which the plan's is made of.
+        base: for ``"torchtitan"``, your own recipe, as ``"pkg.mod:function"``, on which the plan's is based.
 
     Returns:
         ``.text`` as the tool reads it, ``.beside`` and ``.files`` for further files (beside it, or of a folder), and
-        ``.notes`` on what the tool does its own way.
+        ``.notes`` on what the tool does differently.
 
     Raises:
         FileError: the file cannot be read.

@@ -117,7 +117,7 @@ def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events
     """A SEND and a RECV for every message; of those emitted at a time, the ones go first that leave first."""
     workload = graph.workload
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
-    naming = _PeerNames(workload.dependencies)
+    naming = PeerNames(workload.dependencies)
     number = 0
     for dependency in workload.dependencies:
         source = position[dependency.source]
@@ -136,7 +136,7 @@ def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events
                 number += 1
 
 
-class _PeerNames:
+class PeerNames:
     """Says which stage or device is at the other end where more than one could be meant."""
 
     def __init__(self, dependencies: Sequence[Dependency]) -> None:

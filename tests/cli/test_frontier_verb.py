@@ -131,7 +131,7 @@ def test_sizes_fix_how_plans_share_out_devices(profile_path: Path) -> None:
     with pytest.raises(UsageError, match="--pp 3 x --tp 2 x --cp 1 does not divide 4 devices"):
         raise run(profile_path, *sizes, "--devices", "4,12", "--pp", 3, fails=UsageError).exception or AssertionError
     refused = run(profile_path, "--devices", 4, "--tp", 2, fails=UsageError).exception
-    assert "--tp is for pipelines, and one stage is none; give --plans" in str(refused)
+    assert "--tp is for pipelines, not for a single stage; add --plans" in str(refused)
 
 
 def test_frontiers_of_plans_have_what_searches_have(profile_path: Path) -> None:

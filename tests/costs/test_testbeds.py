@@ -123,7 +123,7 @@ def test_any_number_of_devices_keeps_the_links(name: str, num_devices: int) -> N
 def test_refuses_what_is_not_there() -> None:
     with pytest.raises(UsageError, match=r"no testbed 'dgx'; choose from autopipe, cluster-a100, .*tessel"):
         cluster_of("dgx")
-    with pytest.raises(UsageError, match="0 devices are no cluster"):
+    with pytest.raises(UsageError, match="0 devices are not a cluster"):
         cluster_of("tessel", 0)
 
 

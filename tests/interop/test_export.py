@@ -101,7 +101,7 @@ def test_letters_groups_commas_and_empty_stages() -> None:
         ("EE|tL", 2, "begins with the one E"),
         ("Et|Lt", 2, "ends with the one L"),
         ("Emt|L", 2, "a t stands after an m"),
-        ("Et|m|m|L", 2, "m stands in stages 1 and 2"),
+        ("Et|m|m|L", 2, "m is in stages 1 and 2"),
         ("Et|m|t*0|L", 2, "not the last stage of its rank"),
         ("E(t|)*99999999L", 2, "more than 1000000 letters"),
     ],
@@ -229,7 +229,7 @@ def test_any_plan_is_exported_exactly_or_refused_with_its_place() -> None:
         if draw.random() < 0.1:  # some actions are not there
             programs[-1] = tuple(text for text in programs[-1] if draw.random() < 0.9 and "B" not in text)
         plan = plan.model_copy(update={"stages": tuple(stages), "programs": tuple(programs)})
-        for target in export_targets():
+        for target in {*export_targets()} - {"chakra"}:  # whose plans of all sorts are drawn in test_chakra
             try:
                 found = face.export(plan, target)
             except UsageError as error:

@@ -244,7 +244,7 @@ def test_layouts_come_back_with_their_order(layout: str, ranks: int, group: int 
     [
         ("5,7,7,6", "layers", {}, "the source has 25 layers, and profile 'gpt2-345m' has 24"),
         ("12,12", "layers", {"devices": 3}, "devices=3 cannot be shared evenly by 2 pipeline ranks"),
-        ("Et*12|t*12L", "layers", {}, "is no list of layers"),
+        ("Et*12|t*12L", "layers", {}, "is not a list of layers"),
         ("Et*12|t*12L", "megatron", {"devices": 3}, "2 stages cannot be shared by|cannot be shared evenly"),
         ("E|t*24L", "torch", {"modules": "x"}, "No such file"),
         ("12,12", "layers", {"modules": str(ROOT / "docs/schema")}, "."),

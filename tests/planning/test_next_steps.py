@@ -39,7 +39,7 @@ def test_replicas_that_divide_all_state_are_named_where_they_are_quicker() -> No
     gain = 1 - shared.predicted.iteration_ns / default.predicted.iteration_ns
     assert gain > 0
     assert said.startswith("up to about ")
-    assert said.endswith("% shorter iterations; ZeRO 2 and 3 (FSDP) are tried, too")
+    assert said.endswith("% shorter iterations; ZeRO 2 and 3 (FSDP) are tried as well")
     assert "--zero auto" not in _said(replace(request, zero=1)), "it was asked for something"
 
 

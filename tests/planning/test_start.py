@@ -76,7 +76,7 @@ def test_one_that_does_not_fit_is_said() -> None:
     start = imported("Et*6|t*6|t*6|t*6L")
     most = max(memory.peak_bytes for memory in start.predicted.memory)
     found = face.search(PROFILE, start=start, memory=most - 1, time_limit=2, deterministic=True)
-    assert any("more than there is: it is no start" in note for note in found.notes)
+    assert any("more than there is: the search does not start from it" in note for note in found.notes)
     assert max(memory.peak_bytes for memory in found.plan.predicted.memory) < most
 
 

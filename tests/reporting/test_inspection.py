@@ -269,7 +269,7 @@ def test_searches_say_that_a_measured_profile_is_doubtful(tmp_path: Path) -> Non
 
 
 def test_searches_say_that_times_vary_as_much_as_predictions() -> None:
-    for spread, said in ((0.1, ""), (0.35, ", and times that vary by 35% on average: predictions do, too")):
+    for spread, said in ((0.1, ""), (0.35, ", and times that vary by 35% on average, and so do predictions")):
         noisy = chain(block("a", spread={"forward_ns": spread, "backward_ns": spread}))
         assert mean_spread(noisy) == pytest.approx(spread)
         (note,) = input_notes(Request.of(noisy, devices=1, mini_batch=4))
@@ -281,7 +281,7 @@ def test_edges_that_do_not_lead_to_the_next_block_are_shown() -> None:
     assert "edges beside" not in printed(SOUND)
     first, *_, last = (each.id for each in SOUND.blocks)
     branched = SOUND.model_copy(update={"edges": (*SOUND.edges, Edge(source=first, target=last))})
-    assert f"edges beside those to the next block: {first} -> {last}\n" in printed(branched)
+    assert f"other edges than to the next block: {first} -> {last}\n" in printed(branched)
 
 
 def test_shares_are_of_the_size_that_is_asked_for() -> None:
@@ -373,7 +373,7 @@ def test_a_summary_has_a_row_for_each_kind_and_details_have_a_row_for_each_case(
     profile = SOUND.model_copy(update={"blocks": (first, *SOUND.blocks[1:])})
     text = printed(profile)
     assert len(re.findall(rf"^ {first.id} ", text, re.MULTILINE)) == 1
-    cases = "tp 1, 2; tp with * divides the sequence, too; with and without recomputation"
+    cases = "tp 1, 2; tp with * also divides the sequence; with and without recomputation"
     assert f"costs for samples 1, 2, 4; {cases}" in text
     assert text.index("parameters") < text.index("all blocks") < text.index(f" {first.id} ")
     text = printed(profile, details=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeplan import _api
-from pipeplan.cli.output import Outputs, say_notes
+from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import FILE, TARGET
 from pipeplan.errors import FileError, UsageError
 
@@ -24,19 +24,20 @@ if TYPE_CHECKING:
     required=True,
     type=TARGET,
     metavar="TARGET",
-    help="Who is to read it: torch (a schedule's CSV; with -o also FILE.modules.json), torchtitan or automodel (a "
+    help="Target tool: torch (a schedule's CSV; with -o also FILE.modules.json), torchtitan or automodel (a "
     "folder with a recipe and its schedule), megatron (layout string, then arguments), deepspeed (a PipelineModule), "
-    "galvatron (its JSON), vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map).",
+    "galvatron (its JSON), vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map), chakra (a folder "
+    "with an execution trace of each rank, for ASTRA-sim).",
 )
 @click.option(
     "--names",
     metavar="LIST",
-    help="For targets that are told names: the model's modules with commas, N for a layer's number.  [default: the "
-    "plan's; without, tok_embeddings,layers.N,norm,lm_head for torch and torchtitan, else "
+    help="For targets that take module names: the model's, separated by commas, N for a layer's number.  [default: "
+    "the plan's; without, tok_embeddings,layers.N,norm,lm_head for torch and torchtitan, else "
     "model.embed_tokens,model.layers.N,model.norm,lm_head]",
 )
 @click.option(
-    "--base", metavar="pkg.mod:function", help="For torchtitan: your own recipe, which the plan's is made of."
+    "--base", metavar="pkg.mod:function", help="For torchtitan: your own recipe, on which the plan's is based."
 )
 @click.option(
     "-o",
@@ -44,32 +45,39 @@ if TYPE_CHECKING:
     type=FILE,
     default="-",
     metavar="PATH",
-    help="Where to write: a file (- for stdout), or a folder, which is made, where a target needs several.",
+    help="Where to write: a file (- for stdout), or for targets with several files a folder, which is created.",
 )
 def export_command(plan_path: str, to: str, names: str | None, base: str | None, output: str) -> None:
     """Write PLAN for another tool, which then runs the plan's stages.
 
-    What the tool cannot run is refused, with its place in the plan. What it does its own way is said on stderr, so that
-    stdout has only what the tool reads. PLAN may be - for stdin.
+    A plan that the tool cannot run is refused, with the place in the plan. Remarks on what the tool does differently go
+    to stderr, so stdout has only what the tool reads. PLAN may be - for stdin.
     """
     found = _api.export(_api.read_plan(plan_path), to, template_of(names), base)
     files = _files_of(found, output)
     with Outputs({f"-o ({path})" if number else "-o": path for number, path in enumerate(files)}) as outputs:
         say_notes(found.notes)
         for path, text in files.items():
-            if path == "-":
+            if path == "-" and isinstance(text, str):
                 sys.stdout.write(text)
             else:
                 outputs.write_text(text, path)
-                outputs.say_written(f"plan for {to}", path)
+                if len(files) <= MOST_NAMED:
+                    outputs.say_written(f"plan for {to}", path)
+        if len(files) > MOST_NAMED:
+            say(f"plan for {to} written to {output}: {len(files)} files", err=True)
 
 
-def _files_of(found: Export, output: str) -> dict[str, str]:
+MOST_NAMED = 4
+"""Files that are named one by one when they are written; of more it is said how many there are."""
+
+
+def _files_of(found: Export, output: str) -> dict[str, str | bytes]:
     """{path: what goes there}, in a folder where there are several. Raises UsageError without one."""
     if not found.files:
         beside = {} if output == "-" else found.beside
         return {output: found.text, **{f"{output}{ending}": text for ending, text in beside.items()}}
-    names = " and ".join(found.files)
+    names = " and ".join(found.files) if len(found.files) <= MOST_NAMED else f"{len(found.files)} files"
     if output == "-":
         raise UsageError(f"--to {found.target} writes {names}; give -o FOLDER")
     if os.path.exists(output) and not os.path.isdir(output):

@@ -217,7 +217,7 @@ def frontier_request(ctx: click.Context) -> Request:
             raise UsageError(f"{flag} has no effect with --plans; leave out {flag} or --plans")
     for parameter, flag in () if flags["plans"] else _ONLY_PLANS.items():
         if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
-            raise UsageError(f"{flag} is for pipelines, and one stage is none; give --plans, too, or leave {flag} out")
+            raise UsageError(f"{flag} is for pipelines, not for a single stage; add --plans, or leave {flag} out")
     splitting = _api.Splitting(
         device=flags["device"],
         whole_blocks=flags["split_level"] == "block",

@@ -25,11 +25,11 @@ VERBS = {
     "compare": ("search_verbs", "Compare pipeplan's schedule with every known one."),
     "frontier": ("frontier_verb", "Show what more memory and more devices bring."),
     "simulate": ("plan_verbs", "Simulate a plan: bubbles, memory, critical path, timeline."),
-    "report": ("report_verb", "Write a report on plans that people look at."),
+    "report": ("report_verb", "Write a report on plans as a web page."),
     "run": ("run_verb", "Run a plan on torch.distributed, or emulate it."),
     "profile": ("profile_verb", "Measure or estimate a model block by block."),
     "check": ("plan_verbs", "Verify a plan independently of what made it."),
-    "export": ("export_verb", "Write a plan in the words of another tool."),
+    "export": ("export_verb", "Write a plan in another tool's format."),
     "import": ("import_verb", "Read what another tool runs as a plan."),
     "example": ("example_verb", "Write a ready input: a literature shape or a paper's model."),
 }

@@ -120,17 +120,18 @@ class Outputs:
         """Write a plan with the command line that made it, so that it can be made again."""
         self.write(plan.written_by(command_line()), path)
 
-    def write_text(self, text: str, path: str) -> None:
-        """The same with the text of a file."""
+    def write_text(self, text: str | bytes, path: str) -> None:
+        """The same with the text of a file, or its bytes."""
         try:
             _api.write_text(text, self._kept.get(path, path))
         except FileError as error:
             kept = _api.write_elsewhere(text, path)
-            if kept is None:
+            if kept is None and isinstance(text, str):
                 sys.stdout.write(text)
-            else:
+            elif kept is not None:
                 self._kept[path] = kept
-            self._problems[path] = f"{error}; what was to be there is in {kept or 'stdout'}"
+            where = kept or ("stdout" if isinstance(text, str) else "no other place, either")
+            self._problems[path] = f"{error}; what was to be there is in {where}"
 
 
 def _require_different(paths: Mapping[str, str]) -> None:

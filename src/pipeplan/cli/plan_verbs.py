@@ -43,7 +43,7 @@ def check_command(ctx: click.Context, /, plan_path: str, as_json: bool, **given:
 
     Exits with 0 if all is right, 1 if a rule is broken (the first problems are shown, each with its place), 2 if
     a file cannot be read. Transfer times are checked only with --profile, and those of a plan made for a cluster
-    only with --cluster, too.
+    only with --cluster as well.
     """
     plan = _api.read_plan(plan_path)
     profile, cluster = checked_against(given, plan=plan)

@@ -41,18 +41,18 @@ def report_command(
     svg_path: str | None,
     output: str | None,
 ) -> None:
-    """Write a report on one to four PLANs: a page that needs no network, for people.
+    """Write a report on one to four PLANs: an HTML page that needs no network.
 
-    It has the answer in ten lines, a timeline to move and to ask, what each device waits for, memory, stages, the
-    critical path, and the best alternatives that the search kept in the plan. Several plans stand on one time axis,
-    and so does what was measured. One of the files may be - for stdin.
+    It has the answer in ten lines, an interactive timeline, what each device waits for, memory, stages, the critical
+    path, and the best alternatives that the search kept in the plan. Several plans share one time axis, and so do
+    measured runs. One of the files may be - for stdin.
     """
     if output is None and svg_path is None and not markdown:
         raise UsageError("say what to make: -o report.html, --markdown or --svg FILE")
     require_one_stdin([*plan_paths, *measured_paths, frontier_path])
     with Outputs({"-o": output, "--svg": svg_path}) as outputs:
         if markdown and outputs.on_stdout:
-            raise UsageError("--markdown prints to stdout, too; give a file in place of -")
+            raise UsageError("--markdown prints to stdout as well; give a file instead of -")
         found = _api.report(
             [_api.read_plan(path) for path in plan_paths],
             measured_paths,

@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     "--explain",
     is_flag=True,
     help="Show the ten best plans that differ, what limits each, why common layouts lose, and what to set in "
-    "torchtitan and Megatron-LM.",
+    "torchtitan, Megatron-LM and transformers' Trainer.",
 )
 def search_command(
     workers: int | None,
@@ -180,7 +180,7 @@ def _rules_alone(flags: Mapping[str, Any]) -> Iterator[str]:
     source = click.get_current_context().get_parameter_source("scheduler")
     if flags["rules_path"] is not None and flags["scheduler"] == "auto" and source is not ParameterSource.DEFAULT:
         yield (
-            "the schedule is that of --rules alone, so that --scheduler auto searches for no other; compare --rules "
+            "the schedule is that of --rules alone, so --scheduler auto searches for no other; compare --rules "
             "sets it beside one that is searched"
         )
 

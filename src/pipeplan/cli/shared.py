@@ -333,7 +333,7 @@ def checked_against(given: Mapping[str, Any], *, plan: Plan) -> tuple[Profile | 
     """The profile and the cluster that flags name beside a plan. Raises UsageError."""
     profile, cluster = (given_file(kind, given[f"{kind}_path"]) for kind in ("profile", "cluster"))
     if profile is None and given["profile_for"]:
-        raise UsageError("--profile-for is beside --profile, which the other devices have; give that, too")
+        raise UsageError("--profile-for is beside --profile, which the other devices have; give that as well")
     return profile and profile_of_kinds(profile, given["profile_for"], cluster, plan), cluster
 
 
@@ -479,7 +479,7 @@ _OPTIONS = (
         "--max-span",
         type=NUMBER,
         metavar="N",
-        help="Micro-batches that a repetend reaches over, at most; makes --scheduler auto search for one.",
+        help="Most micro-batches that a repetend may span; --scheduler auto then searches for a repetend.",
     ),
     click.option("--unroll", type=AutoOr(1, 64), default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(
@@ -496,7 +496,7 @@ _OPTIONS = (
     click.option(
         "--launch-overhead",
         type=DURATION,
-        help="Host time to launch a block, in each of its actions, beside the profile's costs.  "
+        help="Host time to launch a block, in each of its actions, on top of the profile's costs.  "
         "[default: what the profile says, else 0]",
     ),
     click.option("--time-limit", type=DURATION, default="30s", help="Stop after this long, with the best plan so far."),

@@ -50,7 +50,7 @@ def named_cluster(name: str, num_devices: int | None = None) -> Cluster:
 def _resized(cluster: Cluster, num_devices: int) -> Cluster:
     """The same nodes and links, but more or fewer of them: levels are cut to the devices and the last one holds all."""
     if num_devices < 1:
-        raise UsageError(f"{num_devices} devices are no cluster; give 1 or more")
+        raise UsageError(f"{num_devices} devices are not a cluster; give 1 or more")
     *inner, outermost = cluster.levels
     levels = [level for level in inner if level.group_size < num_devices]
     last = outermost if len(levels) == len(inner) else inner[len(levels)]

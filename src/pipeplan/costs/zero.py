@@ -261,9 +261,9 @@ def exchange_ns(
     groups = [
         group
         for each in {stage: None, **dict.fromkeys(sharing)}
-        for group in _groups(each.devices, each.shards, zero.group)
+        for group in state_groups(each.devices, each.shards, zero.group)
     ]
-    own = _groups(stage.devices, stage.shards, zero.group)
+    own = state_groups(stage.devices, stage.shards, zero.group)
     across = [
         list(place) for shard in range(stage.shards) for place in zip(*groups[shard :: stage.shards], strict=True)
     ]
@@ -276,10 +276,10 @@ def exchange_ns(
 
 def _exchanging(devices: Sequence[int], parts: int, zero: Zero) -> tuple[tuple[int, ...], ...]:
     """The groups that exchange in the middle of an iteration; none below the second level."""
-    return tuple(map(tuple, _groups(devices, parts, zero.group))) if zero.level >= IN_ACTIONS else ()
+    return tuple(map(tuple, state_groups(devices, parts, zero.group))) if zero.level >= IN_ACTIONS else ()
 
 
-def _groups(devices: Sequence[int], shards: int, group: int) -> list[list[int]]:
+def state_groups(devices: Sequence[int], shards: int, group: int) -> list[list[int]]:
     """The devices of each group: those with the same shard, of neighbouring replicas; shards in turn."""
     size = group * shards
     return [

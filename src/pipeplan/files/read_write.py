@@ -58,17 +58,18 @@ def write_file(model: FileModel, path: str) -> None:
     write_text(to_json(model), path)
 
 
-def write_text(text: str, path: str) -> None:
-    """Write text to a path through a temporary file beside it and a rename; ``-`` is stdout. Raises FileError."""
+def write_text(text: str | bytes, path: str) -> None:
+    """Write text, or bytes, through a temporary file beside a path and a rename; ``-`` is stdout. Raises FileError."""
+    content = text.encode() if isinstance(text, str) else text
     target = Path(path)
     try:
         if path == "-":
-            sys.stdout.write(text)
+            sys.stdout.write(content.decode())
             sys.stdout.flush()
         elif target.exists() and not target.is_file():  # /dev/null, a pipe: nothing to replace
-            target.write_text(text, encoding="utf-8")
+            target.write_bytes(content)
         else:
-            _replace(target.resolve(), text)  # a link keeps pointing at the file
+            _replace(target.resolve(), content)  # a link keeps pointing at the file
     except BrokenPipeError:  # the reader of stdout left
         raise
     except (OSError, RuntimeError) as error:
@@ -110,13 +111,13 @@ def _may_be_replaced(target: Path) -> bool:
     return not folder.st_mode & stat.S_ISVTX or os.geteuid() in (0, folder.st_uid, target.stat().st_uid)
 
 
-def write_elsewhere(text: str, path: str) -> str | None:
+def write_elsewhere(text: str | bytes, path: str) -> str | None:
     """Write what could not go to ``path`` to a temporary file: its name, or None where there is no room for one."""
     name, kept = Path(path).name if path != "-" else "stdout", None
     try:
         handle, kept = tempfile.mkstemp(prefix="pipeplan-", suffix=f"-{name[-_LONGEST_NAME:]}")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(text.encode() if isinstance(text, str) else text)
     except OSError:
         if kept is not None:  # half of it
             os.unlink(kept)
@@ -131,13 +132,13 @@ def _temporary_prefix(target: Path) -> str:
     return f".{target.name[:_LONGEST_NAME]}."
 
 
-def _replace(target: Path, text: str) -> None:
+def _replace(target: Path, content: bytes) -> None:
     """Write beside the file and rename; its mode stays. Raises OSError."""
     mode = target.stat().st_mode & 0o777 if target.exists() else None
     handle, temporary = temporary_beside(target)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         if mode is not None:

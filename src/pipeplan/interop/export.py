@@ -28,7 +28,7 @@ class Export:
     text: str
     notes: tuple[str, ...]
     beside: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.text
@@ -54,11 +54,11 @@ def exported(plan: Plan, to: str, template: Sequence[str] = (), base: str | None
     if write is None:
         raise UsageError(f"plans are not written for {target.title} yet; choose from {', '.join(export_targets())}")
     if template and not target.names:
-        raise UsageError(f"--names is for targets that are told names of modules, and {target.title} is not")
+        raise UsageError(f"--names is for targets that take module names, and {target.title} is not")
     if base is not None and to != "torchtitan":
         raise UsageError(f"--base names a recipe of torchtitan, and {target.title} takes none; leave it out")
     written = write(plan, target, Asked(template, base))
-    notes = (*written.notes, *_notes(plan, written.ranks, target))
+    notes = written.notes if written.ranks is None else (*written.notes, *_notes(plan, written.ranks, target))
     return Export(to, written.text, notes, written.beside, written.files)
 
 
@@ -110,7 +110,7 @@ def _of_ends(layers: PlanLayers, target: ExportTarget) -> Iterator[str]:
         if not there
     ]
     if missing:
-        yield f"the plan has no {' and no '.join(missing)}; {target.title} has it on the stage of the layer beside it"
+        yield f"the plan has no {' and no '.join(missing)}; {target.title} puts it on the neighbouring layer's stage"
     empty = [str(number) for number, each in enumerate(layers.stages) if not each.count]
     if empty:
         yield f"stage {empty[0]} has no layer" if len(empty) == 1 else f"stages {', '.join(empty)} have no layer"

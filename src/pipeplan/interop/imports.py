@@ -286,7 +286,7 @@ def _megatron(asked: _Sourced) -> _Read:
         count, left = divmod(sizes["batch"], sizes["microbatch"] * replicas)
         if left:
             raise UsageError(
-                f"--global-batch-size {sizes['batch']} is no multiple of --micro-batch-size {sizes['microbatch']} x "
+                f"--global-batch-size {sizes['batch']} is not a multiple of --micro-batch-size {sizes['microbatch']} x "
                 f"{replicas} replicas"
             )
     size = asked.microbatch_size or (sizes["microbatch"] * replicas if "microbatch" in sizes else None)

@@ -116,9 +116,9 @@ def require_layout(layout: Layout, positions: int, num_layers: int | None = None
     if LAYER in letters[letters.index(PREDICTION) :]:
         raise UsageError("layout: a t stands after an m; layers come before those of multi-token prediction")
     if len(predicting) > 1:
-        raise UsageError(f"layout: m stands in stages {predicting[0]} and {predicting[1]}; all are in one stage")
+        raise UsageError(f"layout: m is in stages {predicting[0]} and {predicting[1]}; all are in one stage")
     if predicting[0] // positions < chunks - 1:
-        raise UsageError(f"layout: m stands in stage {predicting[0]}, which is not the last stage of its rank")
+        raise UsageError(f"layout: m is in stage {predicting[0]}, which is not the last stage of its rank")
 
 
 def layout_text(layout: Layout) -> str:
@@ -196,7 +196,7 @@ def group_size(plan: Plan, layers: PlanLayers, target: ExportTarget | None = Non
 
 def _require_group(group: int, positions: int, count: int) -> None:
     if positions == 1:
-        raise UsageError("stages[1] is on the only rank; Megatron-LM has virtual stages on several ranks alone")
+        raise UsageError("stages[1] is on the only rank; Megatron-LM has virtual stages only with several ranks")
     if not positions <= group <= count or 0 < count % group < positions:
         raise UsageError(
             f"programs[0] runs {group} of {count} micro-batches through its first stage before the next; Megatron-LM "

@@ -69,7 +69,7 @@ def _compute(program: Sequence[str], device: int, target: ExportTarget) -> Itera
     for index, text in enumerate(program):
         where = f"programs[{device}][{index}] is {text}"
         if StateAction.read(text) is not None:
-            raise UsageError(f"{where}: {target.title} is not told when state is exchanged; search with --zero 0 or 1")
+            raise UsageError(f"{where}: {target.title} takes no exchanges of state; search with --zero 0 or 1")
         action = Action.parse(text)
         if not action.is_compute:
             continue
@@ -87,7 +87,7 @@ def require_blocks(number: int, stage: Stage, title: str) -> None:
     """Refuse a stage that is none of layers alone. Raises UsageError."""
     where = f"stages[{number}]"
     if not stage.blocks:
-        raise UsageError(f"{where} runs instructions, which {title} has not")
+        raise UsageError(f"{where} runs instructions, which {title} does not have")
     if stage.route:
         raise UsageError(
             f"{where} is on route {stage.route}: {title} has one way through the stages; search with "

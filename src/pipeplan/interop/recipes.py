@@ -30,8 +30,8 @@ def require_torch_state(plan: Plan, title: str) -> None:
     stage = plan.stages[0]
     if stage.zero == 1:
         raise UsageError(
-            f"stages[0].zero is 1: replicas of {title} keep their optimizer's state whole, or divide all of it (FSDP); "
-            "search with --zero 0, 2 or 3"
+            f"stages[0].zero is 1: replicas of {title} either keep their optimizer state whole or shard all "
+            "of it (FSDP); search with --zero 0, 2 or 3"
         )
     kinds = {again for layers in again_of_layers(plan, title) for again in layers}
     if len(kinds) > 1:

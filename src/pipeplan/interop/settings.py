@@ -76,7 +76,7 @@ def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
     else:
         lines.append(f"training.local_batch_size = {samples}")
     if stage.zero == 1:
-        lines.append("# no setting for ZeRO 1: replicas keep their optimizer state whole, or divide all of it (FSDP)")
+        lines.append("# no setting for ZeRO 1: replicas keep their optimizer state whole or shard everything (FSDP)")
     kept = "activation_checkpoint = {}.Config()"
     near = f"{kept.format('SelectiveAC')}  # by operations; the plan recomputes attention cores"
     return [*lines, *_recomputation(workload, [kept.format("FullAC")], [near])]

@@ -13,6 +13,7 @@ from pipeplan.catalog import ExportTarget
 from pipeplan.errors import UsageError
 from pipeplan.files import Modules, Plan, parse, to_json
 from pipeplan.interop import deepspeed, galvatron, megatron, recipes, torch_schedule
+from pipeplan.interop.chakra.traces import GROUPS, traces_of
 from pipeplan.interop.layer_lists import device_map, layer_list, read_device_map, read_layer_list
 from pipeplan.interop.layers import PlanLayers, again_of_layers, layers_of
 from pipeplan.interop.names import names_by_template, own_names, read_names
@@ -37,13 +38,16 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a writer made of a plan, of whose ranks, or layers by rank; files as :class:`Export` has them."""
+    """What a writer made of a plan, of whose ranks, or layers by rank; files as :class:`Export` has them.
+
+    Without ranks every device is one, and the target runs it as it stands in the plan.
+    """
 
     text: str
-    ranks: PlanRanks
+    ranks: PlanRanks | None
     beside: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
 
 
 Write = Callable[[Plan, ExportTarget, Asked], Written]
@@ -134,7 +138,7 @@ def _zero(plan: Plan) -> list[str]:
     stage = plan.stages[0]
     if stage.zero > 1:
         raise UsageError(
-            f"stages[0].zero is {stage.zero}: Megatron-LM's pipeline divides the optimizer's state alone (ZeRO 1); "
+            f"stages[0].zero is {stage.zero}: Megatron-LM's pipeline shards only the optimizer state (ZeRO 1); "
             "search with --zero 1"
         )
     return megatron_zero(stage)
@@ -234,8 +238,17 @@ def _assigned(text: str, name: str) -> object:
     return None
 
 
+def _chakra(plan: Plan, target: ExportTarget, asked: Asked) -> Written:
+    """Every device is a rank, and stages may stand anywhere."""
+    made = traces_of(plan)
+    groups = made.files[GROUPS]
+    assert isinstance(groups, str)
+    return Written(groups, None, notes=made.notes, files=made.files)
+
+
 _WRITERS: dict[str, Write] = {
     "automodel": _automodel,
+    "chakra": _chakra,
     "deepspeed": _deepspeed,
     "galvatron": _galvatron,
     "huggingface": _device_map,

@@ -453,7 +453,7 @@ def _rest(profile: Profile, parts: Sequence[Sequence[str]]) -> list[str]:
     for edge in profile.edges:
         if edge.source not in owned and edge.target in owned:
             raise UsageError(
-                f"block {edge.source!r} is in no submodule, but {edge.target!r} of one needs it; take it into one, too"
+                f"block {edge.source!r} is in no submodule, and {edge.target!r} of one needs it; add it to one"
             )
     return [block for block in profile.topological_order() if block not in owned]
 

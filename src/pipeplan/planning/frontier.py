@@ -281,9 +281,7 @@ def frontier_request(
     if splitting is None:
         counts = _shared_out(profile, counts, sizes | {"zero": zero}, given=devices is not None)
     if splitting is not None and (zero, zero_group) != (None, None):
-        raise UsageError(
-            "--zero is for plans with replicas, and one stage has none; give --plans, too, or leave it out"
-        )
+        raise UsageError("--zero is for plans with replicas, and one stage has none; add --plans, or leave it out")
     if splitting is not None:
         samples = mini_batch or (max(profile.microbatch_sizes, default=1) * counts[-1])
         batch, limit = Batch(1, samples), math.inf

@@ -219,14 +219,14 @@ def _more_sharing(request: Request, result: Result, simulation: Simulation) -> I
     if request.scheduler != "auto":
         return
     if is_large(request):
-        yield NextStep("--zero auto", "looks at ZeRO 2 and 3 (FSDP), too")
+        yield NextStep("--zero auto", "looks at ZeRO 2 and 3 (FSDP) as well")
         return
     with suppress(PipeplanError):
         opened = replace(request, zero=AUTO, positions=1)
         about = min((each.usual_ns for level in opened.levels for each in uniform_choices(level)[:1]), default=math.inf)
         gain = 1 - about / result.plan.predicted.iteration_ns
         if gain >= _LEAST_ESTIMATED:
-            brings = f"up to about {gain:.1%} shorter iterations; ZeRO 2 and 3 (FSDP) are tried, too"
+            brings = f"up to about {gain:.1%} shorter iterations; ZeRO 2 and 3 (FSDP) are tried as well"
             yield NextStep("--zero auto", brings, gain)
 
 

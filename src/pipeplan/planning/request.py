@@ -817,7 +817,7 @@ def input_notes(request: Request) -> Iterator[str]:
         shown = shlex.join(["pipeplan", "profile", "--show", profile.where])
         where = shown if os.path.isfile(profile.where) else "pipeplan.inspect(profile)"
         spread = mean_spread(profile)
-        noisy = f", and times that vary by {spread:.0%} on average: predictions do, too" if spread > _NOISY else ""
+        noisy = f", and times that vary by {spread:.0%} on average, and so do predictions" if spread > _NOISY else ""
         yield f"the profile has {counted(len(found), 'warning')}{noisy}: {where}"
 
 

@@ -40,7 +40,8 @@ class StartPlan(PlanStep):
         if schedule is None:
             need = max(memory.peak_bytes for memory in _replayed(search.request, start).memory)
             search.notes.append(
-                f"the plan of --start needs {format_bytes(need)} on a device, more than there is: it is no start"
+                f"the plan of --start needs {format_bytes(need)} on a device, more than there is: the search "
+                "does not start from it"
             )
             return
         trial.offer(schedule)

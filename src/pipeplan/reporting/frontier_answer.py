@@ -114,5 +114,5 @@ def _next(found: FrontierResult, written: str | None, keep: str) -> list[str]:
     if found.interrupted:
         steps.append("a longer --time-limit: some partitions were not looked at")
     if found.tried is None:
-        steps.append("--plans: pipelines, too, with a plan for every point")
+        steps.append("--plans: pipelines as well, with a plan for every point")
     return steps

@@ -92,7 +92,7 @@ def _branches(profile: Profile) -> str:
     next_of = {block.id: other.id for block, other in pairwise(profile.blocks)}
     found = [f"{edge.source} -> {edge.target}" for edge in profile.edges if next_of.get(edge.source) != edge.target]
     more = f" and {len(found) - _MAX_EDGES} more" if len(found) > _MAX_EDGES else ""
-    return f"edges beside those to the next block: {', '.join(found[:_MAX_EDGES])}{more}" if found else ""
+    return f"other edges than to the next block: {', '.join(found[:_MAX_EDGES])}{more}" if found else ""
 
 
 def _cases(profile: Profile) -> str:
@@ -107,7 +107,7 @@ def _cases(profile: Profile) -> str:
     said = [f"{name} {', '.join(map(str, sorted(found)))}" for name, found in sizes if found - {1} or name == "samples"]
     named = sorted({row.configuration for row in rows if row.configuration})
     said += [f"configurations {', '.join(named)}"] if named else []
-    said += ["tp with * divides the sequence, too"] if any(row.sequence_parallel for row in rows) else []
+    said += ["tp with * also divides the sequence"] if any(row.sequence_parallel for row in rows) else []
     said += ["with and without recomputation"] if any(row.recompute for row in rows) else []
     return f"costs for {'; '.join(said)}"
 

@@ -445,7 +445,7 @@ def needs_shared(problem: OneMicrobatch) -> str | None:
         shards = problem.num_devices
         return f"it needs a stage on all devices (--shard-shared yes, for shared blocks with costs for {shards} shards)"
     if chain != [(device,) for device in everywhere]:
-        return "beside the stages on all devices it needs one on each device, in order"
+        return "in addition to the stages on all devices it needs one per device, in order"
     if sorted(problem.workload.stage_depths) != list(range(len(problem.workload.stages))):
         return "it needs stages that follow each other (--placement sequential puts them in line)"
     return None

@@ -174,7 +174,7 @@ class _Search:
         if each > MAX_WRITTEN:
             least = own * MAX_WRITTEN // each
             raise NotApplicableError(
-                f"--scheduler {self.scheduler} does not apply: nothing of it repeats in {own:,} micro-batches, "
+                f"--scheduler {self.scheduler} does not apply: nothing in it repeats in {own:,} micro-batches, "
                 f"and written out its {each:,} actions and messages are more than the {MAX_WRITTEN:,} of a plan; lower "
                 f"--microbatches to {least:,} or less, or choose --scheduler auto, or one that repeats, such as 1f1b"
             )

@@ -166,7 +166,7 @@ def _require_no_exchanges(plan: Plan) -> None:
         if Zero.of(stage).level >= IN_ACTIONS:
             raise UsageError(
                 f"stages[{index}] of the plan has zero {stage.zero}, and the times of its actions have what replicas "
-                "exchange of each block; give the --profile, too, or leave out --cluster"
+                "exchange of each block; give --profile as well, or leave out --cluster"
             )
 
 

@@ -93,7 +93,7 @@ class Mesh:
         axes = tuple((each[1], int(each[2])) for each in found if each is not None)
         named = [name for name, _ in axes if name != COPIES]
         if len(axes) < len(found) or len(set(named)) < len(named):
-            raise ValueError(f"{text!r} is no mesh: write axes once each with their sizes, such as samples2-shards4")
+            raise ValueError(f"{text!r} is not a mesh: write each axis once with its size, as in samples2-shards4")
         return cls(axes)
 
     def __str__(self) -> str:

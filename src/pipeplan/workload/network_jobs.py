@@ -14,13 +14,16 @@ from pipeplan.workload.elements import Stage, TiedState
 class NetworkJob:
     """Something that occupies the networks of ``devices`` together, once an iteration, on behalf of ``stages``.
 
-    It may begin ``ahead_ns`` [place in stages] before the last actions of these end that add to gradients.
+    It may begin ``ahead_ns`` [place in stages] before the last actions of these end that add to gradients. A sum is of
+    all that the stages have, of their ``bucket`` with this number, or of the entry ``tied`` of what stages share.
     """
 
     stages: tuple[int, ...]
     devices: tuple[int, ...]
     duration_ns: int
     ahead_ns: tuple[int, ...]
+    bucket: int | None = None
+    tied: int | None = None
 
     def ready(self, last_ns: Sequence[int]) -> int:
         """Ns from which on it may run, where the last actions of stages that add to gradients end at ``last_ns``."""
@@ -36,6 +39,11 @@ def gradient_sums(stages: Sequence[Stage], tied: Sequence[TiedState]) -> tuple[N
     """
     if not (any(stage.sync_ns for stage in stages) or any(each.sync_ns for each in tied)):
         return ()
+    return tuple(each for each in every_sum(stages, tied) if each.duration_ns)
+
+
+def every_sum(stages: Sequence[Stage], tied: Sequence[TiedState]) -> list[NetworkJob]:
+    """The same with those that take no time, as where links are free, or where there is nothing to sum."""
     first_with: dict[str, int] = {}
     pairs = [(first_with.setdefault(block, n), n) for n, stage in enumerate(stages) for block in stage.blocks]
     together = sorted(sorted(part) for part in connected_parts(range(len(stages)), pairs))
@@ -43,10 +51,11 @@ def gradient_sums(stages: Sequence[Stage], tied: Sequence[TiedState]) -> tuple[N
     alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = defaultdict(list)
     for number, stage in enumerate(stages if tied else ()):
         alike[stage.blocks, stage.devices].append(number)
-    for each in tied:
+    for index, each in enumerate(tied):
         numbers = tuple(sorted({own for n in each.stages for own in alike[stages[n].blocks, stages[n].devices]}))
-        sums.append(NetworkJob(numbers, tuple(sorted(each.all_devices)), each.sync_ns, (0,) * len(numbers)))
-    return tuple(each for each in sums if each.duration_ns)
+        devices = tuple(sorted(each.all_devices))
+        sums.append(NetworkJob(numbers, devices, each.sync_ns, (0,) * len(numbers), tied=index))
+    return sums
 
 
 def _sums_of(part: Sequence[int], stages: Sequence[Stage]) -> list[NetworkJob]:
@@ -56,8 +65,10 @@ def _sums_of(part: Sequence[int], stages: Sequence[Stage]) -> list[NetworkJob]:
     if len(cuts) > 1 or not stages[part[0]].buckets:
         return [NetworkJob(tuple(part), devices, max(stages[n].sync_ns for n in part), (0,) * len(part))]
     return [
-        NetworkJob(tuple(part), devices, max(each.sync_ns for each in those), tuple(each.ahead_ns for each in those))
-        for those in zip(*(stages[n].buckets for n in part), strict=True)
+        NetworkJob(
+            tuple(part), devices, max(own.sync_ns for own in those), tuple(own.ahead_ns for own in those), number
+        )
+        for number, those in enumerate(zip(*(stages[n].buckets for n in part), strict=True))
     ]
 
 

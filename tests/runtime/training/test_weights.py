@@ -246,10 +246,10 @@ def test_names_without_the_model_s_body_and_buffers_of_old_releases(hub: Any, tm
         ({}, "needs safetensors files, and has none"),
         ({"pytorch_model.bin": ""}, "has only torch's pickles, which are not read"),
         ({"a.safetensors": "", "b.safetensors": ""}, "several models' files (a.safetensors, b.safetensors, ...)"),
-        ({"model.safetensors.index.json": "[]"}, "is no index of safetensors files, with a weight_map: TypeError"),
+        ({"model.safetensors.index.json": "[]"}, "is not an index of safetensors files with a weight_map: TypeError"),
         (
             {"model.safetensors.index.json": '{"weight_map": {"a": "model-1.safetensors", "b": "../b.safetensors"}}'},
-            "names 2 files, of which 2 are not beside it (../b.safetensors, model-1.safetensors): download them, too",
+            "names 2 files, of which 2 are not beside it (../b.safetensors, model-1.safetensors): download them",
         ),
     ],
 )
@@ -332,7 +332,7 @@ def test_the_command_refuses_before_training(tiny: Any, tmp_path: Path) -> None:
         (("--steps", 0), "--steps 0 does nothing without --export-weights FILE"),
         (("--export-weights", "nowhere/file"), "there is no folder"),
         (("--export-weights", "-"), "would mix with the losses on stdout"),
-        (("--export-weights", "/dev/null"), "is no ordinary file"),
+        (("--export-weights", "/dev/null"), "is not a regular file"),
     ],
 )
 def test_flags_that_make_no_sense(flags: tuple[object, ...], told: str, tiny: Any, tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
     tensor, pipeline, context = (row.count(key, 1) for key in ("tp", "pp", "cp"))
     data, left = divmod(row.count("gpus"), tensor * pipeline * context)
     if left or not data:
-        raise Unsaid(f"{row.count('gpus')} gpus are no multiple of tp {tensor} x pp {pipeline} x cp {context}")
+        raise Unsaid(f"{row.count('gpus')} gpus are not a multiple of tp {tensor} x pp {pipeline} x cp {context}")
     microbatch = row.count("micro_batch")
     batch = row.count("global_batch", _batch_of_microbatches(row, microbatch * data), noted=False)
     if batch < microbatch * data:
@@ -261,7 +261,7 @@ def _schedule(row: _Fields, pipeline: int) -> tuple[str, bool]:
         if re.search(found, text):
             return name, name == "zb-v"
     if text and not re.search("1f1b|gpipe|afab|pipedream|interleav|looped", text):
-        raise Unsaid(f"schedule {text!r} is none we know the time of")
+        raise Unsaid(f"schedule {text!r} is not one with a known closed form")
     return "1f1b", bool(re.search(r"interleav\w*\b(?! 1f1b when)|1f1b-i\b|looped", text))
 
 
@@ -276,7 +276,7 @@ def _zero(row: _Fields, replicas: int) -> tuple[int, int]:
     group = group or (int(over.group(1)) if over else replicas)
     group = min(group, replicas) if level else 1
     if replicas % group:
-        raise Unsaid(f"{replicas} replicas are no multiple of the {group} that share their state")
+        raise Unsaid(f"{replicas} replicas are not a multiple of the {group} that share their state")
     return level, group
 
 

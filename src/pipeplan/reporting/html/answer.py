@@ -224,7 +224,7 @@ def comparison(plans: Sequence[ShownPlan]) -> ReportTable:
         difference = [_difference(cells[0], cells[1])] if len(plans) == 2 else []
         rows.append(TableRow((text(name), *cells, *difference)))
     head = ("figure", *(shown.name for shown in plans), *(["B to A"] if len(plans) == 2 else []))
-    return ReportTable("The plans beside each other", head, tuple(rows))
+    return ReportTable("The plans side by side", head, tuple(rows))
 
 
 def _figures(shown: ShownPlan) -> Iterator[tuple[str, TableCell]]:

@@ -59,7 +59,9 @@ def join(environment: MutableMapping[str, str] = os.environ) -> Launched | None:
     if found is None:
         return None
     if not 0 <= found.rank < found.num_ranks:
-        raise UsageError(f"{found.launcher} says that this is rank {found.rank} of {found.num_ranks}: there is no such")
+        raise UsageError(
+            f"{found.launcher} says that this is rank {found.rank} of {found.num_ranks}, which does not exist"
+        )
     for name, value in found.environment.items():
         environment.setdefault(name, value)
     if "MASTER_ADDR" not in environment:

@@ -286,12 +286,12 @@ class _TwoSamples:
                 each.training = False
             made, random = self._call(module, [each.together for each in given])
         if random:
-            self.unknown.append(f"block {block.id!r} draws random numbers, in evaluation mode, too")
+            self.unknown.append(f"block {block.id!r} draws random numbers even in evaluation mode")
         try:
             alone = [self._call(module, [each.alone[index] for each in given])[0] for index in (0, 1)]
         except _FailedError as error:
             raise UsageError(
-                f"model {self.model.name!r}: block {block.id!r} takes two samples and not one alone ({error}), so "
+                f"model {self.model.name!r}: block {block.id!r} takes two samples but not a single one ({error}), so "
                 f"gradients depend on the micro-batch size; {_remedy(module)}"
             ) from error
         return made, alone, random
@@ -304,7 +304,7 @@ class _TwoSamples:
         except Exception as error:  # whatever a block raises
             raise _FailedError(f"{type(error).__name__}: {error}") from error
         if made is None:
-            raise _FailedError("a block returned what is no tensor")
+            raise _FailedError("a block returned something that is not a tensor")
         return made, not torch.equal(before, self._random_state())
 
     def _random_state(self) -> Tensor:

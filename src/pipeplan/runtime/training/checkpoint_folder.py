@@ -185,7 +185,7 @@ class _IndexUnpickler(Unpickler):
 
 
 def _not_plain(module: str, name: str) -> UnpicklingError:
-    return UnpicklingError(f"WeightsUnpickler error: it names {shown(f'{module}.{name}')}, which is no plain data")
+    return UnpicklingError(f"WeightsUnpickler error: it names {shown(f'{module}.{name}')}, which is not plain data")
 
 
 def _memory_format(of: object, name: object) -> _MEM_FORMAT_ENCODING:
@@ -233,7 +233,7 @@ def _plain_index(path: Path) -> Metadata:
     for name, tensor in found.state_dict_metadata.items():
         plain = isinstance(tensor, TensorStorageMetadata) and isinstance(tensor.properties.dtype, torch.dtype)
         if not (isinstance(name, str) and plain and isinstance(getattr(tensor, "size", None), torch.Size)):
-            raise ValueError(f"it has {shown(name)}, which is no tensor")
+            raise ValueError(f"it has {shown(name)}, which is not a tensor")
     for index, stored in (found.storage_data or {}).items():
         placed = isinstance(index, MetadataIndex) and isinstance(stored, _StorageInfo)
         if not (placed and isinstance(stored.relative_path, str) and _SHARD.fullmatch(stored.relative_path)):
@@ -336,6 +336,6 @@ def unusable(folder: CheckpointFolder, step: int, what: str) -> str:
     remedy = (
         f"the one before is {folder.of(before[-1]).name}: remove this folder to go on from it"
         if before
-        else "there is none before it: remove this folder, and start anew without --resume"
+        else "there is none before it: remove this folder, and start over without --resume"
     )
     return f"{folder.of(step)} is damaged ({what}); {remedy}"

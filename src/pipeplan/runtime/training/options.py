@@ -153,7 +153,7 @@ class TrainOptions(RunOptions):
             files_of(self.init)
         there = self.export_weights is not None and os.path.exists(self.export_weights)
         if there and not os.path.isfile(str(self.export_weights)):
-            raise UsageError(f"--export-weights {self.export_weights}: it is no ordinary file; choose another")
+            raise UsageError(f"--export-weights {self.export_weights}: it is not a regular file; choose another")
         for what, path in self._imported():
             require_importable(path, what)
 

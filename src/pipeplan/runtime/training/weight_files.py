@@ -67,13 +67,13 @@ def _of_index(index: Path) -> list[Path]:
         names = sorted(set(map(str, shards)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
-            f"--init {index}: is no index of safetensors files, with a weight_map: {type(error).__name__}: {error}"
+            f"--init {index}: is not an index of safetensors files with a weight_map: {type(error).__name__}: {error}"
         ) from None
     missing = [name for name in names if Path(name).name != name or not (index.parent / name).is_file()]
     if missing or not names:
         raise UsageError(
             f"--init {index}: names {len(names)} files, of which {len(missing)} are not beside it "
-            f"({', '.join(missing[:3])}): download them, too"
+            f"({', '.join(missing[:3])}): download them as well"
         )
     return [index.parent / name for name in names]
 

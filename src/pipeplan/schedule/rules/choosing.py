@@ -41,7 +41,7 @@ class Obstacle:
             case "shared_first":
                 return f"stage {self.number} goes no further ahead than what follows it asks for (shared_first)"
             case "memory":
-                return f"device {self.number} has no room for it beside its oldest micro-batch (fit_memory)"
+                return f"device {self.number} has no room for it besides its oldest micro-batch (fit_memory)"
             case _:
                 return f"the check {self.name} refuses it"
 

@@ -78,7 +78,7 @@ def _checked(graph: TaskGraph, device: int, texts: Sequence[str], tasks: Sequenc
     left = set(own)
     for text, task in zip(texts, tasks, strict=True):
         if task not in left:
-            what = "is there twice" if task in own else "is none of its actions"
+            what = "is there twice" if task in own else "is not one of its actions"
             stands = f"the device's actions are {_some([graph.label(each) for each in own])}"
             raise UsageError(f"order of device {device}: {text} {what}; {stands}")
         left.remove(task)

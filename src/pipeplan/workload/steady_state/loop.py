@@ -299,7 +299,7 @@ def longer(
     workload = graph.workload
     counts = counts_of(workload, microbatches)
     if counts is None:
-        raise InvalidPlanError(f"{microbatches} micro-batches are no round of this workload that can be repeated")
+        raise InvalidPlanError(f"{microbatches} micro-batches are not a round of this workload that can be repeated")
     larger = task_graph(workload.with_microbatches(workload.num_microbatches + copies * microbatches))
     own = rounds or [0] * len(counts)
     num_rounds = 1 + max(own)

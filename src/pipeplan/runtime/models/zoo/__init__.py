@@ -61,7 +61,7 @@ def _model(name: str, sequence: int | None) -> Model:
     if sequence is None:
         return ZOO[name].model(name)
     if size.longest == 0:
-        raise UsageError(f"--sequence {sequence}: samples of {name} are no sequences; leave it out")
+        raise UsageError(f"--sequence {sequence}: samples of {name} are not sequences; leave it out")
     if not 1 <= sequence <= size.longest:
         raise UsageError(f"--sequence {sequence}: {name} takes sequences of 1 to {size.longest}")
     shorter: ZooSize = replace(size, sequence=sequence)
