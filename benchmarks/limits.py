@@ -266,6 +266,16 @@ ROWS = (
         "search llama.json --cluster nodes.json --mini-batch 256 --workers 2",
         30,
     ),
+    Row(
+        "`frontier`, Llama 70B in one stage on 64 devices of 2 TB, 256 samples",
+        "frontier llama.json --cluster nodes.json --memory 2TB --mini-batch 256",
+        20,
+    ),
+    Row(
+        "`frontier`, Llama 70B in one stage on 64 devices, 256 samples, which do not fit",
+        "frontier llama.json --cluster nodes.json --mini-batch 256",
+        20,
+    ),
 )
 
 

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from pipeplan.files import write_file as write_file
     from pipeplan.files import write_text as write_text
     from pipeplan.files.recipe import GradientDtype
+    from pipeplan.files.run_logs import RunLog as RunLog
+    from pipeplan.files.trace import MeasuredTrace as MeasuredTrace
     from pipeplan.interop.export import Export as Export
     from pipeplan.interop.export import export_targets as export_targets
     from pipeplan.interop.imports import Imported as Imported
@@ -261,6 +263,11 @@ def with_measured(simulation: Simulation, paths: Sequence[str]) -> Simulation:
         FileError: a file cannot be read, or says nothing of a run.
         UsageError: it is of another plan.
     """
+    return measured_run(simulation, paths)[0]
+
+
+def measured_run(simulation: Simulation, paths: Sequence[str]) -> tuple[Simulation, MeasuredTrace | RunLog]:
+    """The same, and the run, for :func:`pipeplan.reporting.beside.trace_beside`."""
     from dataclasses import replace
 
     from pipeplan.files.run_logs import RunLog, read_run
@@ -268,7 +275,7 @@ def with_measured(simulation: Simulation, paths: Sequence[str]) -> Simulation:
 
     run = read_run(paths, len(simulation.plan.devices))
     measured = compared_with_log(simulation, run) if isinstance(run, RunLog) else compared(simulation, run)
-    return replace(simulation, measured=measured)
+    return replace(simulation, measured=measured), run
 
 
 def report(
@@ -459,8 +466,9 @@ def _copied(options: RunOptions, num_ranks: int) -> tuple[Callable[[Mapping[str,
             "copies of this one, which Linux makes and CUDA does not survive: start the program with torchrun "
             f"--nproc-per-node {num_ranks}, or give names that other processes can import, pkg.mod:name"
         )
-    from pipeplan.runtime.launch.worker import be_rank
+    from pipeplan.runtime.launch.worker import be_rank, require_no_group
 
+    require_no_group()
     return (be_rank,)
 
 

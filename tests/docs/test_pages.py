@@ -76,6 +76,11 @@ def test_what_is_shown_is_compared(command: str, shown: str, printed: str, same:
     assert agrees(command, shown, printed) is same
 
 
+@pytest.mark.parametrize("page", _named([*PAGES, ROOT / "CHANGELOG.md"]))
+def test_no_merge_left_anything(page: Path) -> None:
+    assert not re.search(r"^(<<<<<<<|>>>>>>>)( |$)", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 # Links --------------------------------------------------------------------------------------------------------------
 
 

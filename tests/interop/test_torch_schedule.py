@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -10,9 +12,12 @@ import pytest
 
 import pipeplan as face
 from builders.chains import chain_plan
-from pipeplan import Plan, UsageError
+from pipeplan import Plan, UsageError, _api
 from pipeplan.files import Modules, parse
 from pipeplan.interop.torch_schedule import read_csv
+from pipeplan.reporting.beside import trace_beside
+from pipeplan.simulator.measured_times import LoggedComparison
+from pipeplan.workload.action import Action
 from support.commands import pipeplan
 from support.paths import ROOT
 
@@ -97,7 +102,9 @@ def test_torch_runs_the_schedules_with_the_losses_of_our_executor(tmp_path: Path
         path = tmp_path / f"{strategy}-{split}.csv"
         path.write_text(made.text)
         cases[path.stem] = (str(path), made.beside[".modules.json"])
-    theirs = torch_schedules.losses(tmp_path, cases, SAMPLES)
+    profiled = "v-shape-yes"
+    theirs = torch_schedules.losses(tmp_path, cases, SAMPLES, profiled)
+    require_read(plan("v-shape", "yes"), [str(tmp_path / f"{rank}.json") for rank in range(4)])
     with warm_ranks():
         for strategy, split in (CASES[1], CASES[2]):
             run = face.run(
@@ -113,6 +120,18 @@ def test_torch_runs_the_schedules_with_the_losses_of_our_executor(tmp_path: Path
     for strategy, split in CASES:  # ours is one number for all orders, as test_executor shows
         name = f"{strategy}-{split}"
         assert theirs[name] == pytest.approx(ours.get(name, max(ours.values())), rel=1e-9), name
+
+
+def require_read(given: Plan, paths: list[str]) -> None:
+    """What torch.profiler wrote of each rank has every action of the plan, and a trace has it beside the prediction."""
+    found, run = _api.measured_run(face.simulate(given), paths)
+    events = [each for each in json.loads(trace_beside(found, run))["traceEvents"] if each["ph"] == "X"]
+    for device, program in enumerate(given.programs):
+        own = [each["name"] for each in events if (each["pid"], each["tid"]) == (2, 1000 * device)]
+        assert own == [text for text in program if "_" not in text]
+    assert isinstance(found.measured, LoggedComparison)
+    actions = [Action.parse(text) for program in given.programs for text in program if "_" not in text]
+    assert {each.kind: each.count for each in found.measured.kinds} == Counter(action.kind for action in actions)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, where it copies a traced model

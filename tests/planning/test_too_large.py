@@ -101,3 +101,17 @@ def test_plans_waste_no_time_on_one_stage_that_does_not_fit() -> None:
     search = _FrontierSearch(Limit(), iter(()), rough=[16])
     search.one_stage(replace(asked("379MB", 16), splitting=None))
     assert (search.best, search.rough) == ([], [])
+
+
+def test_what_takes_long_to_find_out_is_not_known() -> None:
+    """A fifth of the time, by a clock that each question moves; without a limit there is all the time it wants."""
+    request, asked_for = asked("379MB", 16), 0
+
+    def clock() -> float:
+        nonlocal asked_for
+        asked_for += 1
+        return float(asked_for)
+
+    assert too_large.too_large(request, Splitting(), Limit(20.0, clock=clock)) is None
+    assert asked_for < 10
+    assert too_large.too_large(request, Splitting(), None) == least_of_splits(request, Splitting())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 from pipeplan.files import Modules, parse
 from pipeplan.runtime.models.load import load_model
@@ -96,12 +98,15 @@ def only(model: Decoder, names: Collection[str]) -> Decoder:
     return model
 
 
-def losses(folder: Path, cases: Mapping[str, tuple[str, str]], samples: int) -> dict[str, float]:
-    """{case: the summed loss of one iteration}, of cases of (CSV's path, text of the modules)."""
+def losses(folder: Path, cases: Mapping[str, tuple[str, str]], samples: int, profiled: str = "") -> dict[str, float]:
+    """{case: the summed loss of one iteration}, of cases of (CSV's path, text of the modules).
+
+    Of the ``profiled`` case each rank leaves what ``torch.profiler`` writes, ``RANK.json``.
+    """
     context = multiprocessing.get_context("forkserver")
     with warm_ranks():
         queue = context.Queue()
-        arguments = (str(folder), dict(cases), samples, queue)
+        arguments = (str(folder), dict(cases), samples, profiled, queue)
         processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(RANKS)]
         for process in processes:
             process.start()
@@ -116,14 +121,19 @@ def losses(folder: Path, cases: Mapping[str, tuple[str, str]], samples: int) -> 
     return found
 
 
-def _rank(rank: int, folder: str, cases: Mapping[str, tuple[str, str]], samples: int, queue: Any) -> None:
+def _rank(
+    rank: int, folder: str, cases: Mapping[str, tuple[str, str]], samples: int, profiled: str, queue: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     batch = load_model(MODEL).batch(samples, 0, 0)
     found: dict[str, Any] = {}
     try:
         for name, (path, text) in cases.items():
-            made = _step(rank, path, parse(text, Modules), batch)
+            with profile(activities=[ProfilerActivity.CPU]) if name == profiled else nullcontext() as kept:
+                made = _step(rank, path, parse(text, Modules), batch)
+            if kept is not None:
+                kept.export_chrome_trace(f"{folder}/{rank}.json")
             if made:
                 found[name] = sum(made)
             dist.barrier()

@@ -37,12 +37,14 @@ sys.exit(7)
 
 
 def left_alone(script: str, requests: int) -> tuple[int, str, str]:
+    """Exit code and outputs; that the process does not end is told after minutes."""
     done = subprocess.run(
         [sys.executable, "-c", script, str(requests)],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
         check=False,
+        timeout=120,
     )
     return done.returncode, done.stdout, done.stderr
 

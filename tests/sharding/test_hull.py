@@ -67,7 +67,7 @@ def test_where_time_is_up_the_factor_is_what_is_proved_by_then() -> None:
         track(graph, within=1e-9, as_far=True)
     factors = []
     asked = int(questions.asked)
-    for seconds in [*range(1, asked, asked // 12), 2 * asked]:
+    for seconds in [*range(1, asked // 20, asked // 150), *range(asked // 12, asked, asked // 6), 2 * asked]:
         with contextlib.suppress(TimeUpError), Limit(seconds, clock=Questions()).enforced():
             early = track(graph, within=1e-9, as_far=True)
             factors.append(early.factor)
@@ -75,7 +75,8 @@ def test_where_time_is_up_the_factor_is_what_is_proved_by_then() -> None:
                 beaten = np.maximum(early.memory_bytes / max(memory, 1), early.time_ns / max(time, 1))
                 assert beaten.min() <= early.factor * (1 + 1e-9)
     assert factors == sorted(factors, reverse=True)
-    assert factors[0] > 1.1 > 1.000001 > factors[-1]
+    assert factors[0] > 2, "the ends alone"
+    assert factors[-1] < 1.000001
     assert len(set(factors)) > 3
 
 

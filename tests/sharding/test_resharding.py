@@ -110,14 +110,15 @@ def test_shortest_paths_are_the_best_of_all_sequences(devices: int, num_bytes: i
                 assert told == pytest.approx(known)
 
 
-@pytest.mark.parametrize("devices", [4, 6, 8])
+@pytest.mark.parametrize(("devices", "node"), [(4, 2), (6, 3), (6, 2), (8, 4), (8, 2)])
 @pytest.mark.parametrize("shared", [None, 2 * 10**10])
-def test_moves_take_what_their_groups_and_pairs_take(devices: int, shared: int | None) -> None:
+def test_moves_take_what_their_groups_and_pairs_take(devices: int, node: int, shared: int | None) -> None:
     """Of sends that is found for all at once: by the outermost link and by how many leave the busiest node."""
     cluster = two_nodes(devices)
-    (*inner, outer) = cluster.levels
+    inner, outer = cluster.levels
+    inner = inner.model_copy(update={"group_size": node})
     outer = outer.model_copy(update={"node_bandwidth_bytes_per_s": shared})
-    resharding = Resharding(cluster.model_copy(update={"levels": (*inner, outer)}), devices)
+    resharding = Resharding(cluster.model_copy(update={"levels": (inner, outer)}), devices)
     tensor = Tensor((8, 12, 36), 10**7)
     known = resharding._weights_of(tensor)
     how: dict[str, int] = {}

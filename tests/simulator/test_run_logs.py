@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders.requests import request_of
-from pipeplan import _api
+from pipeplan import _api, example
 from pipeplan.errors import FileError, PipeplanError, UsageError
 from pipeplan.examples import shape
 from pipeplan.files.run_logs import RunLog, read_run
@@ -212,3 +212,102 @@ def test_the_command(simulation: Simulation, tmp_path: Path) -> None:
     log = _written(tmp_path, MEGATRON)
     done = pipeplan("simulate", str(tmp_path / "plan.json"), "--measured", str(log), "--json")
     assert json.loads(done.stdout)["measured"]["iteration_ns"] == 43.5 * MS
+
+
+# Both in one trace --------------------------------------------------------------------------------------------------
+
+
+def _events(text: str) -> dict[str, list[dict[str, Any]]]:
+    """{process: its actions}, by the names that processes have."""
+    events = json.loads(text)["traceEvents"]
+    names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert len(set(names.values())) == len(names)
+    return {name: [each for each in events if each["ph"] == "X" and each["pid"] == pid] for pid, name in names.items()}
+
+
+def _shifted(events: list[dict[str, Any]]) -> dict[int, list[tuple[str, int, float]]]:
+    """{step: its actions, in ms after the first of them}"""
+    steps: dict[int, list[tuple[str, int, float]]] = {}
+    for each in events:
+        steps.setdefault(each["args"]["step"], []).append((each["name"], each["tid"], each["ts"]))
+    begins = {step: min(at for *_, at in own) for step, own in steps.items()}
+    return {
+        step: sorted((name, tid, round((at - begins[step]) / 1000, 3)) for name, tid, at in own)
+        for step, own in steps.items()
+    }
+
+
+def test_a_runs_trace_is_beside_the_prediction(simulation: Simulation, tmp_path: Path) -> None:
+    """Each step's prediction begins with it; what is written can be compared with the plan again."""
+    from pipeplan.files import write_file
+    from pipeplan.reporting.timeline import run_trace
+
+    plan, trace, both = (str(tmp_path / name) for name in ("plan.json", "run.trace", "both.trace"))
+    write_file(simulation.plan, plan)
+    timeline = [
+        [
+            [(place, 2 * MS * place, 2 * MS * place + MS) for place in range(len(own))]
+            for own in simulation.plan.programs
+        ]
+        for _ in range(3)
+    ]
+    (tmp_path / "run.trace").write_text(run_trace(simulation.plan, timeline, {"emulated": True}))
+    slower = str(tmp_path / "slower.json")
+    write_file(example("shape-v", devices=2, backward="9ms"), slower)
+    done = pipeplan("simulate", plan, "--measured", trace, "--trace", both, "--profile", slower, "--json")
+    assert done.returncode == 0, done.stderr
+    found, given_ = _events(Path(both).read_text()), _events(Path(trace).read_text())
+    assert found["measured"] == given_["measured"]
+    alone = {(each["name"], each["tid"]): each for each in _events(_alone(plan, slower))["predicted"]}
+    for step in range(3):
+        begin = min(each["ts"] for each in found["measured"] if each["args"]["step"] == step)
+        own = [each for each in found["predicted"] if each["args"]["step"] == step]
+        assert len(own) == len(alone)
+        for each in own:
+            as_alone = alone[each["name"], each["tid"]]
+            assert each["ts"] - begin == pytest.approx(as_alone["ts"])
+            assert each["dur"] == as_alone["dur"]
+    again = pipeplan("simulate", plan, "--measured", both, "--profile", slower, "--json")
+    assert json.loads(again.stdout)["measured"] == json.loads(done.stdout)["measured"]
+
+
+def _alone(plan: str, profile: str) -> str:
+    return pipeplan("simulate", plan, "--profile", profile, "--trace", "-").stdout
+
+
+def test_a_profilers_actions_are_beside_the_prediction(simulation: Simulation, tmp_path: Path) -> None:
+    """Actions, messages, exchanges of torch's pipelining by their names; a rank with one stage says only a kind."""
+    actions = [
+        [
+            ("PP:0F0", 0.0, 1100.0),
+            ("PP:0SEND_F0", 1200.0, 70.0),
+            ("PP:0UNSHARD", 5.0, 9.0),
+            ("PP:(0F1;0B0)OVERLAP_F_B", 7.0, 1.0),
+        ],
+        [("Forward 3", 500.0, 1000.0), ("Backward 3", 2000.0, 3300.0), ("something", 0.0, 1.0)],
+    ]
+    files = [_written(tmp_path, _trace(rank, 3, own), f"{rank}.json") for rank, own in enumerate(actions)]
+    found, run = _api.measured_run(simulation, [*map(str, files)])
+    from pipeplan.reporting.beside import trace_beside
+
+    events = _events(trace_beside(found, run))
+    expected = [("0F0", 0, 0.0), ("0SEND_F0", 1, 1.2), ("0UNSHARD", 1, 0.005), ("1B3", 1000, 2.0), ("1F3", 1000, 0.5)]
+    assert _shifted(events["measured"]) == {0: expected, 1: expected}
+    predicted = _shifted(events["predicted"])
+    assert predicted[0] == predicted[1]
+    assert ("0F0", 0, 0.0) in predicted[0]
+    ends = [min(each["ts"] for each in events[name] if each["args"]["step"] == 1) for name in ("predicted", "measured")]
+    assert ends[0] == ends[1] > 0
+
+
+@pytest.mark.parametrize("log", [TITAN, MEGATRON])
+def test_a_log_has_its_steps_beside_the_prediction(simulation: Simulation, tmp_path: Path, log: str) -> None:
+    from pipeplan.reporting.beside import trace_beside
+
+    found, run = _api.measured_run(simulation, [str(_written(tmp_path, log))])
+    assert found.measured is not None
+    events = _events(trace_beside(found, run))
+    assert [each["dur"] * 1000 for each in events["measured"]] == list(found.measured.iterations_ns)
+    for step, each in enumerate(events["measured"]):
+        own = [one["ts"] for one in events["predicted"] if one["args"]["step"] == step]
+        assert min(own) == each["ts"]

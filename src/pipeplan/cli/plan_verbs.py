@@ -104,7 +104,13 @@ if TYPE_CHECKING:
     "torch.profiler traces (repeat it for each rank).",
 )
 @click.option("--svg", "svg_path", type=FILE, metavar="FILE", help="Write the timeline as SVG; - for stdout.")
-@click.option("--trace", "trace_path", type=FILE, metavar="FILE", help="Write the timeline for Perfetto; - for stdout.")
+@click.option(
+    "--trace",
+    "trace_path",
+    type=FILE,
+    metavar="FILE",
+    help="Write the timeline for Perfetto, and what --measured has beside it; - for stdout.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object instead of tables.")
 def simulate_command(
     plan_path: str,
@@ -126,17 +132,20 @@ def simulate_command(
     with Outputs({"--svg": svg_path, "--trace": trace_path}, as_json=as_json) as outputs:
         plan = _api.read_plan(plan_path)
         simulation = _api.simulate(plan, microbatches, *checked_against(given, plan=plan))
+        run = None
+        if measured_paths:
+            simulation, run = _api.measured_run(simulation, measured_paths)
         if svg_path is not None:
             from pipeplan.reporting.drawing.svg import timeline_svg
 
             outputs.write_text(timeline_svg(simulation), svg_path)
         if trace_path is not None:
+            from pipeplan.reporting.beside import trace_beside
             from pipeplan.reporting.timeline import trace_text
 
-            outputs.write_text(trace_text(simulation), trace_path)
+            text = trace_text(simulation) if run is None else trace_beside(simulation, run)
+            outputs.write_text(text, trace_path)
         _warn(simulation)
-        if measured_paths:
-            simulation = _api.with_measured(simulation, measured_paths)
         if not outputs.on_stdout:
             _print(simulation, as_json)
 

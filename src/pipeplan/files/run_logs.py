@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 from pipeplan.errors import FileError
 from pipeplan.files.read_write import read_bytes
-from pipeplan.files.trace import MeasuredTrace, parse_trace
+from pipeplan.files.trace import MeasuredTrace, TimedText, parse_trace
 from pipeplan.texts import shown
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import MAX_DEVICES
@@ -32,7 +32,8 @@ class RunLog:
 
     ``steps_ns`` {rank: times of its steps, the first left out where there are several}. ``tokens_per_s`` {rank: tokens
     per second and device of those steps}, where times are not printed. ``forward_ns`` and ``backward_ns`` {rank: of one
-    step}; ``actions_ns`` {text of an action: its times}; ``peak_bytes`` {rank: most memory}, of the ``memory`` that is
+    step}; ``actions_ns`` {text of an action: its times}; ``timeline`` {rank: its steps, of ranges of a pipeline: their
+    names, starts and ends in ns of some clock}; ``peak_bytes`` {rank: most memory}, of the ``memory`` that is
     counted. Times of actions are of the device where the trace has them, and include waiting for their inputs.
     """
 
@@ -42,6 +43,7 @@ class RunLog:
     forward_ns: dict[int, float] = field(default_factory=dict)
     backward_ns: dict[int, float] = field(default_factory=dict)
     actions_ns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    timeline: dict[int, list[list[TimedText]]] = field(default_factory=dict)
     peak_bytes: dict[int, int] = field(default_factory=dict)
     memory: str = ""
     left_out: int = 0
@@ -245,6 +247,15 @@ def _add_trace(log: RunLog, rank: int, events: Sequence[Mapping[str, Any]]) -> N
         steps = steps[1:]
         actions = [each for each in actions if each[0] >= first[0] + first[1]]
     log.steps_ns[rank] += [lasts for _, lasts, _ in steps]
+    if actions:
+        log.timeline[rank] = [
+            [
+                (name.removeprefix("PP:"), round(start), round(start + lasts))
+                for start, lasts, name in actions
+                if begin <= start < begin + whole
+            ]
+            for begin, whole, _ in steps
+        ]
     parts = {True: 0.0, False: 0.0}
     for _, lasts, name in actions:
         found = _PIPELINE.fullmatch(name)

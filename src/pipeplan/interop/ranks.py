@@ -83,6 +83,18 @@ def _compute(program: Sequence[str], device: int, target: ExportTarget) -> Itera
         yield action
 
 
+def require_state(plan: Plan, target: ExportTarget) -> None:
+    """Refuse what replicas divide, or devices share, and the target's do not. Raises UsageError."""
+    stage = plan.stages[0]
+    if stage.zero not in target.zero:
+        *others, last = map(str, target.zero)
+        raise UsageError(
+            f"stages[0].zero is {stage.zero}: {target.zero_why}; search with --zero {', '.join(others)} or {last}"
+        )
+    if stage.expert > 1 and not target.experts:
+        raise UsageError(f"stages[0].expert is {stage.expert}: experts are not written for {target.title}; give --ep 1")
+
+
 def require_blocks(number: int, stage: Stage, title: str) -> None:
     """Refuse a stage that is none of layers alone. Raises UsageError."""
     where = f"stages[{number}]"
@@ -131,7 +143,7 @@ def _require_placed(ranks: Sequence[int], target: ExportTarget) -> None:
 
 def _require_alike(stages: Sequence[Stage], target: ExportTarget) -> None:
     """Refuse stages that are split unlike the first. Raises UsageError."""
-    keys = ["shards", "context", "expert", "replicas"]
+    keys = ["shards", "context", "expert", "expert_shards", "replicas"]
     keys += ["zero", "zero_group", "microbatch_size"] if target.trains else []
     for number, stage in enumerate(stages):
         for key in keys:

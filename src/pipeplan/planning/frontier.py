@@ -391,7 +391,7 @@ def _of_splits(
     plans: list[Callable[[], Plan]] = []
     notes = list(frontier_notes(request))
     held = 0
-    bounds = {each.num_devices: known for each in requests if (known := too_large(each, splitting)) is not None}
+    bounds = {each.num_devices: known for each in requests if (known := too_large(each, splitting, within)) is not None}
     notes += (f"{named_devices(count)}: {_not_enough(known.num_bytes)}" for count, known in bounds.items())
     requests = [each for each in requests if each.num_devices not in bounds]
     tracked, interrupted = _tracked(requests, splitting, within, progress) if requests else ([], False)

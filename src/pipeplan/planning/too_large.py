@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -29,19 +29,25 @@ _SHORTEST = 0.5
 _PLANS = 3.0
 """Seconds of these at most to find a plan that would do."""
 
+_BOUNDING = 0.2
+"""The part of a time limit in which it is found out on each number of devices whether anything can fit."""
+
 _SOON = 8
 """Up to this many devices costs of all strategies are soon worked out, and say how much exactly is too little."""
 
 
-def too_large(request: Request, splitting: Splitting) -> LeastMemory | None:
+def too_large(request: Request, splitting: Splitting, within: Limit | None) -> LeastMemory | None:
     """What all strategies on a request's devices take at least, where that is more than fits; None where it is not.
 
-    It is asked where working out their costs would take long.
+    It is asked where working out their costs would take long. Of thousands of kinds of blocks it would, too: after a
+    part of the time it is not known.
     """
     if request.least_memory is None or request.num_devices <= _SOON:
         return None
-    least = least_of_splits(request, splitting)
-    return least if least.num_bytes > request.least_memory else None
+    found = None
+    with nullcontext() if within is None else Limit.part_of(within, _BOUNDING * within.seconds).ended():
+        found = least_of_splits(request, splitting)
+    return found if found is not None and found.num_bytes > request.least_memory else None
 
 
 def nothing_fits(

@@ -270,7 +270,7 @@ def run_trace(plan: Plan, timeline: Timeline, about: Mapping[str, object]) -> st
         for rank, actions in enumerate(ranks):
             for counter, start, end in actions:
                 measured.add(plan.whole_programs[rank][counter], rank, begin_ns + start, end - start, {"step": step})
-        events += [_later(event, begin_ns, step) for event in predicted if event["ph"] == "X"]
+        events += [later(event, begin_ns, step) for event in predicted if event["ph"] == "X"]
         last = max((end for actions in ranks for *_, end in actions), default=0)
         begin_ns += max(last, plan.predicted.makespan_ns) * 21 // 20
     known = {
@@ -283,7 +283,8 @@ def run_trace(plan: Plan, timeline: Timeline, about: Mapping[str, object]) -> st
     return trace_json([*events, *measured.events()], known)
 
 
-def _later(event: TraceEvent, by_ns: int, step: int) -> TraceEvent:
+def later(event: TraceEvent, by_ns: int, step: int) -> TraceEvent:
+    """An event of a step that begins so much later."""
     at, args = event["ts"], event["args"]
     assert isinstance(at, float)
     assert isinstance(args, dict)

@@ -231,7 +231,10 @@ class Weighted(nn.Module):
             lambda: losses.masked(Weighted, classes=torch.tensor([[0], [3]])),
             r"(?s)neither the sum .*\nwhat to do: it lies between.*register_buffer.*an argument w, in the example",
         ),
-        (lambda: losses.chain(weighted), r"it lies between the two.* in every item of --data beside 'targets'"),
+        (
+            lambda: losses.chain(weighted),
+            r"(?s)it lies between the two.* in every item of --data beside 'targets'.*or: it adds means over different",
+        ),
         (lambda: losses.chain(lambda made, _: made.square().mean().sqrt()), "neither the sum"),
     ],
 )

@@ -464,7 +464,9 @@ def _weighted(classes: str) -> str:
         "classes are found where the module has them as a buffer (register_buffer), one number for each class, or as "
         "nn.CrossEntropyLoss(weight=weights), also as the loss of a Sequential. Other weights are found as an input "
         f"of the forward: an argument w, in the example inputs and in every item of --data beside {classes!r}, and "
-        "the loss (w * cross_entropy(..., reduction='none')).sum() / w.sum()"
+        "the loss (w * cross_entropy(..., reduction='none')).sum() / w.sum()\nor: it adds means over different "
+        "entries, such as one that leaves padding out and one over samples; make each a sum "
+        "(reduction='sum') times a constant"
     )
 
 
