@@ -320,7 +320,7 @@ def test_names_of_modules_are_asked_for() -> None:
     for template in ("a,a,layers.N", "layers.N,layers.5"):
         with pytest.raises(UsageError, match="is named twice"):
             face.export(plan, "huggingface", names=template)
-    with pytest.raises(UsageError, match="names is for targets that are told names"):
+    with pytest.raises(UsageError, match="names is for targets that take module names"):
         face.export(plan, "vllm", names="layers.N")
 
 

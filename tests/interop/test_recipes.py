@@ -139,7 +139,7 @@ def test_without_a_base_the_recipe_says_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_what_a_recipe_cannot_say_is_refused() -> None:
-    with pytest.raises(UsageError, match="zero is 1: replicas of torchtitan keep"):
+    with pytest.raises(UsageError, match="zero is 1: replicas of torchtitan either keep"):
         face.export(with_stages(plan(), zero=1), "torchtitan")
     given = plan()
     some = (replace(given.stages[0], recompute=True), *given.stages[1:])

@@ -164,6 +164,30 @@ def test_a_server_s_stages_fit_into_memory() -> None:
         searched(profile, "vllm", 2, memory=500)
 
 
+def holding(profile: Profile, activation_bytes: int) -> Profile:
+    """The profile whose blocks hold so much of each sample between forward and backward."""
+
+    def held(row: CostRow) -> CostRow:
+        sizes = {"activation_bytes": activation_bytes * row.microbatch_size, "workspace_bytes": 0}
+        return row.model_copy(update=sizes)
+
+    blocks = (block.model_copy(update={"costs": tuple(map(held, block.costs))}) for block in profile.blocks)
+    return profile.model_copy(update={"blocks": tuple(blocks)})
+
+
+def test_megatron_recomputes_the_first_layers_that_it_must() -> None:
+    profile = holding(layered(5, 6, split=False), 400)
+    asked: dict[str, Any] = {"pp": 2, "placement": "one-to-one", "microbatch_size": 1, "mini_batch": None, "tp": 1}
+    free, again = (searched(profile, "megatron", recompute=each, **asked).plan for each in ("none", "all"))
+    most, least = (max(memory.peak_bytes for memory in plan.predicted.memory) for plan in (free, again))
+    assert least < most
+    memory = (least + most) // 2
+    found = searched(profile, "megatron", memory=memory, **asked).plan
+    assert max(each.peak_bytes for each in found.predicted.memory) <= memory
+    assert free.predicted.iteration_ns < found.predicted.iteration_ns < again.predicted.iteration_ns
+    assert "--recompute-method block" in face.export(found, "megatron").text
+
+
 # What is kept together -----------------------------------------------------------------------------------------------
 
 
@@ -216,7 +240,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("nothing", {}, "there is no such target; choose from"),
     ("torch", {}, "there is no such target"),
     ("vllm", {"placement": "circular"}, "vLLM places stages one-to-one"),
-    ("megatron", {"zero": 3}, "divides state by levels 0, 1 alone"),
+    (
+        "megatron",
+        {"zero": 3},
+        "for Megatron-LM .for_.: zero=3, and Megatron-LM's pipeline shards .*; give one of zero=0, 1",
+    ),
     ("deepspeed", {"recompute": "selective"}, "does not recompute so"),
     ("galvatron", {"split_backward": True}, "runs whole backwards"),
     ("torchtitan", {"slices": 2}, "runs micro-batches whole"),

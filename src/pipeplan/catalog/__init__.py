@@ -156,9 +156,9 @@ class ExportTarget:
     one's own are read; ``most_chunks`` by placement where they are limited; ``source`` says where that is known from.
     With ``whole_groups`` virtual stages need as many micro-batches as ranks, or a multiple; with ``ends_apart`` a stage
     may have a model's beginning or end and no layer. ``zero`` are the levels that replicas may divide state by, in
-    groups of some of them where there are ``zero_groups``; ``recompute`` are the kinds of recomputation ("all" and
-    "selective"), which layers have ``by_layer`` each as it is best, or all the same; ``experts`` says that devices may
-    share experts.
+    groups of some of them where there are ``zero_groups``, and ``zero_why`` says it; ``recompute`` are the kinds of
+    recomputation ("all" and "selective"), which layers have ``by_layer`` each as it is best, or all the same, or with
+    ``first_layers`` the first few of each stage; ``experts`` says that devices may share experts.
     ``layer_list`` is how it is told the number of layers of each stage, which stand for ``{}``; ``names`` are the
     modules that have a model's beginning, its layer N, and its end, where it has names; ``tied`` says what becomes of a
     table that stages on several ranks share, and ``sums_tied`` whether its gradients are summed as a plan has it.
@@ -185,8 +185,10 @@ class ExportTarget:
     ends_apart: bool = False
     zero: Sequence[int] = (0,)
     zero_groups: bool = False
+    zero_why: str = ""
     recompute: Sequence[str] = ()
     by_layer: bool = False
+    first_layers: bool = False
     experts: bool = False
 
     @property

@@ -8,9 +8,9 @@ from typing import Any
 from pipeplan.catalog import ExportTarget
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
-from pipeplan.interop.layers import PlanLayers, again_of_layers
+from pipeplan.interop.layers import PlanLayers, require_again
 from pipeplan.interop.megatron import order as order_1f1b
-from pipeplan.interop.ranks import order_of
+from pipeplan.interop.ranks import order_of, require_state
 from pipeplan.interop.settings import divides_sequence
 
 _SHARED = {0: "ddp", 2: "zero2", 3: "zero3"}
@@ -26,20 +26,8 @@ def configuration(plan: Plan, layers: PlanLayers, target: ExportTarget) -> dict[
         UsageError: the plan has what no value says; the text has the place.
     """
     stage, count = plan.stages[0], layers.count
-    if stage.zero not in _SHARED:
-        raise UsageError(
-            f"stages[0].zero is {stage.zero}: {target.title} divides nothing among replicas, or gradients, too (ZeRO "
-            "2), or parameters (3); search with --zero 0, 2 or 3"
-        )
-    if stage.expert > 1:
-        raise UsageError(f"stages[0].expert is {stage.expert}: experts are not written for {target.title}; give --ep 1")
-    by_stage = again_of_layers(plan, target.title)
-    for number, own in enumerate(by_stage):
-        if "selective" in own:
-            raise UsageError(
-                f"stages[{number}].recompute is selective: {target.title} recomputes layers whole; search with "
-                "--recompute all or none"
-            )
+    require_state(plan, target)
+    by_stage = require_again(plan, target)
     divided = int(divides_sequence(plan) and stage.shards > 1)
     return {
         "pp_deg": len(layers.groups),

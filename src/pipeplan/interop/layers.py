@@ -72,6 +72,30 @@ def again_of_layers(plan: Plan, title: str) -> list[list[Again]]:
     return found
 
 
+def require_again(plan: Plan, target: ExportTarget) -> list[list[Again]]:
+    """[stage][layer] what is computed again of it, where the target does so.
+
+    Raises:
+        UsageError: it does not; the text has the stage.
+    """
+    by_stage = again_of_layers(plan, target.title)
+    if "selective" not in target.recompute:
+        number = next((number for number, own in enumerate(by_stage) if "selective" in own), None)
+        if number is not None:
+            raise UsageError(
+                f"stages[{number}].recompute is selective: {target.title} recomputes layers whole; search with "
+                "--recompute all or none"
+            )
+    kinds = {again for layers in by_stage for again in layers}
+    if len(kinds) > 1 and not target.by_layer:
+        number = next(n for n, own in enumerate(by_stage) if {*own} != kinds or len({*own}) > 1)
+        raise UsageError(
+            f"stages[{number}].recompute: {target.title} recomputes all layers alike; search with --recompute all or "
+            "none"
+        )
+    return by_stage
+
+
 def _by_stage(plan: Plan, title: str) -> Iterator[StageLayers]:
     """Each stage's layers, numbers rising from 0. Raises UsageError."""
     next_layer, last = 0, len(plan.stages) - 1

@@ -83,6 +83,18 @@ def _compute(program: Sequence[str], device: int, target: ExportTarget) -> Itera
         yield action
 
 
+def require_state(plan: Plan, target: ExportTarget) -> None:
+    """Refuse what replicas divide, or devices share, and the target's do not. Raises UsageError."""
+    stage = plan.stages[0]
+    if stage.zero not in target.zero:
+        *others, last = map(str, target.zero)
+        raise UsageError(
+            f"stages[0].zero is {stage.zero}: {target.zero_why}; search with --zero {', '.join(others)} or {last}"
+        )
+    if stage.expert > 1 and not target.experts:
+        raise UsageError(f"stages[0].expert is {stage.expert}: experts are not written for {target.title}; give --ep 1")
+
+
 def require_blocks(number: int, stage: Stage, title: str) -> None:
     """Refuse a stage that is none of layers alone. Raises UsageError."""
     where = f"stages[{number}]"

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
-from pipeplan.interop.layers import again_of_layers
 from pipeplan.interop.settings import torchtitan_settings
 
 SCHEDULE = "schedule.csv"
@@ -23,22 +22,6 @@ def schedule_name(ranks: Sequence[int], count: int) -> str:
     if len(ranks) == count:
         return _STANDS["one-to-one"]
     return _STANDS["circular" if list(ranks) == [stage % count for stage in range(len(ranks))] else "v-shape"]
-
-
-def require_torch_state(plan: Plan, title: str) -> None:
-    """Refuse what its trainer keeps or computes again otherwise. Raises UsageError."""
-    stage = plan.stages[0]
-    if stage.zero == 1:
-        raise UsageError(
-            f"stages[0].zero is 1: replicas of {title} either keep their optimizer state whole or shard all "
-            "of it (FSDP); search with --zero 0, 2 or 3"
-        )
-    kinds = {again for layers in again_of_layers(plan, title) for again in layers}
-    if len(kinds) > 1:
-        number = next(n for n, own in enumerate(again_of_layers(plan, title)) if {*own} != kinds or len({*own}) > 1)
-        raise UsageError(
-            f"stages[{number}].recompute: {title} recomputes all layers alike; search with --recompute all or none"
-        )
 
 
 # torchtitan ----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from pipeplan.files import Modules, Plan, parse, to_json
 from pipeplan.interop import deepspeed, galvatron, megatron, recipes, torch_schedule
 from pipeplan.interop.chakra.traces import GROUPS, traces_of
 from pipeplan.interop.layer_lists import device_map, layer_list, read_device_map, read_layer_list
-from pipeplan.interop.layers import PlanLayers, again_of_layers, layers_of
+from pipeplan.interop.layers import PlanLayers, again_of_layers, layers_of, require_again
 from pipeplan.interop.names import names_by_template, own_names, read_names
-from pipeplan.interop.ranks import PlanRanks, ranks_of
+from pipeplan.interop.ranks import PlanRanks, ranks_of, require_state
 from pipeplan.interop.settings import (
     MEGATRON_FULL,
     MEGATRON_SELECTIVE,
@@ -90,7 +90,8 @@ def _megatron(plan: Plan, target: ExportTarget, asked: Asked) -> Written:
     ]
     if layers.chunks > 1 and group != positions:
         arguments.append(f"--microbatch-group-size-per-virtual-pipeline-stage {group}")
-    arguments += [*_zero(plan), *_recomputation(plan)]
+    require_state(plan, target)
+    arguments += [*megatron_zero(plan.stages[0]), *_recomputation(plan)]
     if not plan.tied:
         arguments.append("--untie-embeddings-and-output-weights")
     _require_same(megatron.read_layout(line), layout)
@@ -132,16 +133,6 @@ def _names_of_stages(
     none = "the plan's module names are of another model" if found else "the plan has no module names"
     assumed = f"{none}; assuming {target.title}'s ({', '.join(by)}); --names changes them"
     return names_by_template(layers_of(plan, target), read_names(by)), () if template else (assumed,)
-
-
-def _zero(plan: Plan) -> list[str]:
-    stage = plan.stages[0]
-    if stage.zero > 1:
-        raise UsageError(
-            f"stages[0].zero is {stage.zero}: Megatron-LM's pipeline shards only the optimizer state (ZeRO 1); "
-            "search with --zero 1"
-        )
-    return megatron_zero(stage)
 
 
 def _recomputation(plan: Plan) -> Sequence[str]:
@@ -199,7 +190,8 @@ def _around_csv(
 ) -> tuple[PlanLayers, list[list[str]], tuple[str, ...], str, str]:
     """Layers, names of stages and what is assumed of them, a schedule's name for where they stand, the schedule."""
     layers = layers_of(plan, target)
-    recipes.require_torch_state(plan, target.title)
+    require_state(plan, target)
+    require_again(plan, target)
     orders = torch_schedule.orders_of(plan, layers, target)
     text = torch_schedule.csv_text(orders)
     _require_same(torch_schedule.read_csv(text), orders)
@@ -209,11 +201,8 @@ def _around_csv(
 
 def _deepspeed(plan: Plan, target: ExportTarget, asked: Asked) -> Written:
     layers = layers_of(plan, target)
-    if plan.stages[0].zero > 1:
-        raise UsageError(
-            f"stages[0].zero is {plan.stages[0].zero}: DeepSpeed's pipelines are not with ZeRO 2 or 3; search with "
-            "--zero 1 or 0"
-        )
+    require_state(plan, target)
+    require_again(plan, target)
     megatron.group_size(plan, layers, target)
     text = deepspeed.pipeline_module(layers)
     _require_same(_assigned(text, "PARTS"), deepspeed.parts_of(layers))

@@ -305,7 +305,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
     """
     levels = levels_of(request.profile) if len(request.recomputes) > 1 and not _recomputes_alike(request) else ()
     recomputes = (False,) if levels else request.recomputes
-    width, blocks = split.width, len(request.profile.blocks)
+    width, blocks, uneven = split.width, len(request.profile.blocks), request.uneven
     units = len(neighbours(request.cluster, request.num_devices, width))
     every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
     if request.positions is not None and request.replicas is None:  # all devices
@@ -332,13 +332,13 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
                         choice = Choice(*own, chunks=chunks, context=split.context, expert=split.expert)
-                        yield from _directions(request, choice)
+                        yield from _directions(choice, uneven)
 
 
-def _directions(request: Request, choice: Choice) -> Iterator[Choice]:
+def _directions(choice: Choice, uneven: bool) -> Iterator[Choice]:
     """Along the devices; where some are faster than others, also from the last to the first."""
     yield choice
-    if request.uneven:
+    if uneven:
         yield replace(choice, backwards=True)
 
 
@@ -565,7 +565,7 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
                         own = (strategy, replicas, batch, recompute, spread, request.shards or 1, request.positions)
                         context, expert = request.context or 1, request.expert or 1
                         choice = Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
-                        yield from _directions(request, choice)
+                        yield from _directions(choice, request.uneven)
 
 
 def _strategies(request: Request) -> Iterable[str]:

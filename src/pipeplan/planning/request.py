@@ -374,7 +374,7 @@ class Request:
             if start is not None or rules is not None:
                 what = "--start" if start is not None else "--rules"
                 raise UsageError(
-                    f"--for {for_} is not built for {what} yet; leave one of them out (--scheduler names a schedule)"
+                    f"--for is not built for {what} yet; leave one of them out (--scheduler names a schedule)"
                 )
             same: dict[str, Any] = {"devices": devices, "cluster": cluster, "mini_batch": mini_batch}
             same |= {"microbatch_size": microbatch_size, "num_microbatches": num_microbatches, "chunks": chunks}

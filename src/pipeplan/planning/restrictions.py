@@ -20,8 +20,8 @@ from pipeplan.files import Placement, Profile
 class Restrictions:
     """What plans for a target may have; ``name`` is the target's, and all else as :class:`ExportTarget` has it.
 
-    ``placements`` are those of one ``schedules`` entry, or all where orders are free. Shared parameters are tables of
-    their own (``apart``) where the target sums none of their gradients.
+    ``placements`` are those of one ``schedules`` entry, or all where orders are free. Blocks recompute ``alike``, and a
+    tool that trains none ``serves``.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Restrictions:
     selective: bool
     whole_groups: bool
     serves: bool
-    apart: bool
+    first_layers: bool
 
     @classmethod
     def of(cls, name: str, target: ExportTarget, profile: Profile) -> Restrictions:
@@ -49,7 +49,7 @@ class Restrictions:
             "selective" in target.recompute,
             target.whole_groups,
             not target.trains,
-            target.trains and not target.sums_tied,
+            target.first_layers,
         )
 
     def allows(self, strategy: str, positions: int, num_microbatches: int) -> bool:
@@ -183,7 +183,7 @@ def restricted_fields(
     """
 
     def refuse(flag: str, why: str, remedy: str) -> UsageError:
-        return UsageError(f"--for {name}: {flag}, and {target.title} {why}; {remedy}")
+        return UsageError(f"for {target.title} (--for): {flag}, and {target.title} {why}; {remedy}")
 
     placements = list(target.placements or ())
     if isinstance(placement, Placement):
@@ -192,7 +192,8 @@ def restricted_fields(
         raise refuse(f"--placement {placement}", f"places stages {' or '.join(placements)}", "choose one of these")
     zero, known = said.get("zero"), ", ".join(map(str, target.zero))
     if zero not in (None, "auto", *target.zero):
-        raise refuse(f"--zero {zero}", f"divides state by levels {known} alone", f"give --zero {known.split(', ')[-1]}")
+        why = target.zero_why or f"{target.title} divides no state"
+        raise UsageError(f"for {target.title} (--for): --zero {zero}, and {why}; give one of --zero {known}")
     if said.get("zero_group") is not None and not target.zero_groups and target.zero != [0, 1]:
         raise refuse("--zero-group", "divides state among all replicas", "leave --zero-group out")
     kinds = {True: "all", "selective": "selective"}
@@ -246,7 +247,7 @@ def require_ranks(name: str, target: ExportTarget, profile: Profile, num_devices
     most, positions = len(profile.blocks), said.get("positions")
     if positions is not None and positions > most:
         raise UsageError(
-            f"--for {name}: --pp {positions} needs something to run for each rank, and whole layers"
+            f"for {target.title} (--for): --pp {positions} needs something to run for each rank, and whole layers"
             f"{'' if target.ends_apart else ', with embedding and head beside the layers next to them,'} are {most}; "
             f"choose --pp of at most {most}"
         )

@@ -17,7 +17,9 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+from pipeplan.costs.layers import layer_of
 from pipeplan.costs.zero import AUTO, WHOLE, Experts, Zero
 from pipeplan.errors import InfeasibleError, NotApplicableError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
@@ -74,7 +76,7 @@ from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.time_limit import Limit, TimeUpError, checked, checkpoint, shielded, time_is_up
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
-from pipeplan.workload.elements import Recompute, Stage
+from pipeplan.workload.elements import Recompute, Stage, recompute_of
 from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.slices import without_parts
@@ -145,6 +147,66 @@ def _eased(request: Request, trial: Trial, index: int, budget: Budget) -> Iterat
         found = tried(choices.undominated(middle))
         yield found
         low, high = (middle + 1, high) if found[1] is None else (low, middle)
+
+
+@dataclass(frozen=True)
+class EaseFirstLayers(PlanStep):
+    """The best ``finalists`` whose layers all recompute, with only the first few of each stage that must: as many in
+    all stages, as Megatron-LM has it.
+    """
+
+    finalists: int = 3
+    name = "ease first layers"
+    when = "the best {finalists} plans; --for megatron; recomputation is open; all layers recompute"
+
+    def applies(self, search: PlanSearch) -> bool:
+        request = search.request
+        return request.recompute is None and request.only is not None and request.only.first_layers
+
+    def run(self, search: PlanSearch) -> None:
+        best = [] if search.best is None else [search.best]
+        for trial in search.finalists[: self.finalists] or best:
+            stages = () if trial.best is None else trial.best.workload.stages
+            if stages and all(_layers_again(search.request, stage) for stage in stages):
+                self._ease(search, trial)
+
+    def _ease(self, search: PlanSearch, trial: Trial) -> None:
+        """Fewer layers take less time and more memory, so that halving finds how few fit."""
+        request, stages = search.request, trial.candidate.placement.stages
+        low, high = 0, max(sum(_are_layers(request, stage.blocks)) for stage in stages)
+        while low < high and not search.budget.expired:
+            middle = (low + high) // 2
+            first = [_first_again(request, stage.blocks, middle) for stage in stages]
+            changes = {index: {"recompute": again} for index, again in enumerate(first)}
+            placement = _changed(trial.candidate.placement, changes)
+            schedule = _retimed(request, trial, placement, "")
+            if schedule is None:
+                low = middle + 1
+                continue
+            high = middle
+            trial.candidate, trial.best = replace(trial.candidate, placement=placement), schedule
+            trial.bounds = [schedule.bound_ns]
+            trial.begin_again(request)
+            search.report(trial)
+
+
+def _are_layers(request: Request, groups: Sequence[str]) -> list[int]:
+    """[group] how many layers it is."""
+    assert request.joined is not None  # it is of a target
+    return [len({layer_of(block) for block in request.joined.members[group]} - {None}) for group in groups]
+
+
+def _layers_again(request: Request, stage: Stage) -> bool:
+    """Whether all layers of a stage recompute, each of which is a group of its own."""
+    layers = _are_layers(request, stage.blocks)
+    return max(layers) < 2 and all(again is True for own, again in zip(layers, stage.again, strict=True) if own)
+
+
+def _first_again(request: Request, groups: Sequence[str], count: int) -> Recompute:
+    """What the groups of a stage recompute where so many of its layers do."""
+    layers = _are_layers(request, groups)
+    found = zip(layers, accumulate(layers), strict=True)
+    return recompute_of(tuple(bool(own) and number <= count for own, number in found))
 
 
 @dataclass(frozen=True)
@@ -821,6 +883,7 @@ STEPS: tuple[SearchStep, ...] = (
     *SCHEDULE_STEPS,
     SplitFinalists(),
     EaseRecomputation(),
+    EaseFirstLayers(),
     EaseSharding(),
     ExchangeByActions(),
     SliceForwards(),

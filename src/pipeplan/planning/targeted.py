@@ -143,14 +143,12 @@ def _variants(request: Request) -> Iterator[Request]:
     target = export_target(only.name)
     if target.schedules is None:
         if request.scheduler == "rules":
-            raise UsageError(
-                f"--for {only.name} is not built for --scheduler rules yet; name a schedule, or leave it out"
-            )
+            raise UsageError("--for is not built for --scheduler rules yet; name a schedule, or leave it out")
         yield request
         return
     if request.scheduler not in ("auto", *target.schedule_names):
         what = f"{target.title} runs {' or '.join(target.schedule_names)}, not {request.scheduler}"
-        raise UsageError(f"--for {only.name}: {what}; leave --scheduler out")
+        raise UsageError(f"for {target.title} (--for): {what}; leave --scheduler out")
     some = False
     for placement, names in target.schedules.items():
         for name in names:
@@ -163,8 +161,8 @@ def _variants(request: Request) -> Iterator[Request]:
                     yield replace(request, scheduler=name, only=allowed, chunks=chunks, said=said)
     if not some:
         raise UsageError(
-            f"--for {only.name}: {target.title} does not run {request.scheduler} with --placement {request.placement}; "
-            "leave one of them out"
+            f"--for: {target.title} does not run {request.scheduler} with --placement {request.placement}; leave one "
+            "of them out"
         )
 
 
