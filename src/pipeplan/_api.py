@@ -466,8 +466,9 @@ def _copied(options: RunOptions, num_ranks: int) -> tuple[Callable[[Mapping[str,
             "copies of this one, which Linux makes and CUDA does not survive: start the program with torchrun "
             f"--nproc-per-node {num_ranks}, or give names that other processes can import, pkg.mod:name"
         )
-    from pipeplan.runtime.launch.worker import be_rank
+    from pipeplan.runtime.launch.worker import be_rank, require_no_group
 
+    require_no_group()
     return (be_rank,)
 
 

@@ -848,6 +848,7 @@ def estimate(
     shards: Counts = 1,
     context: Counts = 1,
     expert: Counts = 1,
+    etp: int = 1,
     load_factor: float = 1.0,
     recompute: bool = False,
     dtype: Dtype | None = None,
@@ -868,6 +869,7 @@ def estimate(
         context: numbers of devices that share each sequence; whole sequences are always included.
         expert: numbers of devices that share the experts, each holding whole ones; experts that are split like
             everything else are always included.
+        etp: how many of these devices split each expert, instead of holding whole ones.
         load_factor: load of the busiest of these devices, as a multiple of the average.
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: number formats of weights, gradients and state; by default ``"bf16-mixed"`` for bfloat16,

@@ -14,7 +14,7 @@ from builders.chains import chain_plan
 from pipeplan.cli.run_steps import Steps
 from pipeplan.cli.run_verb import comparison_line, reason_line
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import RunOptions, RunResult, StepResult
+from pipeplan.runtime.launch.job import Evaluated, RunOptions, RunResult, Started, StepResult
 from pipeplan.runtime.training.options import RunOutcome, TrainOptions
 from pipeplan.units import format_ns
 
@@ -43,6 +43,27 @@ def test_a_loss_that_is_not_finite_is_shown_and_told_once(quiet: bool, capsys: p
 def test_gradients_that_are_not_finite_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     Steps(TrainOptions("gpt2-tiny"), quiet=True).show(STEEP)
     assert capsys.readouterr().err == "pipeplan: warning: step 2: the norm of gradients is inf\n"
+
+
+def test_steps_say_their_throughput_and_the_time_that_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """As long as those so far, without the first, which warms up; evaluations count, too."""
+    now, plan = [0.0], chain_plan(2, 2)
+    shown = Steps(TrainOptions("gpt2-tiny", num_steps=203), quiet=False, clock=lambda: now[0])
+    shown.plan = plan
+    shown.show(Started(0, tokens_per_sample=8))
+    for now[0], step in ((30.0, 0), (40.0, 1), (50.0, 2), (50.5, 202)):
+        shown.show(StepResult(step, 2.5, 10**9, 0))
+        if step == 1:
+            now[0] = 41.0
+            shown.show(Evaluated(step, 2.25, 3, 10**9))
+    rates = f"{plan.mini_batch} samples/s  {8 * plan.mini_batch} tokens/s"
+    assert capsys.readouterr().out.splitlines() == [
+        f"step 0  loss 2.5000  iteration 1s  {rates}  101min left",
+        f"step 1  loss 2.5000  iteration 1s  {rates}  34min left",
+        "step 1  evaluation loss 2.2500  of 3 mini-batches, 1s",
+        f"step 2  loss 2.5000  iteration 1s  {rates}  34min left",
+        f"step 202  loss 2.5000  iteration 1s  {rates}",
+    ]
 
 
 def test_an_emulation_has_no_loss(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,6 +133,7 @@ def test_blocks_that_differ_in_anything_are_not_alike() -> None:
         "shards": 2,
         "context": 2,
         "expert": 2,
+        "expert_shards": 2,
         "configuration": "rows",
         "recompute": True,
         "sequence_parallel": True,

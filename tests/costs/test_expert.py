@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Literal
 
@@ -32,8 +34,8 @@ LINKS = Cluster(
 )
 
 
-def profile(*sizes: int) -> Profile:
-    """Attention, and words to experts that 1 and some more devices share."""
+def profile(*sizes: int, split: int = 1) -> Profile:
+    """Attention, and words to experts that 1 and some more devices share, of which ``split`` have parts of the same."""
     whole = [
         CostRow(microbatch_size=size, forward_ns=100 * size, backward_ns=200 * size, shards=shards)
         for shards in (1, 2)
@@ -46,6 +48,7 @@ def profile(*sizes: int) -> Profile:
             backward_ns=2000 * size // each,
             shards=shards,
             expert=each,
+            expert_shards=split if each > 1 else 1,
             activation_bytes=8 * size // shards,
         )
         for shards in (1, 2)
@@ -179,6 +182,38 @@ def test_plans_are_checked(expert: int, how: dict[str, int]) -> None:
         relinked(plan, LINKS.first(8))
 
 
+@pytest.mark.parametrize("how", [{}, {"zero": 1}, {"shards": 2, "zero": 3}])
+def test_devices_that_split_the_same_experts_are_of_those_that_share_them(how: dict[str, int]) -> None:
+    """Four devices of which two split each: a quarter on each of them, and as many copies as of whole ones."""
+    whole, known = profile(4), profile(4, split=2)
+    built = [
+        build_workload(each, placement(4, **how), num_microbatches=2, microbatch_size=8, cluster=LINKS)
+        for each in (whole, known)
+    ]
+    (whole_stage,), (stage,) = (each.stages for each in built)
+    assert (stage.expert, stage.expert_shards) == (4, 2)
+    assert stage == replace(whole_stage, expert_shards=2)
+    search = partial(pipeplan.search, cluster=LINKS.first(8), microbatches=2, microbatch_size=8, time_limit=5)
+    plan = search(known, placement=placement(4, **how)).plan
+    assert '"expert_shards": 2' in json.dumps(plan.model_dump(mode="json"))
+    assert not check(plan, known, LINKS.first(8)).problems
+    for damaged in (1, 4):
+        other = plan.model_copy(update={"stages": tuple(replace(s, expert_shards=damaged) for s in plan.stages)})
+        texts = list(map(str, check(other, known, LINKS.first(8)).problems))
+        assert any(f"expert_shards: is {damaged}; rows of the profile with expert 4" in text for text in texts), texts
+
+
+def test_how_experts_are_split_is_said_once_for_each_number_of_devices() -> None:
+    with pytest.raises(ValidationError, match="expert_shards 3 does not divide the 4 devices"):
+        CostRow(microbatch_size=1, forward_ns=1, backward_ns=1, expert=4, expert_shards=3)
+    known = profile(4, split=2)
+    moe = known.blocks[1]
+    rows = tuple(row.model_copy(update={"expert_shards": 1}) for row in moe.costs if row.expert == 4)
+    blocks = (*known.blocks, moe.model_copy(update={"id": "other", "costs": rows + moe.costs[:1]}))
+    with pytest.raises(ValidationError, match="rows with expert 4 have expert_shards 1 and 2"):
+        Profile(name="unlike", source=known.source, recipe=known.recipe, blocks=blocks)
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -209,6 +244,16 @@ def test_words_go_once_to_each_node_and_there_once_to_each_device(devices: int, 
     across = np.mean([len({device // 8 for device in row} - {0}) for row in drawn.tolist()])
     expected = max(inside / 4, across if devices > 8 else 0)
     assert dispatch_ns(1.0, chosen, devices, links) == pytest.approx(expected, rel=0.03)
+
+
+def test_neighbours_that_split_the_same_experts_get_each_word_once() -> None:
+    """Sixteen devices in nodes of eight, pairs of them with the same experts: eight places, two nodes."""
+    links = LinkPath(((1, 4e9), (8, 1e9)), 3)
+    inside = 8 * (1 - (7 / 8) ** 2) * 7 / 8
+    across = 2 * (1 - (1 / 2) ** 2) * 1 / 2
+    assert dispatch_ns(1000.0, 2, 16, links, 2) == pytest.approx(3 + 1e12 * max(inside / 4e9, across / 1e9))
+    assert dispatch_ns(1000.0, 2, 16, links, 8) == pytest.approx(3 + 1e12 * across / 1e9), "those apart are in nodes"
+    assert dispatch_ns(1000.0, 2, 16, links, 16) == 0, "all have all"
 
 
 def test_devices_of_a_node_share_its_limit() -> None:

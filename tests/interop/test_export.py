@@ -21,6 +21,7 @@ from pipeplan import Plan, UsageError
 from pipeplan.catalog import export_target, names
 from pipeplan.interop.export import export_targets
 from pipeplan.interop.megatron import layout_text, order, read_layout, require_layout
+from pipeplan.interop.settings import megatron_sizes, torchtitan_settings
 from support.commands import pipeplan
 from support.paths import ROOT
 
@@ -413,3 +414,36 @@ def placement_of_whole_layers() -> face.Placement:
     stages[0].insert(0, "embedding")
     stages[-1].append("head")
     return face.Placement.of(stages)
+
+
+@pytest.mark.parametrize(
+    ("shards", "expert", "split", "megatron", "torchtitan"),
+    [
+        (1, 4, 1, ["--expert-model-parallel-size 4"], ["parallelism.expert_parallel_degree = 4"]),
+        (2, 4, 2, ["--expert-model-parallel-size 2"], [2, 2]),
+        (2, 4, 1, ["--expert-model-parallel-size 4", "--expert-tensor-parallel-size 1"], [4]),
+        (1, 4, 2, ["--expert-model-parallel-size 2", "--expert-tensor-parallel-size 2"], [2, 2]),
+    ],
+)
+def test_experts_have_a_size_and_a_tensor_size(
+    shards: int, expert: int, split: int, megatron: list[str], torchtitan: list[object]
+) -> None:
+    """Of four devices; Megatron-LM takes the tensor size for experts, too, where nothing is said."""
+    workload = chain_workload(1, 4)
+    stage = replace(
+        workload.stages[0],
+        devices=(0, 1, 2, 3),
+        shards=shards,
+        replicas=4 // shards,
+        expert=expert,
+        expert_shards=split,
+        microbatch_size=4,
+    )
+    given = replace(workload, stages=(stage,), devices=workload.devices * 4, microbatch_size=4, num_microbatches=1)
+    assert [each for each in megatron_sizes(given, 1) if "expert" in each] == megatron
+    found = [each for each in torchtitan_settings(given, "1f1b") if "expert" in each]
+    names = ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree")
+    expected = [
+        each if isinstance(each, str) else f"{name} = {each}" for name, each in zip(names, torchtitan, strict=False)
+    ]
+    assert found == expected

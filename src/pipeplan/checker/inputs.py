@@ -118,7 +118,8 @@ class _Known(NamedTuple):
     """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share.
 
     ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
-    it runs. ``of_kinds`` are blocks of the profiles of kinds of devices.
+    it runs. ``of_kinds`` are blocks of the profiles of kinds of devices. ``expert_shards`` {devices that share experts:
+    how many of them split each}.
     """
 
     blocks: dict[str, Block]
@@ -131,6 +132,7 @@ class _Known(NamedTuple):
     rows: dict[tuple[object, ...], CostRow]
     parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
     of_kinds: dict[str, dict[str, Block]]
+    expert_shards: dict[int, int]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -155,6 +157,7 @@ class _Known(NamedTuple):
             {},
             {},
             {kind: own.by_id for kind, own in profile.of_kinds.items()},
+            {row.expert: row.expert_shards for block in profile.kinds for row in block.costs},
         )
 
 
@@ -263,6 +266,9 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
     """
     if stage.configurations or not shares_evenly(stage):  # the latter is refused whatever the profile
         return []
+    if stage.expert_shards != (split := known.expert_shards.get(stage.expert, 1)):
+        text = f"is {stage.expert_shards}; rows of the profile with expert {stage.expert} have {split}"
+        findings.add("profile", f"stages[{number}].expert_shards", text)
     try:
         return [_row(id_, again, stage, samples, known) for id_, again in zip(stage.blocks, stage.again, strict=True)]
     except UsageError as error:

@@ -111,7 +111,8 @@ def _divided(plan: Plan, number: int) -> str:
     """What the replicas of a stage divide: nothing where each has a copy of its own."""
     stage = plan.stages[number]
     group = stage.zero_group or stage.copies
-    experts = f", experts over {stage.expert} devices" if stage.expert > 1 else ""
+    each = f", {stage.expert_shards} for each" if stage.expert_shards > 1 else ""
+    experts = f", experts over {stage.expert} devices{each}" if stage.expert > 1 else ""
     return (f"zero {stage.zero} over {group} replicas" if stage.zero and group > 1 else "zero 0") + experts
 
 

@@ -184,6 +184,12 @@ def _read_text(path: str) -> str:
     help="With --estimate: numbers of devices that share the experts, each holding whole ones.",
 )
 @click.option(
+    "--etp",
+    type=int,
+    default=1,
+    help="With --expert: how many of these devices split each expert, instead of holding whole ones.",
+)
+@click.option(
     "--load-factor",
     type=FiniteRange(0),
     default=1.0,
@@ -301,7 +307,7 @@ _USES = {
     ),
     "estimate": (
         {"name", "output", "estimate"},
-        _MODEL | {"calibrate", "kernels", "context", "expert", "load_factor", "cluster", "as_json"},
+        _MODEL | {"calibrate", "kernels", "context", "expert", "etp", "load_factor", "cluster", "as_json"},
     ),
     "name": ({"name", "output"}, _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "as_json"}),
 }
@@ -479,7 +485,7 @@ def estimated(
         shards=shards,
         **{
             name: given[name]
-            for name in ("dtype", *_RECIPE, "context", "expert", "load_factor", "recompute", "kernels")
+            for name in ("dtype", *_RECIPE, "context", "expert", "etp", "load_factor", "recompute", "kernels")
         },
         calibration=None if runs is not None else given_file("profile", calibration),
         runs=runs,

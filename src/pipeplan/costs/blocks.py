@@ -175,6 +175,7 @@ def _between(low: CostRow, high: CostRow, microbatch_size: int) -> CostRow:
         "shards": low.shards,
         "context": low.context,
         "expert": low.expert,
+        "expert_shards": low.expert_shards,
         "recompute": low.recompute,
         "sequence_parallel": low.sequence_parallel,
     }

@@ -263,16 +263,18 @@ class LinkPath:
         return cls(tuple(found), latency)
 
 
-def dispatch_ns(sent_bytes: float, experts_each: int, devices: int, links: LinkPath) -> float:
+def dispatch_ns(sent_bytes: float, experts_each: int, devices: int, links: LinkPath, apart: int = 1) -> float:
     """Ns in which each device sends each of its words to those of ``devices`` that have one of its experts.
 
-    A word goes once to each node where it has any, and there once to each device. Which experts words go to is taken
-    as even and independent; ``sent_bytes`` are a device's words, each counted once.
+    A word goes once to each node where it has any, and there once to each device; of devices of which each so many
+    neighbours ``apart`` have the same experts, to one of them. Which experts words go to is taken as even and
+    independent; ``sent_bytes`` are a device's words, each counted once.
     """
+    ends = [*(place for place, _ in links.levels[1:]), devices]  # of the groups that a link is inside of
     times = [
-        1e9 * sent_bytes * places_reached(devices / place, experts_each) / rate
-        for place, rate in links.levels
-        if devices > place
+        1e9 * sent_bytes * places_reached(devices / max(place, apart), experts_each) / rate
+        for (place, rate), end in zip(links.levels, ends, strict=False)
+        if min(end, devices) > max(place, apart)
     ]
     return max(times) + links.latency_ns if times else 0.0
 

@@ -291,7 +291,10 @@ def build_workload(
     blocks = profile.by_id
     speeds = speeds or ((1.0,) * placement.num_devices if cluster is None else cluster.speeds)
     names = names or (() if cluster is None else cluster.names)
-    placed = [_settled(stage, blocks, microbatch_size, recompute, speeds) for stage in placement.stages]
+    placed = [
+        _settled(stage, blocks, microbatch_size, recompute, speeds, profile.expert_shards.get(stage.expert, 1))
+        for stage in placement.stages
+    ]
     if profile.of_kinds:
         placed = [replace(each, kinds=kinds_on(profile, (names[d] for d in each.devices))) for each in placed]
     for stage in placed:
@@ -533,6 +536,7 @@ def _settled(
     microbatch_size: int,
     recompute: Recompute,
     speeds: Sequence[float],
+    expert_shards: int,
 ) -> Stage:
     """A stage as placed, with what it does not say itself; what it keeps comes later.
 
@@ -542,6 +546,7 @@ def _settled(
     said: dict[str, Any] = {name: getattr(placed, name) for name in PlacedStage.model_fields}
     own = {name: value for name, value in said.items() if value is not None}
     own["speed"] = min(speeds[device] for device in placed.devices)
+    own["expert_shards"] = expert_shards
     stage = Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
     return replace(stage, recompute=recompute_of(asked_again([blocks[id_] for id_ in stage.blocks], stage.recompute)))
 

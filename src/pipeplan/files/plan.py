@@ -272,7 +272,7 @@ class Plan(File):
             for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets", *_EXCHANGE):
                 if not stage.get(key):
                     stage.pop(key, None)
-            for key in ("context", "expert"):
+            for key in ("context", "expert", "expert_shards"):
                 if stage.get(key) == 1:
                     del stage[key]
             if not stage.get("cuts"):
@@ -328,7 +328,8 @@ class Plan(File):
             raise ValueError(f"stages[{number}].devices name a device twice")
         if problem := group_problem(stage.shards, stage.context, stage.replicas, len(stage.devices)):
             raise ValueError(f"stages[{number}]: {problem}")
-        if problem := expert_problem(stage.expert, len(stage.devices), bool(stage.configurations)):
+        own = bool(stage.configurations), stage.expert_shards
+        if problem := expert_problem(stage.expert, len(stage.devices), *own):
             raise ValueError(f"stages[{number}]: {problem}")
         if problem := sharing_problem(stage.zero, stage.zero_group, stage.copies, bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")

@@ -41,7 +41,8 @@ class CostRow(FileModel):
     what it waits for keys and values of the others.
 
     With ``expert`` e the block's experts are on e devices, each with whole ones of its own: a row has one device's
-    words, those that choose its experts, and both exchanges of them. All other parts are split over ``shards``.
+    words, those that choose its experts, and both exchanges of them. All other parts are split over ``shards``. Or each
+    ``expert_shards`` neighbours of the e devices split the same experts, and exchange the words of all of these.
 
     With ``sequence_parallel`` the devices divide along the sequence what the block takes, keeps and gives outside of
     its split products (Korthikanti et al. 2022, section 4.2.2).
@@ -60,6 +61,10 @@ class CostRow(FileModel):
     expert: Annotated[
         Count,
         said_only(1, "devices that share the block's experts, each with whole ones of its own"),
+    ] = 1
+    expert_shards: Annotated[
+        Count,
+        said_only(1, "how many neighbours of these devices split each expert; one number for each expert"),
     ] = 1
     configuration: Annotated[Name | None, Field(description="named way of splitting, where there are several")] = None
     recompute: Annotated[bool, Field(description="costs with activation checkpointing of this block")] = False
@@ -97,6 +102,8 @@ class CostRow(FileModel):
             raise ValueError("input_grad_ns and weight_grad_ns come together or not at all")
         if self.backward_ns is None and self.input_grad_ns is None:
             raise ValueError("give backward_ns, or input_grad_ns and weight_grad_ns")
+        if self.expert % self.expert_shards:
+            raise ValueError(f"expert_shards {self.expert_shards} does not divide the {self.expert} devices of expert")
         if self.sequence_parallel and self.shards == 1:
             raise ValueError("sequence_parallel is of several shards, and shards is 1")
         if (self.selective_ns is None) != (self.selective_activation_bytes is None):
@@ -614,6 +621,22 @@ class Profile(File):
                         f"placement puts {edge.source!r} in stage {stage_of[edge.source]}, after stage "
                         f"{stage_of[edge.target]} of {edge.target!r} which needs it"
                     )
+
+    @cached_property
+    def expert_shards(self) -> Mapping[int, int]:
+        """{how many devices share experts: how many of them split each}, of all rows."""
+        return {row.expert: row.expert_shards for block in self.blocks for row in block.costs}
+
+    @model_validator(mode="after")
+    def _splits_experts_alike(self) -> Profile:
+        rows = {(row.expert, row.expert_shards) for block in self.blocks for row in block.costs}
+        for expert in sorted(self.expert_shards) if len(rows) > len(self.expert_shards) else ():
+            if len(found := sorted(split for size, split in rows if size == expert)) > 1:
+                raise ValueError(
+                    f"rows with expert {expert} have expert_shards {' and '.join(map(str, found))}; "
+                    "a profile has one of them for each expert"
+                )
+        return self
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

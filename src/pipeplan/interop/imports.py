@@ -263,6 +263,7 @@ _SIZES = {
     "shards": "--tensor-model-parallel-size",
     "context": "--context-parallel-size",
     "expert": "--expert-model-parallel-size",
+    "expert_shards": "--expert-tensor-parallel-size",
     "microbatch": "--micro-batch-size",
     "batch": "--global-batch-size",
     "group": "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -277,6 +278,7 @@ def _megatron(asked: _Sourced) -> _Read:
     arguments = {found[1]: found[2] or "" for found in _ARGUMENT.finditer(rest)}
     sizes = {name: _size(arguments, flag) for name, flag in _SIZES.items() if flag in arguments}
     shards, context, expert = (sizes.get(name, 1) for name in ("shards", "context", "expert"))
+    expert *= sizes.get("expert_shards", 1) if expert > 1 else 1
     positions = sizes.get("positions") or (len(layout) if asked.devices is None else min(len(layout), asked.devices))
     require_layout(layout, positions)
     groups = _groups(asked, positions, shards * context)

@@ -110,6 +110,11 @@ def _base(base: str | None) -> list[str]:
 def automodel_recipe(plan: Plan, names: Sequence[Sequence[str]], schedule: str) -> str:
     """The blocks of a recipe that the plan settles, as YAML; everything else of a recipe stays one's own."""
     stage = plan.stages[0]
+    if stage.expert_shards > 1:
+        raise UsageError(
+            f"stages[0].expert_shards is {stage.expert_shards}: NeMo AutoModel's experts are whole; plan with a "
+            "profile made without --etp"
+        )
     again = {True: "full", "selective": "selective", False: False}[stage.again[-1] if stage.again else False]
     count = len({each.devices for each in plan.stages})
     lines = [

@@ -55,7 +55,9 @@ def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
         f"training.global_batch_size = {workload.mini_batch}",
     ]
     if stage.expert > 1:
-        lines.insert(3, f"parallelism.expert_parallel_degree = {stage.expert}")
+        lines.insert(3, f"parallelism.expert_parallel_degree = {stage.expert // stage.expert_shards}")
+    if stage.expert_shards > 1:
+        lines.insert(4, f"parallelism.expert_tensor_parallel_degree = {stage.expert_shards}")
     if stage.zero > 1:
         never = "never" if stage.zero == 2 else "always"
         lines.append(f"parallelism.fsdp_reshard_after_forward = {never!r}")
@@ -153,10 +155,17 @@ def megatron_sizes(workload: Workload, positions: int, *, divided: bool = False)
         f"--tensor-model-parallel-size {stage.shards}",
         *(["--sequence-parallel"] if divided and stage.shards > 1 else []),
         f"--context-parallel-size {stage.context}",
-        *([f"--expert-model-parallel-size {stage.expert}"] if stage.expert > 1 else []),
+        *(_megatron_experts(stage) if stage.expert > 1 else []),
         f"--micro-batch-size {workload.microbatch_size // stage.replicas}",
         f"--global-batch-size {workload.mini_batch}",
     ]
+
+
+def _megatron_experts(stage: Stage) -> list[str]:
+    """What its experts' tensor size is by default is that of all else (``--tensor-model-parallel-size``)."""
+    sizes = [f"--expert-model-parallel-size {stage.expert // stage.expert_shards}"]
+    said = stage.expert_shards != stage.shards
+    return sizes + [f"--expert-tensor-parallel-size {stage.expert_shards}"] * said
 
 
 def megatron_zero(stage: Stage) -> list[str]:
@@ -172,7 +181,8 @@ def _uniform(workload: Workload, target: str) -> tuple[Stage | None, str]:
     """A stage that represents all stages; or none, and the reason."""
     able = export_target(target)
     stages = workload.stages
-    splits = {(each.shards, each.context, each.expert, each.replicas, each.zero, each.zero_group) for each in stages}
+    keys = ("shards", "context", "expert", "expert_shards", "replicas", "zero", "zero_group")
+    splits = {tuple(getattr(each, key) for key in keys) for each in stages}
     if len(splits) > 1 or any(each.configurations for each in stages):
         return None, "# no settings: stages differ in how they are split"
     places = able.placements or ()

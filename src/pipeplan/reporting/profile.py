@@ -103,6 +103,7 @@ def _cases(profile: Profile) -> str:
         ("tp", {row.shards for row in rows}),
         ("cp", {row.context for row in rows}),
         ("ep", {row.expert for row in rows}),
+        ("etp", {row.expert_shards for row in rows}),
     ]
     said = [f"{name} {', '.join(map(str, sorted(found)))}" for name, found in sizes if found - {1} or name == "samples"]
     named = sorted({row.configuration for row in rows if row.configuration})
@@ -133,6 +134,7 @@ def _block_columns(profile: Profile, asked: Sequence[int], *, details: bool) -> 
         ("tp", lambda row: f"{row.shards}{'*' if row.sequence_parallel else ''}", any(row.shards > 1 for row in rows)),
         ("cp", lambda row: str(row.context), any(row.context > 1 for row in rows)),
         ("ep", lambda row: str(row.expert), any(row.expert > 1 for row in rows)),
+        ("etp", lambda row: str(row.expert_shards), any(row.expert_shards > 1 for row in rows)),
         ("configuration", lambda row: row.configuration or "-", any(row.configuration for row in rows)),
         ("recompute", lambda row: "yes" if row.recompute else "no", any(row.recompute for row in rows)),
     ]

@@ -213,6 +213,7 @@ def stage_way(workload: Workload, stage: Stage) -> str:
         (bool(stage.configurations), _configurations(stage)),
         (stage.context > 1, f"context {stage.context}"),
         (stage.expert > 1, f"expert {stage.expert}"),
+        (stage.expert_shards > 1, f"expert shards {stage.expert_shards}"),
         (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
         (other_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
         (stage.sharers > 1, zero_words([stage])),

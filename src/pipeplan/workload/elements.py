@@ -134,6 +134,9 @@ EXPERT = (
 )
 
 
+EXPERT_SHARDS = "how many neighbours of these devices split each expert (expert tensor size)"
+
+
 def group_problem(shards: int, context: int, replicas: int, num_devices: int) -> str | None:
     """What is wrong with how many devices a stage has, if anything."""
     if shards * context * replicas == num_devices:
@@ -160,8 +163,10 @@ def context_problem(contexts: Iterable[int], configured: Iterable[bool]) -> str 
     return None
 
 
-def expert_problem(expert: int, num_devices: int, configured: bool = False) -> str | None:
+def expert_problem(expert: int, num_devices: int, configured: bool = False, expert_shards: int = 1) -> str | None:
     """What is wrong with how many devices of a stage share experts, if anything: they are groups of neighbours."""
+    if expert % expert_shards:
+        return f"expert_shards {expert_shards} does not divide the {expert} devices that share experts"
     if expert == 1:
         return None
     if num_devices % expert:
@@ -346,7 +351,8 @@ class Stage(Element):
     Replica r stands on devices ``r * width`` to ``(r + 1) * width - 1`` of ``devices``, where the width is
     ``shards * context``, and works on the r-th of equal shares of each micro-batch's samples. Of these, each ``shards``
     neighbouring devices have one of ``context`` equal parts of every sequence, and a copy of the parameters. Experts
-    are divided otherwise: each ``expert`` neighbouring devices of the stage have all of them, whole ones each.
+    are divided otherwise: each ``expert`` neighbouring devices of the stage have all of them, whole ones each, or each
+    ``expert_shards`` neighbours of these split the same.
 
     A stage of instructions has no blocks; its micro-batches say how often they run.
     """
@@ -357,6 +363,7 @@ class Stage(Element):
     replicas: Count = 1
     context: Annotated[Count, Meaning(CONTEXT, said_only=True)] = 1
     expert: Annotated[Count, Meaning(EXPERT, said_only=True)] = 1
+    expert_shards: Annotated[Count, Meaning(EXPERT_SHARDS, said_only=True)] = 1
     configuration: Name | None = None
     configurations: Annotated[
         Items[Name], Meaning("how each block is split over the shards, such as samples2-shards2; none: all")

@@ -72,12 +72,34 @@ def test_the_fullest_device_has_more_to_do() -> None:
     assert uneven.activation_bytes == 1.5 * even.activation_bytes
 
 
+def test_devices_that_split_experts_have_the_words_of_all_of_them() -> None:
+    """Twice as many words go into parts of experts; they are gathered by two, and their sums scattered."""
+    whole, split = (
+        rows(pipeplan.estimate(CONFIG, expert=(8,), etp=each, cluster=FAST, **HOW))[1, 1, 8] for each in (1, 2)
+    )
+    more = WORDS * TAKEN * HIDDEN * WIDTH
+    assert (whole.expert_shards, split.expert_shards) == (1, 2)
+    assert split.activation_bytes == whole.activation_bytes + more
+    assert split.workspace_bytes == whole.workspace_bytes + more
+    assert split.forward_ns == pytest.approx(whole.forward_ns, rel=0.05), "half of each product, for twice the words"
+    narrow = Cluster.of("narrow", 8, levels=[("pair", 2, 0, 10**9), ("node", 8, 0, 10**15)])
+    waiting = rows(pipeplan.estimate(CONFIG, expert=(8,), etp=2, cluster=narrow, **HOW))[1, 1, 8]
+    both = 2 * 1e9 * (2 * more / 2) / 1e9  # half of what is gathered comes from the other, and so much is scattered
+    assert waiting.forward_ns - split.forward_ns == pytest.approx(both, rel=1e-3)
+    assert (waiting.input_grad_ns or 0) - (split.input_grad_ns or 0) == pytest.approx(both, rel=1e-3)
+    assert waiting.weight_grad_ns == split.weight_grad_ns
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         ({"expert": (3,)}, "8 experts, which 3 devices"),
         ({"expert": (2,), "load_factor": 0.5}, "load_factor='0.5'"),
         ({"expert": (2,), "kernels": "eager"}, "of fused kernels"),
+        ({"expert": (8,), "etp": 3}, "width of 1024, which 3 devices"),
+        ({"expert": (6,), "etp": 4}, "etp=4 does not divide it"),
+        ({"expert": (64,), "etp": 4}, "8 experts, which 64 devices, each 4 of which split the same, cannot"),
+        ({"etp": 2}, "and expert, which is how many"),
     ],
 )
 def test_what_cannot_be_is_refused(how: dict[str, object], message: str) -> None:
@@ -93,7 +115,10 @@ def test_models_without_experts_have_no_such_rows() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks of")
 def test_layers_of_deepseek_v3_take_what_closed_forms_say() -> None:
-    """By which published runs are predicted: latent attention, and 256 experts on eight devices of a node."""
+    """By which published runs are predicted: latent attention, and 256 experts on eight devices of a node.
+
+    Where two of these split each expert they gather twice its words, at shares of links that differ.
+    """
     config = "DeepseekV3Config(num_hidden_layers=4)"
     found = pipeplan.estimate(config, device="h100-80gb", microbatch=1, sequence=4096, shards=(1, 2), expert=(8,))
     h100, share = device_preset("h100-80gb"), catalog_shares()["h100-80gb"]
@@ -106,19 +131,21 @@ def test_layers_of_deepseek_v3_take_what_closed_forms_say() -> None:
         sequence=4096, experts=256, top_k=8, moe_ffn=2048, shared_ffn=2048, query_rank=1536, latent_rank=512,
         rotary_size=64, value_size=128,
     )  # fmt: skip
-    for shards in (1, 2):
+    split = pipeplan.estimate(config, device="h100-80gb", microbatch=1, sequence=4096, expert=(8,), etp=2)
+    for shards, tensor in ((1, 1), (2, 1), (1, 2)):
         layout = UniformLayout(
-            tensor=shards, pipeline=1, chunks=1, context=1, data=8, microbatch=1, global_batch=8, expert=8,
-            expert_tensor=1, sequence_parallel=int(shards > 1), attention=usual_attention(h100), recipe="bf16-mixed",
+            tensor=shards, pipeline=1, chunks=1, context=1, data=8, microbatch=1, global_batch=8, expert=8 // tensor,
+            expert_tensor=tensor, sequence_parallel=int(shards > 1), recipe="bf16-mixed",
+            attention=usual_attention(h100),
         )  # fmt: skip
         time = step_time(model, layout, machine)
         layer = [
             row
-            for block in found.blocks
+            for block in (found if tensor == 1 else split).blocks
             for row in block.rows(1, 8)
             if block.id.startswith("layers.3.") and row.shards == shards
         ]
         assert len(layer) == 2
-        assert sum(row.forward_ns for row in layer) == pytest.approx(float(time.forward_ns), rel=0.05)
+        assert sum(row.forward_ns for row in layer) == pytest.approx(float(time.forward_ns), rel=0.05 * tensor)
         backward = float(time.input_grad_ns + time.weight_grad_ns)
-        assert sum(row.backward_ns or 0 for row in layer) == pytest.approx(backward, rel=0.08)
+        assert sum(row.backward_ns or 0 for row in layer) == pytest.approx(backward, rel=0.08 * tensor)

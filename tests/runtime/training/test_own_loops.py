@@ -132,6 +132,9 @@ def test_ranks_are_started_here_or_by_a_launcher(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     with pytest.raises(UsageError, match="call run before init_process_group"):
         own_loop.run(plan())
+    monkeypatch.delenv("RANK")
+    with pytest.raises(UsageError, match="call run before init_process_group"):
+        own_loop.run(plan())
 
 
 # Loaders ------------------------------------------------------------------------------------------------------------

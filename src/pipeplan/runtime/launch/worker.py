@@ -87,11 +87,7 @@ def run_under_torchrun(work: str, read_plan: Callable[[], Plan], options: RunOpt
     ``on_event``. Where a rank fails, the first to know says so on standard error, and the process ends here with the
     error's exit code. Raises UsageError in a process that has a process group.
     """
-    if dist.is_initialized():
-        raise UsageError(
-            "torch.distributed has a process group in this process, and run makes its own: call run before "
-            "init_process_group, or after destroy_process_group"
-        )
+    require_no_group()
     listener = Listener(on_event)
 
     def job() -> Report:
@@ -102,6 +98,15 @@ def run_under_torchrun(work: str, read_plan: Callable[[], Plan], options: RunOpt
     under_torchrun(work, job, options.timeout_ns, listener)
     assert listener.result is not None, "a rank ends well only after it has reported its result"
     return listener.result
+
+
+def require_no_group() -> None:
+    """Refuse to be, or to copy, a process that has a process group. Raises UsageError."""
+    if dist.is_initialized():
+        raise UsageError(
+            "torch.distributed has a process group in this process, and run makes its own: call run before "
+            "init_process_group, or after destroy_process_group"
+        )
 
 
 def under_torchrun(

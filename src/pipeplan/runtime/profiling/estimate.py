@@ -58,6 +58,7 @@ from pipeplan.runtime.profiling.counting import CountedBench, counted
 from pipeplan.runtime.profiling.expert_rows import (
     Spread,
     alone_with_words,
+    gathered_bytes,
     has_experts,
     require_sizes,
     shared_ns,
@@ -92,6 +93,7 @@ def estimate_model(
     context: Sequence[int] = (1,),
     expert: Sequence[int] = (1,),
     load_factor: float = 1.0,
+    etp: int = 1,
     recompute: bool = False,
     calibration: Profile | None = None,
     runs: RunsFit | None = None,
@@ -113,6 +115,7 @@ def estimate_model(
         shards: devices that split each block.
         context: devices that share the sequence of each sample; it is also whole.
         expert: devices that share experts, each with whole ones of its own; they are also split as all else.
+        etp: how many of these devices split each expert, instead of having whole ones.
         load_factor: of the words that experts' devices get, those of the fullest over the average.
         recompute: rows with activation checkpointing of each block, too.
         calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
@@ -139,8 +142,8 @@ def estimate_model(
     if fp8:
         device.fp8_peak()  # before anything is traced
     splits = splits_of(model, shards, dtype, cluster, context)
-    spreads = [Spread(size, load_factor) for size in sorted({*expert} - {1})]
-    require_sizes(model, unsplit_of(splits, model, dtype).blocks, [each.size for each in spreads], load_factor)
+    spreads = [Spread(size, load_factor, etp) for size in sorted({*expert} - {1})]
+    require_sizes(model, unsplit_of(splits, model, dtype).blocks, [each.size for each in spreads], load_factor, etp)
     if spreads and (not fused or calibration is not None):
         raise UsageError(
             "--expert is for estimates of fused kernels; leave --kernels eager and --calibrate PROFILE out"
@@ -219,10 +222,11 @@ def _expert_rows(
             spec = block.spec
             for key in of_kind[kinds[words.likeness]] if has_experts(words) else ():
                 row, work = rows[key]
-                timed = _on_device(row, with_own_experts(work, spread, key.label), kernel_ns)
-                sent = words_ns(words.spec, key.size, dtype.itemsize, spread, links(spread.size))
+                timed = _on_device(row, with_own_experts(work, spread, words.spec, key.label), kernel_ns)
+                own = words.spec, key.size, dtype.itemsize, spread
+                sent = words_ns(*own, links(spread.size), prices)
                 waited = shared_ns(words.spec, key.size, split, dtype.itemsize, prices)
-                made = spread_row(timed, split, spread, sent, waited)
+                made = spread_row(timed, split, spread, sent, waited, gathered_bytes(*own))
                 require_row(f"block {spec.id!r}", dict(made))
                 found[spec.id].append(made)
     return found

@@ -1,13 +1,17 @@
-"""Rows of blocks whose experts are shared by devices, each with whole ones of its own (expert tensor size 1).
+"""Rows of blocks whose experts are shared by devices, each with whole ones of its own, or a part of some.
 
 A device routes the words that it has, one of ``shards`` x ``context`` parts of each sequence, sends each to the devices
 of its experts, multiplies what comes to it by its own, and sends the results back. As many words come as go, where
 experts are chosen evenly, so that the work is that of its own words with all experts, whose products have fewer weights
 and more rows each. With a load factor, the fullest device, which all others wait for, has that many times as many.
+
+With an expert tensor size each expert is split over so many neighbours. They gather the words of all of them, multiply
+these by their parts, and scatter the sums: a device has so many times as many words, and as much less of each product.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,16 +24,25 @@ from pipeplan.files import CostRow
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling.build_profile import BlockNode, ModelShare, part_of
 
-EXPERTS, TAKEN = "experts", "experts_per_token"
-"""Dimensions of a block: how many it has, and how many each word goes to."""
+EXPERTS, TAKEN, WIDTH = "experts", "experts_per_token", "ffn"
+"""Dimensions of a block: how many it has, how many each word goes to, and the width of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Experts over ``size`` devices, the fullest of which has ``load`` times the even share of words."""
+    """Experts over ``size`` devices, the fullest of which has ``load`` times the even share of words.
+
+    Each ``split`` neighbours of them have parts of the same experts.
+    """
 
     size: int
     load: float = 1.0
+    split: int = 1
+
+    @property
+    def places(self) -> int:
+        """How many have other experts."""
+        return self.size // self.split
 
 
 def has_experts(block: BlockNode) -> bool:
@@ -37,8 +50,14 @@ def has_experts(block: BlockNode) -> bool:
     return block.experts > 0 and TAKEN in block.spec.dimensions
 
 
-def require_sizes(model: Model, blocks: Sequence[BlockNode], sizes: Collection[int], load: float) -> None:
-    """Check that experts can be divided evenly over this many devices. Raises UsageError."""
+def require_sizes(
+    model: Model, blocks: Sequence[BlockNode], sizes: Collection[int], load: float, split: int = 1
+) -> None:
+    """Check that experts can be divided evenly over this many devices, which ``split`` each. Raises UsageError."""
+    if split < 1 or (split > 1 and not sizes):
+        raise UsageError(
+            f"--etp {split}: give a number of 1 or more, and --expert, which is how many devices there are"
+        )
     if not sizes:
         return
     if min(sizes) < 1:
@@ -49,11 +68,19 @@ def require_sizes(model: Model, blocks: Sequence[BlockNode], sizes: Collection[i
     if not sparse and max(sizes) > 1:
         raise UsageError(f"--expert {max(sizes)}: {model.name} has no experts; leave --expert out")
     for spec in sparse:
+        if spec.dimensions[WIDTH] % split:
+            raise UsageError(
+                f"--etp {split}: experts of block {spec.id!r} have a width of {spec.dimensions[WIDTH]}, which {split} "
+                "devices cannot split evenly"
+            )
         for size in sizes:
-            if spec.dimensions[EXPERTS] % size:
+            if size % split:
+                raise UsageError(f"--expert {size}: --etp {split} does not divide it; give multiples of {split}")
+            if spec.dimensions[EXPERTS] % (size // split):
+                each = f", each {split} of which split the same," if split > 1 else ""
                 raise UsageError(
-                    f"--expert {size}: block {spec.id!r} has {spec.dimensions[EXPERTS]} experts, which {size} devices "
-                    f"cannot share evenly; give divisors of {spec.dimensions[EXPERTS]}"
+                    f"--expert {size}: block {spec.id!r} has {spec.dimensions[EXPERTS]} experts, which {size} devices"
+                    f"{each} cannot share evenly; give divisors of {split * spec.dimensions[EXPERTS]}"
                 )
 
 
@@ -70,13 +97,16 @@ def alone_with_words(
             yield part_of(model, parts, dtype)
 
 
-def spread_row(row: CostRow, split: ModelShare, spread: Spread, exchange_ns: float, shared_ns: float) -> CostRow:
+def spread_row(
+    row: CostRow, split: ModelShare, spread: Spread, exchanged_ns: float, shared_ns: float, gathered_bytes: int = 0
+) -> CostRow:
     """What a device of a group has of a block, by the ``row`` of its own words with its own experts' times.
 
-    Words are exchanged twice in F, and their gradients twice in I. ``shared_ns`` is what devices that split what all
-    words take wait for each other, in F and in I, which is one time more in W.
+    Words are exchanged (``exchanged_ns``, there and back) in F, and their gradients in I. ``shared_ns`` is what devices
+    that split what all words take wait for each other, in F and in I, which is one time more in W. ``gathered_bytes``
+    are the words of others that split the same experts: what goes into these, and what parts of them make.
     """
-    ahead = round(2 * exchange_ns + shared_ns)
+    ahead = round(exchanged_ns + shared_ns)
     again = ahead * row.recompute
     more = {
         "forward_ns": ahead,
@@ -89,6 +119,8 @@ def spread_row(row: CostRow, split: ModelShare, spread: Spread, exchange_ns: flo
         for name in ("activation_bytes", "workspace_bytes", "selective_activation_bytes")
         if getattr(row, name) is not None
     }
+    for name in held:
+        held[name] += 0 if row.recompute and name == "activation_bytes" else gathered_bytes
     return row.model_copy(
         update={
             **{name: (getattr(row, name) or 0) + time for name, time in more.items()},
@@ -96,13 +128,14 @@ def spread_row(row: CostRow, split: ModelShare, spread: Spread, exchange_ns: flo
             "shards": split.shards,
             "context": split.context,
             "expert": spread.size,
+            "expert_shards": spread.split,
             "sequence_parallel": split.shards > 1,
         }
     )
 
 
-def with_own_experts(work: Work, spread: Spread, label: str) -> Work:
-    """The work of a device that has one of ``size`` parts of the experts, and the words of all devices for them.
+def with_own_experts(work: Work, spread: Spread, spec: BlockSpec, label: str) -> Work:
+    """The work of a device that has one of ``size`` parts of a block's experts, and the words of all devices for them.
 
     Raises UsageError where the experts' products are not one kernel.
     """
@@ -112,29 +145,44 @@ def with_own_experts(work: Work, spread: Spread, label: str) -> Work:
             "--expert out"
         )
 
+    hidden = spec.dimensions["hidden"]
+
     def own(kernel: Kernel) -> Kernel:
         if not kernel.expert_bytes:
             return kernel
-        words = kernel.moved_bytes - kernel.expert_bytes
-        product = kernel.product
+        words, product, width = kernel.moved_bytes - kernel.expert_bytes, kernel.product, spec.dimensions[WIDTH]
         if product is not None:
             rows, inner, columns, groups = product
-            product = max(1, round(rows * spread.size * spread.load)), inner, columns, max(1, groups // spread.size)
+            width = inner + columns - hidden
+            inner, columns = (inner, columns // spread.split) if inner == hidden else (inner // spread.split, columns)
+            rows = max(1, round(rows * spread.size * spread.load))
+            product = rows, inner, columns, max(1, groups // spread.places)
+        more = (spread.split * hidden + width) / (hidden + width)  # words are whole, what is inside of experts in parts
         return replace(
             kernel,
             flops=round(kernel.flops * spread.load),
-            moved_bytes=round(words * spread.load) + kernel.expert_bytes // spread.size,
+            moved_bytes=round(words * more * spread.load) + kernel.expert_bytes // spread.size,
             product=product,
         )
 
     return {phase: [own(kernel) for kernel in kernels] for phase, kernels in work.items()}
 
 
-def words_ns(spec: BlockSpec, samples: int, width: int, spread: Spread, links: LinkPath) -> float:
-    """Ns of one exchange of a device's words, whose own part of ``samples`` sequences the block is for."""
+def words_ns(spec: BlockSpec, samples: int, width: int, spread: Spread, links: LinkPath, prices: Prices) -> float:
+    """Ns for a device's words, whose own part of ``samples`` sequences the block is for, to go there and come back."""
     words = samples * spec.dimensions["sequence"]
     sent = words * spec.dimensions["hidden"] * width * spread.load
-    return dispatch_ns(sent, spec.dimensions[TAKEN], spread.size, links)
+    there = dispatch_ns(sent, spec.dimensions[TAKEN], spread.size, links, spread.split)
+    if spread.split == 1:
+        return 2 * there
+    size = round(sent * spec.dimensions[TAKEN] * spread.split)
+    return 2 * there + sum(prices(Exchange(how, size), spread.split) for how in _AROUND)
+
+
+def gathered_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> int:
+    """Bytes of the words that a device gets of others that split the same experts."""
+    words = samples * spec.dimensions["sequence"] * spec.dimensions[TAKEN]
+    return math.ceil((spread.split - 1) * words * spec.dimensions["hidden"] * width * spread.load)
 
 
 def shared_ns(spec: BlockSpec, samples: int, split: ModelShare, width: int, prices: Prices) -> float:
