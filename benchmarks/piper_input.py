@@ -56,6 +56,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "Piper's stages, 1F1B, nothing recomputed": {"planner": "piper", "recompute": "none", "scheduler": "1f1b"},
     "Piper's stages, 1F1B": {"planner": "piper", "scheduler": "1f1b"},
     "`search --recompute none`": {"recompute": "none"},
+    "`search --zero 0`": {"zero": 0},
     "`search`": {},
 }
 
@@ -127,9 +128,8 @@ def searched(profile: Profile, cluster: Cluster, microbatches: int, seconds: flo
     pipeplan.check(plan, profile=profile, cluster=cluster).require("the plan")
     shards, replicas = (sorted({getattr(stage, key) for stage in plan.stages}) for key in ("shards", "replicas"))
     again = sum(each is not False for stage in plan.workload.stages for each in stage.again)
-    layout = (
-        f"{len(plan.stages)} stages, tp {shards}, dp {replicas}, {again} of {len(profile.blocks)} blocks recomputed"
-    )
+    levels = sorted({stage.zero for stage in plan.stages})
+    layout = f"{len(plan.stages)} stages, tp {shards}, dp {replicas}, ZeRO {levels}, {again} blocks recomputed"
     return [format_ns(plan.predicted.iteration_ns), layout.replace("[", "").replace("]", "")]
 
 

@@ -60,7 +60,7 @@ SAMPLED = 50
 class Model:
     """A model as ``profile`` takes it; ``sizes`` are samples of a micro-batch of one replica.
 
-    ``context`` are how many devices may share each sequence.
+    ``context`` are how many devices may share each sequence, ``expert`` how many share experts.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Model:
     sizes: str = "1,2,4"
     shards: str = "1,2,4,8"
     context: str = "1"
+    expert: str = "1"
 
     @property
     def samples(self) -> int:
@@ -87,9 +88,9 @@ MODELS = {
         Model("llama3-70b", "llama3-70b", 8192, context="1,2,4"),
         Model("llama3-405b", "llama3-405b", 8192, sizes="1,2"),
         Model("gpt3-175b", GPT3, 2048),
-        Model("mixtral-8x7b", "mixtral-8x7b", 8192),
-        Model("mixtral-8x22b", "mixtral-8x22b", 8192),
-        Model("deepseek-v3", "deepseek-v3", 8192, sizes="1,2", shards="1"),
+        Model("mixtral-8x7b", "mixtral-8x7b", 8192, expert="1,2,4,8"),
+        Model("mixtral-8x22b", "mixtral-8x22b", 8192, expert="1,2,4,8"),
+        Model("deepseek-v3", "deepseek-v3", 8192, sizes="1,2", shards="1", expert="1,8,16,32,64"),
     )
 }
 
@@ -173,14 +174,16 @@ class State:
     def profile(self, case: Case) -> Path:
         """The model's, estimated where it is not there yet."""
         model, path = MODELS[case.model], self.folder / f"{case.model}-{case.kind}.json"
-        if model.context != "1":
-            path = path.with_stem(f"{path.stem}-context-{model.context.replace(',', '-')}")
+        for what, counts in (("context", model.context), ("expert", model.expert)):
+            if counts != "1":
+                path = path.with_stem(f"{path.stem}-{what}-{counts.replace(',', '-')}")
         if not path.exists():
             begun = time.monotonic()
             said = [
                 *("profile", model.config, "--estimate", "--device", PRESETS[case.kind]),
                 *("--sequence", str(model.sequence), "--microbatch", model.sizes, "--shards", model.shards),
                 *("--context", model.context),
+                *("--expert", model.expert),
             ]
             self.run([*said, "-o", str(path)])
             note(f"{path.name}: {time.monotonic() - begun:.0f} s")
@@ -247,7 +250,9 @@ def child(state: State, case: Case, off: Sequence[str], workers: int, *, determi
     predicted = plan.predicted
     near = next((at for at, best in told if best <= 1.02 * predicted.iteration_ns), seconds)
     problems = check(plan, read_profile(str(state.profile(case))), read_cluster(str(state.cluster(case)))).problems
-    layouts = dict.fromkeys((stage.shards, stage.context, stage.replicas, stage.zero) for stage in plan.stages)
+    layouts = dict.fromkeys(
+        (stage.shards, _context(stage.context, stage.expert), stage.replicas, stage.zero) for stage in plan.stages
+    )
     rates = Yardstick.of_plan(plan).throughput(plan.mini_batch, predicted.iteration_ns, len(plan.devices))
     print(
         json.dumps(
@@ -260,8 +265,8 @@ def child(state: State, case: Case, off: Sequence[str], workers: int, *, determi
                 "known": told,
                 "memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 "layout": " and ".join(
-                    f"tp {shards}{_context(context)} dp {replicas}" + (f" ZeRO {zero}" if zero else "")
-                    for shards, context, replicas, zero in layouts
+                    f"tp {shards}{beside} dp {replicas}" + (f" ZeRO {zero}" if zero else "")
+                    for shards, beside, replicas, zero in layouts
                 ),
                 "share_of_peak": rates.model_flops_utilisation,
                 "stages": len(plan.stages),
@@ -333,12 +338,12 @@ def _cell(each: BoundedChoice) -> str:
     zero = f" zero {choice.zero.level}" if choice.zero.level else ""
     turns = f" vp {choice.per_position}" if choice.per_position > 1 else ""
     size = choice.batch.microbatch_size // choice.replicas
-    split = f"tp {choice.shards}{_context(choice.context)} dp {choice.replicas} pp {choice.positions}"
+    split = f"tp {choice.shards}{_context(choice.context, choice.expert)} dp {choice.replicas} pp {choice.positions}"
     return f"{split}{turns}{zero} mb {size} {choice.usual.name}"
 
 
-def _context(size: int) -> str:
-    return f" cp {size}" if size > 1 else ""
+def _context(size: int, expert: int = 1) -> str:
+    return (f" cp {size}" if size > 1 else "") + (f" ep {expert}" if expert > 1 else "")
 
 
 def _simulated(request: Request, each: BoundedChoice) -> tuple[int | None, str]:

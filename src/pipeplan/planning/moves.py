@@ -44,7 +44,8 @@ class Moves(PlanStep):
     name = "moves"
     of = "what is left, each turn"
     when = (
-        "in turn with the search; the best plan, of stages in a line; without --planner, --rules, --slices, --max-span"
+        "in turn with the search; the best plan, of stages in a line; --placement auto, or devices that differ; "
+        "without --planner, --rules, --slices, --max-span"
     )
     in_turn = True
 
@@ -84,10 +85,15 @@ class Moves(PlanStep):
 
 
 def _may_move(request: Request) -> bool:
-    """Whether stages are the search's to choose: not given, a planner's, of rules, or for parts of forwards."""
+    """Whether stages are the search's to choose: not given, a planner's, of rules, or for forwards in parts.
+
+    Nor those of a strategy that is asked for, which by moves might beat what a search of all strategies moves; but
+    where devices differ, for there a strategy's own cut does not know what each block takes where.
+    """
     said = request.rules, request.max_span, request.num_parted, request.spread
     own = isinstance(request.placement, Placement) or request.planner != AUTO_PLANNER
-    return not (own or request.tunes or any(said))
+    strategy = request.placement != "auto" and not request.uneven
+    return not (own or strategy or request.tunes or any(said))
 
 
 def moves(

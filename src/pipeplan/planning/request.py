@@ -517,19 +517,19 @@ class Request:
         """What a plan may use of every device; None without a limit."""
         return min((limit for limit in self.memory if limit is not None), default=None)
 
-    @property
+    @cached_property
     def speeds(self) -> list[float]:
         """[device] how much it computes in the time in which one that the profile's times are of computes 1."""
         known = () if self.cluster is None else self.cluster.speeds[: self.num_devices]
         return [*known, *[1.0] * (self.num_devices - len(known))]
 
-    @property
+    @cached_property
     def uneven(self) -> bool:
         """Whether some devices are faster than others."""
         asked = self.priced or self
         return len(set(zip(asked.speeds, asked.kinds, strict=True))) > 1
 
-    @property
+    @cached_property
     def kinds(self) -> list[str | None]:
         """[device] its kind, where that has a profile of its own."""
         names = () if self.cluster is None else self.cluster.names[: self.num_devices]
