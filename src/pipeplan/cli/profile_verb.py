@@ -22,6 +22,7 @@ from pipeplan.cli.shared import (
     FILE,
     MEASURED_DEVICE,
     MODEL,
+    NUMBER,
     SEED,
     SEQUENCE,
     FiniteRange,
@@ -185,7 +186,7 @@ def _read_text(path: str) -> str:
 )
 @click.option(
     "--etp",
-    type=int,
+    type=NUMBER,
     default=1,
     help="With --expert: how many of these devices split each expert, instead of holding whole ones.",
 )
