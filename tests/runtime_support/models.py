@@ -157,6 +157,26 @@ def untied_chain() -> Model:
     return replace(made, blocks=tuple(blocks))
 
 
+class Shown(Shift):
+    """Its parameter itself."""
+
+    def forward(self) -> Tensor:
+        return self.row.view(1, WIDTH)
+
+
+def shown() -> Model:
+    """A chain whose first block gives its parameters themselves, to the last block before the loss, too."""
+    first = BlockSpec("row", "shown", Shown)
+    joins = (
+        mix_block("b0", ()),
+        mix_block("b1", ("b0", "row")),
+        mix_block("b2", ("b1",)),
+        mix_block("b3", ("b2", "row")),
+    )
+    blocks = (first, *joins, loss_block("end", "b3"))
+    return Model("shown", blocks, vectors, lambda batch: batch["targets"].numel())
+
+
 def untied_branches() -> Model:
     return untied(branches)
 

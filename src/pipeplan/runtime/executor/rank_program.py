@@ -44,7 +44,7 @@ class ProgramStep:
     one after another: two where the micro-batch's forward ran in two halves. ``takes`` and ``gives`` are what the step
     takes and makes on this rank. An action in parts, which may wait inside for messages, is a step for each ``part``,
     of which one ``is_last``. A custom op's ``held`` says of all that it takes which of its ranks have which samples of
-    it, as (message, rank, samples).
+    it, as (message, rank, samples). It is the ``last_of`` some groups of its stage's blocks before their RESHARD.
     """
 
     counter: int
@@ -57,6 +57,7 @@ class ProgramStep:
     held: tuple[tuple[Message, int, Numbers], ...] = ()
     part: int | None = None
     is_last: bool = True
+    last_of: tuple[int, ...] = ()
 
     def later(self, turn: Turn, loop: ProgramLoop) -> ProgramStep:
         """What this step is some copies of a loop's round later."""

@@ -3,10 +3,10 @@
 What blocks of a rank hold together is exchanged together, in a :class:`StateUnit`. By level 1 a unit's gradients are
 reduced and scattered in a stage's last action, as soon as nothing more is added to them, in the plan's buckets, or at
 its end; whole gradients of replicas (level 0) are summed at the same moments. Updated rows are gathered after the step.
-By level 2 gradients are reduced
-during the programs; by level 3 parameters have no memory either, but from when they are gathered until they are given
-up. Programs say when, in UNSHARD, RESHARD and REDUCE_GRAD; where they do not, blocks are gathered and reduced one by
-one inside of actions, the next one's parameters while one computes.
+By level 2 gradients are reduced during the programs; by level 3 parameters have no memory either, but from when they
+are gathered until they are given up. Programs say when, in UNSHARD, RESHARD and REDUCE_GRAD; the action before a
+RESHARD gives a group of blocks up as soon as it is through with it. Where programs do not say, blocks are gathered and
+reduced one by one inside of actions, the next one's parameters while one computes.
 
 torch's ``fully_shard`` keeps its own rows beside whole parameters, which levels 1 and 2 have no memory for, cannot
 share a parameter between blocks that it wraps one by one, and reduces in a hook that weight gradients waiting for W
@@ -18,19 +18,22 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import sub
 
 import torch
 from torch import Tensor, nn
 
+from pipeplan.runtime.executor.interpreter import Runner
 from pipeplan.runtime.executor.process_groups import Pending, ProcessGroups, RankGroup
-from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
+from pipeplan.runtime.executor.rank_program import Program, ProgramStep, StagePart
 from pipeplan.runtime.executor.shared_parameters import Divided, SummedOnce
+from pipeplan.runtime.executor.stage import MiniBatch
+from pipeplan.runtime.executor.tensors import Produced, Received
 from pipeplan.runtime.parallel.sharding import range_of
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, gradient_format
-from pipeplan.workload.kinds import RESHARD, UNSHARD
+from pipeplan.workload.kinds import PARAMETER_ROLES, RESHARD, UNSHARD
 
 IN_ACTIONS, GATHERED = 2, 3
 """The levels from which on gradients are reduced after each action, and parameters gathered for each use."""
@@ -236,8 +239,10 @@ class ShardedStage:
 
     ``sums`` [block] are of gradients that are summed once, during the last of ``num_gradients`` actions that add to
     them.
-    Where actions of the program exchange, blocks only wait. Autograd runs all of a block, which was made later, before
-    all of the blocks before it, so that when it comes to a block, the one that it was at before is done with.
+    Where actions of the program exchange, blocks only wait, and the last action before a RESHARD gives up what it is
+    through with. Autograd runs all of a block, which was made later, before all of the blocks before it, so that when
+    it comes to a block, the ones that it was at before are done with. A group of which a block gives its parameters
+    themselves to others stays until RESHARD.
     """
 
     part: StagePart
@@ -248,6 +253,11 @@ class ShardedStage:
     _unsummed: int = field(init=False)
     _starts: frozenset[int] = field(init=False)
     _exchanges: bool = field(init=False)
+    _gathers: bool = field(init=False)
+    _bounds: Sequence[int] = field(init=False)
+    _shown: dict[int, int] = field(init=False)
+    _ending: frozenset[int] = frozenset()
+    _given_up: set[int] = field(default_factory=set)
     _open: set[int] = field(default_factory=set)
     _at: int | None = None
     _owed: list[StateUnit] = field(default_factory=list)
@@ -256,19 +266,29 @@ class ShardedStage:
         self._unsummed = len(self.sums)
         starts = itertools.accumulate(self.part.buckets, sub, initial=len(self.part.blocks))
         self._starts = frozenset(itertools.islice(starts, 1, None))
-        self._exchanges = any(unit.level > 1 for own in self.units for unit in own)
+        highest = max((unit.level for own in self.units for unit in own), default=0)
+        self._exchanges, self._gathers = highest >= IN_ACTIONS, highest >= GATHERED
+        self._bounds = (0, *itertools.accumulate(self.part.block_groups))
+        groups = ((group, unit) for group in range(len(self.part.block_groups)) for unit in self._units_of(group))
+        wholes = ((group, row.whole) for group, unit in groups for row in unit.rows)
+        self._shown = {whole.untyped_storage()._cdata: group for group, whole in wholes}  # the same when it is resized
 
     def run(self, step: ProgramStep) -> None:
         """UNSHARD, RESHARD or REDUCE_GRAD of a group of blocks."""
         group = step.action.part or 0
-        begin = sum(self.part.block_groups[:group])
-        for unit in _once(self.units[begin : begin + self.part.block_groups[group]]):
+        if step.action.kind == RESHARD:
+            self._give_up({group})
+            self._given_up.remove(group)
+            return
+        for unit in self._units_of(group):
             if step.action.kind == UNSHARD:
                 unit.unshard()
-            elif step.action.kind == RESHARD:
-                unit.reshard()
             elif unit.scattered:
                 unit.reduce()
+
+    def begin(self, step: ProgramStep) -> None:
+        """An action, or a part of one, begins, which is the last that needs some groups for the time being."""
+        self._ending = frozenset(step.last_of)
 
     def enter(self, number: int) -> None:
         """A forward comes to a block."""
@@ -280,12 +300,17 @@ class ShardedStage:
         """It is done with it."""
         if not self.part.block_groups:
             self._close({number + 1})
+        self._give_up({group for group in self._ending if self._bounds[group + 1] <= number + 1})
 
     def watch(self, number: int, made: Tensor) -> None:
         """Let a backward that comes to a block's output see to what it needs, and to what it has done."""
-        wanted = self._exchanges and self.units[number]
-        if not self.part.block_groups and made.requires_grad and (wanted or len(self._starts) > 1):
-            hook: Callable[[Tensor], None] = partial(self._enter_backward, number)
+        enter, wanted = self._enter_backward, len(self._starts) > 1 or (self._exchanges and self.units[number])
+        if self.part.block_groups:
+            enter, wanted = self._pass_backward, self._gathers
+        if self._ending:
+            self._ending -= {self._shown.get(made.untyped_storage()._cdata, -1)}
+        if made.requires_grad and wanted:
+            hook: Callable[[Tensor], None] = partial(enter, number)
             made.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has it without types
 
     def begin_backward(self, *, adds: bool) -> None:
@@ -298,6 +323,9 @@ class ShardedStage:
 
     def end_backward(self) -> None:
         """A backward is done with its last block."""
+        if self.part.block_groups and self._at is not None:
+            self._leave_backward(self._at)
+            self._at = None
         if not self.part.block_groups:
             self._done()
             self._close(set())
@@ -311,6 +339,25 @@ class ShardedStage:
             for each in self.sums[number]:
                 each.done()
         self._unsummed = min(begin, self._unsummed)
+
+    def _units_of(self, group: int) -> list[StateUnit]:
+        return _once(self.units[self._bounds[group] : self._bounds[group + 1]])
+
+    def _give_up(self, groups: set[int]) -> None:
+        """Let go of groups that are not needed any more; their RESHARD, which is still to come, finds it done."""
+        for group in sorted(groups - self._given_up):
+            self._given_up.add(group)
+            for unit in self._units_of(group):
+                unit.reshard()
+
+    def _leave_backward(self, begin: int) -> None:
+        """It is done with all blocks from ``begin`` on."""
+        self._give_up({group for group in self._ending if self._bounds[group] >= begin})
+
+    def _pass_backward(self, number: int, _: Tensor) -> None:
+        """It comes to a block, where actions exchange."""
+        self._leave_backward(number + 1)
+        self._at = number
 
     def _enter_backward(self, number: int, _: Tensor) -> None:
         if self._at != number:
@@ -354,6 +401,56 @@ class ShardedStage:
         self._owed = [unit for unit in self.units[number] if unit.level > 1 and unit.scattered]
         for unit in self._owed:
             unit.reduce()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanging:
+    """A stage whose state is told which of its actions begins."""
+
+    runner: Runner
+    state: ShardedStage
+
+    @property
+    def idle(self) -> bool:
+        """As the stage."""
+        return self.runner.idle
+
+    def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
+        """As the stage."""
+        self.state.begin(step)
+        return self.runner.run(step, inputs, samples)
+
+
+def with_last_uses(program: Program) -> Program:
+    """The same, in which F, B and I know of which groups of blocks a RESHARD comes before the next of them.
+
+    In a loop's round where that is so whatever comes next, the round once more or what is after it. Not of a backward
+    of two forwards, for autograd comes to each block twice.
+    """
+    found = _last_uses(program.steps, defaultdict(set))
+    for begin, end in () if program.loop is None else program.loop.rounds:
+        next_round: dict[int, set[int]] = defaultdict(set)
+        _last_uses(program.steps[begin:end], next_round)
+        for counter, groups in _last_uses(program.steps[begin:end], next_round).items():
+            found[counter] &= groups
+    steps = (replace(step, last_of=tuple(sorted(found.get(step.counter, ())))) for step in program.steps)
+    return replace(program, steps=tuple(steps)) if any(found.values()) else program
+
+
+def _last_uses(steps: Sequence[ProgramStep], after: dict[int, set[int]]) -> dict[int, set[int]]:
+    """{counter of an action: groups that it is the last to need}; ``after`` [stage] are given up next, there and here.
+
+    It changes to what is so before the first of these steps.
+    """
+    found: dict[int, set[int]] = {}
+    for step in reversed(steps):
+        action = step.action
+        if action.kind == RESHARD:
+            after[action.stage].add(action.part or 0)
+        elif action.role in PARAMETER_ROLES and step.counter not in found:  # else a part of an action
+            groups = after.pop(action.stage, set())
+            found[step.counter] = groups if len(step.samples) == 1 else set()
+    return found
 
 
 def _once(units: Iterable[Iterable[StateUnit]]) -> list[StateUnit]:

@@ -1,0 +1,235 @@
+"""What a rank has gathered while an action runs is what its plan counts there: groups go as the action leaves them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from builders.sharded import chain_of, exchanging, pairs, placed
+from pipeplan.costs import build_workload
+from pipeplan.costs.late_inputs import with_late_inputs
+from pipeplan.files import Plan
+from pipeplan.planning.build_plan import assemble
+from pipeplan.runtime.executor.rank_program import Division, Program, ProgramStep, planned_programs, programs_of
+from pipeplan.runtime.executor.shared_parameters import Divided
+from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.training.sharded_state import Exchanging, ShardedStage, ShardedState, with_last_uses
+from pipeplan.schedule.search import plain_look
+from pipeplan.workload.elements import ONCE
+from pipeplan.workload.exchanges import networks_at, passes
+from pipeplan.workload.kinds import PARAMETER_ROLES, RESHARD, Role
+from pipeplan.workload.task_graph import task_graph
+from runtime_support.sharded_plans import one_stage, sharded_plan
+
+CHAIN, BRANCHES = "runtime_support.models:untied_chain", "runtime_support.models:untied_branches"
+SHOWN = "runtime_support.models:shown"
+
+Place = tuple[str, int, int]
+"""Operation and micro-batch, and how many groups the action has come to the end of."""
+
+
+class Alone:
+    """Stands in for a group of ranks, and is the only one of them: nothing leaves it."""
+
+    def of(self, ranks: tuple[int, ...]) -> Alone:
+        return self
+
+    def start_gather(self, own: Tensor) -> Tensor:
+        return own.clone()
+
+    def start_scatter(self, parts: Tensor) -> Tensor:
+        return parts[0].clone()
+
+    def finish(self, pending: Tensor, device: torch.device) -> Tensor:
+        return pending
+
+
+@dataclass
+class Watched:
+    """A stage's state, of which is noted what has memory as its blocks are entered and left."""
+
+    state: ShardedStage
+    step: ProgramStep | None = None
+    found: dict[Place, set[int]] = field(default_factory=dict)
+
+    def begin(self, step: ProgramStep) -> None:
+        self.state.begin(step)
+        self.step = step
+
+    def enter(self, number: int) -> None:
+        self.state.enter(number)
+        self.note(number)
+
+    def leave(self, number: int) -> None:
+        self.state.leave(number)
+        self.note(number + 1)
+
+    def watch(self, number: int, made: Tensor) -> None:
+        self.state.watch(number, made)
+        made.register_hook(lambda _: self.note(number, back=True))  # after the state's own
+
+    def begin_backward(self, *, adds: bool) -> None:
+        self.state.begin_backward(adds=adds)
+
+    def end_backward(self) -> None:
+        self.state.end_backward()
+
+    def note(self, number: int, *, back: bool = False) -> None:
+        """At the beginning of a block, or behind the last; going back the blocks from this one's end on are done."""
+        assert self.step is not None
+        groups = self.state.part.block_groups
+        ends = [sum(groups[: place + 1]) for place in range(len(groups))]
+        passed = sum(end - size > number for end, size in zip(ends, groups, strict=True)) if back else 0
+        passed = passed if back else sum(end <= number for end in ends)
+        place = self.step.action.operation, self.step.action.microbatch, passed
+        held = {group for group in range(len(groups)) if any(map(has_memory, self.state._units_of(group)))}
+        assert self.found.setdefault(place, held) == held, place
+
+
+def has_memory(unit: Any) -> bool:
+    return any(each.whole.untyped_storage().size() > 0 for each in unit.rows)
+
+
+def planned(plan: Plan) -> dict[Place, set[int]]:
+    """What is not given up yet, by the plan's timeline, where an action comes to each group and after the last."""
+    graph, (stage,) = task_graph(plan.workload), plan.stages
+    numbers = [(each, n) for each in plan.workload.operations for n in range(plan.num_microbatches)]
+    starts = [plan.starts_ns[each.id][n] for each, n in numbers]
+    assert graph.offsets[:2] == [0, plan.num_microbatches], "tasks are numbered by operation, then by micro-batch"
+    ((_, network),) = networks_at(graph, starts)
+    given_up = [run for run in network.runs if run.kind == RESHARD]
+    found: dict[Place, set[int]] = {}
+    for task, (operation, number) in enumerate(numbers):
+        if operation.role not in PARAMETER_ROLES:
+            continue
+        course = passes(stage.block_groups, operation.role)
+        for passed, moment in enumerate([0, *(end for _, _, end in course)]):
+            gone = {run.group for run in given_up if run.task == task and run.start_ns <= starts[task] + moment}
+            found[operation.id, number, passed] = set(range(len(stage.block_groups))) - gone
+    return found
+
+
+def in_parts(steps: tuple[ProgramStep, ...], cuts: tuple[int, ...]) -> Iterator[ProgramStep]:
+    """Steps of which each F, B and I is in parts."""
+    for step in steps:
+        if cuts and step.action.role in PARAMETER_ROLES:
+            yield from (replace(step, part=part, is_last=part == len(cuts)) for part in range(len(cuts) + 1))
+        else:
+            yield step
+
+
+def run(
+    plan: Plan, model_name: str, *, told: bool = True, cuts: tuple[int, ...] = ()
+) -> tuple[dict[Place, set[int]], dict[str, Tensor]]:
+    """What the first rank of a plan of one stage has gathered, and its gradients of the samples that are its own."""
+    model = load_model(model_name)
+    program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[0]
+    program = replace(program, steps=tuple(in_parts(program.steps, cuts)))
+    part = replace(program.stages[0], cuts=cuts)
+    modules = {block.id: model.build(block.id, 0, dtype=torch.float64) for block in model.blocks}
+    named = {f"{block}.{name}": p for block, module in modules.items() for name, p in module.named_parameters()}
+    shapes = {name: p.shape for name, p in named.items()}
+    division = Division(part.blocks, (0,), 3)
+    divided = [Divided(p, (name.split(".")[0],), division, scattered=True) for name, p in named.items()]
+    sharded = ShardedState(divided, Alone(), 0)  # type: ignore[arg-type]
+    state = sharded.stage(part, program.num_gradients(0))
+    assert state is not None
+    watched = Watched(state)
+    specs = {block.id: block for block in map(model.block, part.blocks)}
+    runner = Exchanging(StageRunner(part, modules, specs, state=watched), watched)  # type: ignore[arg-type]
+    batch = MiniBatch(model.mini_batch(plan.mini_batch, 0, 0, dtype=torch.float64, device=torch.device("cpu")), 1.0)
+    for step in (with_last_uses(program) if told else program).steps:
+        if step.action.role is Role.STATE:
+            state.run(step)
+        else:
+            runner.run(step, {}, batch)
+    sharded.reduce()
+    assert runner.idle
+    assert not any(map(has_memory, sharded.units))
+    assert {name: p.shape for name, p in named.items()} == shapes
+    gradients = {name: sharded.own(p).grad for name, p in named.items()}
+    return watched.found, {name: each for name, each in gradients.items() if each is not None}
+
+
+def plan_of(model: str, every: int, *, split: bool, recompute: bool) -> Plan:
+    stages = one_stage(model, 3, (0, 1), unshard_every=every, reduce_every=2)
+    return sharded_plan(model, stages, split=split, recompute=recompute)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, ONCE])
+@pytest.mark.parametrize(
+    ("model", "split", "recompute", "cuts"),
+    [
+        (CHAIN, False, False, ()),
+        (CHAIN, True, False, ()),
+        (CHAIN, False, False, (2,)),  # inside of a group
+        (CHAIN, True, False, (3, 5)),
+        (BRANCHES, False, True, ()),
+        (BRANCHES, True, True, ()),
+    ],
+)
+def test_groups_are_given_up_where_the_plan_says(
+    model: str, every: int, split: bool, recompute: bool, cuts: tuple[int, ...]
+) -> None:
+    """At each block of each action the same groups are there; gradients are those of a run that gives up later."""
+    plan = plan_of(model, every, split=split, recompute=recompute)
+    assert len(plan.stages[0].block_groups) == 4
+    found, gradients = run(plan, model, cuts=cuts)
+    expected = planned(plan)
+    ends = {place for place in expected if not place[0].endswith("F") and place[2] == 4}  # no block comes after them
+    assert found == {place: held for place, held in expected.items() if place not in ends}
+    assert min(map(len, found.values())) < 4, "somewhere groups are given up inside of an action"
+    later, same = run(plan, model, told=False, cuts=cuts)
+    assert {len(held) for (_, _, passed), held in later.items()} == {4}
+    assert gradients.keys() == same.keys()
+    assert all(torch.equal(gradients[name], same[name]) for name in gradients)
+
+
+def test_a_group_whose_parameters_are_taken_stays_until_the_action_has_ended() -> None:
+    """One of its blocks gives a view of them; in backward those who took it come first."""
+    plan = plan_of(SHOWN, 1, split=False, recompute=False)
+    found, gradients = run(plan, SHOWN)
+    _, same = run(plan, SHOWN, told=False)
+    assert gradients.keys() == same.keys()
+    assert all(torch.equal(gradients[name], same[name]) for name in gradients)
+    for (operation, _, passed), held in found.items():
+        assert held == ({0, *range(passed, 4)} if operation.endswith("F") else {*range(4 - passed)})
+
+
+def steps_of(program: Program) -> Iterator[ProgramStep]:
+    """All that a program runs."""
+    assert program.loop is not None
+    yield from program.steps[: program.loop.begun]
+    yield from (program.steps[turn.step].later(turn, program.loop) for turn in program.loop.turns())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "split", "late"),
+    [((1, 1), (2, 2), False, False), ((4, 1), (ONCE, ONCE), True, False), ((2, 1), (1, 2), False, True)],
+)
+def test_loops_know_what_programs_that_are_written_out_know(first: Any, second: Any, split: bool, late: bool) -> None:
+    profile = chain_of([100, 100, 50, 20], split=split, edges=[(0, 1), (0, 2), (1, 3), (2, 3)] if late else None)
+    begin = [exchanging([0], first, (4, 5)), exchanging([1], first, (0, 1))]
+    ends = begin if late else [exchanging([0, 1], first, (0, 1))]
+    placement, cluster = placed(*ends, exchanging([2, 3], second, (2, 3))), pairs(6 if late else 4)
+    workload = build_workload(
+        profile, placement, num_microbatches=240, microbatch_size=2, split_backward=split, cluster=cluster
+    )
+    workload = with_late_inputs(profile, workload, cluster) if late else workload
+    found = plain_look(workload, 1000)
+    assert found is not None
+    plan = assemble(found.graph, found.orders, 1, Fraction(0), "1f1b", loop=found.loop, recipe=profile.recipe)
+    for short, long in zip(planned_programs(plan), planned_programs(plan.unrolled()), strict=True):
+        steps = with_last_uses(long).steps
+        known = [(step.counter, step.part, step.last_of) for step in steps_of(with_last_uses(short))]
+        assert known == [(step.counter, step.part, step.last_of) for step in steps]
+        marked = [step for step in steps if step.last_of]
+        reshards = sum(step.action.kind == RESHARD for step in steps)
+        assert sum(len(step.last_of) for step in marked if step.is_last) == reshards > 0
