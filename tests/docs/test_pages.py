@@ -32,8 +32,8 @@ WHOLE = [
 ]
 
 
-def _run(page: Path, folder: Path, *, slow: bool) -> None:
-    for block, command, shown, printed in run_page(page, folder, slow=slow):
+def _run(page: Path, folder: Path, *, slow: bool = False, minutes: bool = False) -> None:
+    for block, command, shown, printed in run_page(page, folder, slow=slow, minutes=minutes):
         assert agrees(command, shown, printed), f"{page}:{block.line}: {command}\nprints\n{printed}\nnot\n{shown}"
 
 
@@ -47,6 +47,15 @@ def test_page(page: Path, tmp_path: Path) -> None:
 def test_whole_page(page: Path, tmp_path: Path) -> None:
     with warm_ranks():
         _run(page, tmp_path, slow=True)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(1800)  # searches of one and two minutes one after another
+@pytest.mark.parametrize("page", _named([page for page in PAGES if page_runs(page, minutes=True)]))
+def test_blocks_of_minutes(page: Path, tmp_path: Path) -> None:
+    with warm_ranks():
+        _run(page, tmp_path, minutes=True)
 
 
 def test_nothing_is_run_that_is_not_marked() -> None:

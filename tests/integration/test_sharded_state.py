@@ -507,7 +507,7 @@ def test_times_of_actions_with_exchanges_need_the_profile() -> None:
     profile = profile_of([100])
     plan = planned(profile, placed(([0], range(4), {"zero": 3})), cluster_of(4))
     slower = cluster_of(4, bandwidth=10**8)
-    with pytest.raises(UsageError, match=r"stages\[0\] of the plan has zero 3, .* give the --profile, too"):
+    with pytest.raises(UsageError, match=r"stages\[0\] of the plan has zero 3, .* give --profile as well"):
         relinked(plan, slower)
     expected = planned(profile, placed(([0], range(4), {"zero": 3})), slower)
     again = recosted(plan, profile, slower)
@@ -717,7 +717,7 @@ def test_frontiers_of_plans_divide_too() -> None:
     least = [min(point.memory_bytes for point in each.points) for each in (whole, divided)]
     assert least[1] <= least[0]
     assert any(stage.zero == 1 for number in range(1, 1 + len(divided.points)) for stage in divided.plan(number).stages)
-    with pytest.raises(UsageError, match="give --plans, too"):
+    with pytest.raises(UsageError, match="add --plans, or leave it out"):
         frontier_request(LARGE, devices=[4], zero=1, splitting=_api.Splitting())
 
 

@@ -771,7 +771,7 @@ def test_a_classic_schedule_of_a_very_long_run_has_a_plan_or_is_refused_at_once(
         search_plan(replace(long_run("v", "gpipe", 10**11), recompute=False))
 
     def refused() -> None:
-        with pytest.raises(PipeplanError, match=r"nothing of it repeats .* lower --microbatches to 12,500 .* auto"):
+        with pytest.raises(PipeplanError, match=r"nothing in it repeats .* lower --microbatches to 12,500 .* auto"):
             search_plan(long_run("circular", "gpipe"))
 
     assert counted(refused).all < 1_000_000

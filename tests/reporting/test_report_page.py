@@ -248,7 +248,7 @@ def test_wrong_inputs_say_what_to_do(tmp_path: Path) -> None:
         ((plan,), "say what to make: -o report.html, --markdown or --svg FILE"),
         ((*[plan] * 5, "-o", out), "a report is on 1 to 4 plans, not on 5"),
         (("-", "-", "-o", out), "only one file can be read from stdin"),
-        ((plan, "--markdown", "-o", "-"), "--markdown prints to stdout, too"),
+        ((plan, "--markdown", "-o", "-"), "--markdown prints to stdout as well"),
         ((plan, "--frontier", plan, "-o", out), "not what pipeplan frontier --plans --json prints: of: Field required"),
         ((plan, "--frontier", tmp_path / "none", "-o", out), "none"),
     ):

@@ -19,7 +19,7 @@ A comment before a block says what it needs, ``<!-- needs: cuda -->``, and is no
 * ``slow``: it takes more than five seconds, and runs with the slow tests; so do blocks after it, which may need its
   files;
 * ``cuda``, ``8 devices``, ``network``, ``checkout``: what this machine may not have. It does not run;
-* ``minutes``: it takes that long on a few cores, and what it shows runs elsewhere in small;
+* ``minutes``: it takes that long on a few cores; such blocks of a page run by themselves, among the long tests;
 * ``nothing``: a fragment, or a command of a shell's start-up file, that is not to run by itself;
 * ``code 1``: a command that ends with this exit code.
 """
@@ -43,7 +43,7 @@ from support.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NEEDS = ("slow", "cuda", "8 devices", "network", "checkout", "minutes", "nothing", "code 1", "code 2")
-_ABSENT = {"cuda", "8 devices", "network", "checkout", "minutes", "nothing"}
+_ABSENT = {"cuda", "8 devices", "network", "checkout", "nothing"}
 _BLOCK = re.compile(
     r"^(?:<!-- needs: (?P<needs>[^>]*) -->\n+)?```(?P<language>console|bash|python|text|toml|json)\n"
     r"(?P<body>.*?)^```$",
@@ -103,14 +103,18 @@ def commands(block: Block) -> list[Command]:
     return found
 
 
-def page_runs(page: Path, *, slow: bool) -> bool:
-    """Whether anything of a page is to run, among the slow tests or the others."""
-    return any(True for _ in _to_run(page, slow=slow))
+def page_runs(page: Path, *, slow: bool = False, minutes: bool = False) -> bool:
+    """Whether anything of a page is to run, among the slow tests, those that take minutes, or the others."""
+    return any(True for _ in _to_run(page, slow=slow, minutes=minutes))
 
 
-def _to_run(page: Path, *, slow: bool) -> Iterator[Block]:
-    """Quick blocks up to the first slow one; or all, where there is a slow one."""
+def _to_run(page: Path, *, slow: bool, minutes: bool) -> Iterator[Block]:
+    """Blocks of minutes alone; or of the others the quick ones up to the first slow one, or all where one is slow."""
     known = [block for block in blocks(page) if block.runs and block.file is None]
+    known = [block for block in known if ("minutes" in block.needs) == minutes]
+    if minutes:
+        yield from known
+        return
     first = next((number for number, block in enumerate(known) if "slow" in block.needs), len(known))
     if not slow:
         yield from known[:first]
@@ -118,7 +122,9 @@ def _to_run(page: Path, *, slow: bool) -> Iterator[Block]:
         yield from known
 
 
-def run_page(page: Path, folder: Path, *, slow: bool) -> Iterator[tuple[Block, str, str, str]]:
+def run_page(
+    page: Path, folder: Path, *, slow: bool = False, minutes: bool = False
+) -> Iterator[tuple[Block, str, str, str]]:
     """Run a page in a folder: of each command or script (block, what it is, what is shown, what it printed)."""
     for name in ("profiles", "plans"):
         (folder / name).symlink_to(ROOT / name)
@@ -127,7 +133,7 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> Iterator[tuple[Block, s
         if block.file is not None:
             (folder / block.file).write_text(block.body, encoding="utf-8")
     names: dict[str, object] = {"__name__": "__page__"}
-    for block in _to_run(page, slow=slow):
+    for block in _to_run(page, slow=slow, minutes=minutes):
         if block.language == "console":
             for command in commands(block):
                 yield block, command.text, command.shown, run_command(command.text, folder, _code(block))

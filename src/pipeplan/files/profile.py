@@ -630,7 +630,7 @@ class Profile(File):
     @model_validator(mode="after")
     def _splits_experts_alike(self) -> Profile:
         rows = {(row.expert, row.expert_shards) for block in self.blocks for row in block.costs}
-        for expert in sorted(self.expert_shards) if len(rows) > len(self.expert_shards) else ():
+        for expert in sorted({size for size, _ in rows}) if len(rows) > 1 else ():
             if len(found := sorted(split for size, split in rows if size == expert)) > 1:
                 raise ValueError(
                     f"rows with expert {expert} have expert_shards {' and '.join(map(str, found))}; "

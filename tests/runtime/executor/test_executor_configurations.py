@@ -308,7 +308,7 @@ def test_a_mesh_is_its_text() -> None:
     assert mesh.axis("shards").of(9) == (7, 9, 11)
     assert mesh.plane_without(("samples",), 8) == (Mesh.parse("shards3-copies2"), (6, 7, 8, 9, 10, 11))
     for text in ("samples", "samples2-samples2", "2", "samples0", "samples2--shards2", "Samples2", ""):
-        with pytest.raises(ValueError, match="is no mesh"):
+        with pytest.raises(ValueError, match="is not a mesh"):
             Mesh.parse(text)
 
 
@@ -333,7 +333,7 @@ def test_parts_of_tiles_make_up_the_whole() -> None:
     [
         (("samples2-shards2", "shards4"), r"are 2 for 10 blocks"),
         (("samples2",) * 10, r"has 'samples2' for 2 devices, and 4 devices split each block"),
-        (("samples",) * 10, r"'samples' is no mesh"),
+        (("samples",) * 10, r"'samples' is not a mesh"),
         (("shards4",) * 9 + ("samples4",), r"has 'samples4', and 2 samples cannot be shared evenly over 4 devices"),
     ],
 )

@@ -105,7 +105,7 @@ def test_damage_is_told_with_the_one_before(
 
 def test_damage_of_the_only_one(folder: CheckpointFolder) -> None:
     (folder.of(10) / REST).unlink()
-    with pytest.raises(UsageError, match=r"step-00000010 is damaged .* there is none before it: remove .* start anew"):
+    with pytest.raises(UsageError, match=r"step-00000010 is damaged .* there is none before it: remove .* start over"):
         read(folder, 10)
 
 
