@@ -45,13 +45,17 @@ def test_messages_come_and_take_their_latency(latency_s: float) -> None:
     assert two.names[0] not in names()
 
 
+@pytest.mark.long
 def test_hosts_train_as_one_does() -> None:
     found = hosts.losses(2)
     assert len(found["one"]) == 3
     assert found["several"] == pytest.approx(found["one"], rel=0, abs=1e-9)
 
 
+@pytest.mark.long
 def test_a_host_that_is_cut_off_ends_the_run_with_its_name() -> None:
+    """Or, where it is cut off just when losses are added up, with what was going on and who is left alone."""
     ended = hosts.cut(2, timeout_s=20.0)  # no step takes as long on a busy machine
     assert ended.codes != [0]
-    assert "rank 1 hangs on another machine; rank 0 got nothing from rank 1" in ended.said
+    named = "rank 1 hangs on another machine; rank 0 got nothing from rank 1" in ended.said
+    assert named or "rank 0 lost the others in step" in ended.said

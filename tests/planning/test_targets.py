@@ -15,6 +15,7 @@ from pipeplan.catalog import export_target
 from pipeplan.files import CostRow, TiedParameter
 from pipeplan.planning.restrictions import search_targets
 from support.commands import pipeplan
+from support.marks import slow_but
 from support.paths import ROOT
 
 TARGETS = search_targets()
@@ -82,7 +83,7 @@ def require_inside(plan: Plan, profile: Profile, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 25))])
+@slow_but("seed", range(25), (0).__eq__, lambda seed: seed > 3)
 def test_every_plan_for_a_target_is_exported(target: str, seed: int) -> None:
     draw = random.Random(f"{target} {seed}")
     profile, asked = random_request(draw)
