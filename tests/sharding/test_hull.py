@@ -94,7 +94,7 @@ def test_a_frontier_that_ends_early_has_what_is_there_and_says_how_near_it_is(
         whole = track(graph, within=1e-9, as_far=True)
     assert whole.exact or whole.factor <= 1 + 1e-9
     asked, factors = int(questions.asked), list[float]()
-    for seconds in sorted({*range(1, asked, max(1, asked // 25)), asked - 1}):
+    for seconds in sorted({*range(1, asked, max(1, asked // 9)), asked - 1}):
         limit = Limit(seconds, clock=Questions())
         try:
             with limit.enforced():

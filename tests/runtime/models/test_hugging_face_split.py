@@ -186,6 +186,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 def test_commands_give_one_loss_on_one_four_and_two_devices(tmp_path: Path) -> None:
     """Estimated for an H100, planned, and trained here: whole, in shares in a pipeline, and with divided state."""
     arguments = {**LLAMA, "num_hidden_layers": 4}
