@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -599,3 +600,19 @@ def test_what_devices_cannot_keep_together_is_refused_at_once() -> None:
         how = {"num_devices": int(each["num_devices"]), "memory_bytes": int(each["memory_bytes"])}
         assert search_plan(replace(request, **how)).plan.stages
     assert told.value.would_do[0]["num_devices"] > 4  # than there are blocks
+
+
+def test_positions_are_as_fast_as_their_slowest_devices() -> None:
+    """What is summed once for all numbers of positions equals each position looked at by itself."""
+    rng = random.Random(5)
+    speeds = [rng.choice([1.0, 0.5, 2.0]) for _ in range(12)]
+    known = [
+        SimpleNamespace(width=width, replicas=replicas, positions=positions, backwards=backwards)
+        for width, replicas, positions, backwards in itertools.product(
+            (1, 2), (1, 3), (None, 1, 2, 5, 12, 20), (False, True)
+        )
+    ]
+    for choice, found in zip(known, uniform_space._working(SimpleNamespace(speeds=speeds), known), strict=True):
+        each, line = choice.width * choice.replicas, speeds[::-1] if choice.backwards else speeds
+        positions = range(choice.positions or 1)
+        assert found == sum(min(line[at * each : (at + 1) * each], default=min(speeds)) for at in positions)

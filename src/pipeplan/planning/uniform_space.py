@@ -35,7 +35,7 @@ from pipeplan.partition.recomputation import kept_whole, kind_of, savings
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
-from pipeplan.time_limit import checked
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
 
@@ -601,15 +601,17 @@ def _together(speeds: Sequence[float], positions: FloatArray, each: FloatArray) 
 
 def _working(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
     """[choice] how much its positions have of the speed of one, each being as fast as the slowest of its devices."""
-    speeds, known = request.speeds, dict[tuple[int, int, bool], float]()
+    speeds, known = request.speeds, dict[tuple[int, bool], list[float]]()
     for choice in choices:
-        key = choice.width * choice.replicas, choice.positions or 1, choice.backwards
-        if key not in known:
-            each, count, backwards = key
-            line = speeds[::-1] if backwards else speeds
-            slowest = [min(line[at * each : (at + 1) * each], default=min(speeds)) for at in range(count)]
-            known[key] = sum(slowest)
-        yield known[key]
+        each, count = choice.width * choice.replicas, choice.positions or 1
+        if (key := (each, choice.backwards)) not in known:
+            checkpoint()
+            line = speeds[::-1] if choice.backwards else speeds
+            slowest = (min(line[at : at + each]) for at in range(0, len(line), each))
+            known[key] = list(accumulate(slowest, initial=0.0))
+        sums = known[key]
+        there = min(count, len(sums) - 1)
+        yield sums[there] + (count - there) * min(speeds)
 
 
 def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[Usual, NDArray[np.int64]]]:
