@@ -209,7 +209,7 @@ def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> Non
 
 
 @needs_torch
-@pytest.mark.parametrize("blocking", [[], ["--blocking"]])
+@pytest.mark.parametrize("blocking", [[], pytest.param(["--blocking"], marks=pytest.mark.slow)])
 def test_emulates_without_a_model(blocking: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shared = shared_workload(2, 2, lag=1000)
     path, trace = written(plan_of(shared, gpipe_orders(shared)), tmp_path), tmp_path / "trace.json"

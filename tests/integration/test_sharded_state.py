@@ -557,6 +557,7 @@ def test_search_divides_as_much_as_it_must(memory: int, level: int) -> None:
             search_plan(asked(tied, memory_bytes=memory, replicas=4, zero="auto"))
 
 
+@pytest.mark.slow
 def test_searches_choose_how_often_actions_exchange() -> None:
     """Where exchanges take longer than compute, once an iteration; where that does not fit, inside of actions."""
     cluster = cluster_of(4)
@@ -594,6 +595,7 @@ def test_the_best_plans_of_large_requests_exchange_by_actions(monkeypatch: pytes
     check(found, EIGHT, cluster).require()
 
 
+@pytest.mark.slow
 def test_auto_divides_less_and_in_smaller_groups_where_that_is_quicker() -> None:
     """One of two stages needs level 3; and neighbours in a node exchange more quickly than all do."""
     profile = profile_of([4000, 200, 200])

@@ -91,6 +91,7 @@ def _flags(recompute: Any, count: int) -> list[Any]:
     return list(recompute) if isinstance(recompute, (tuple, list)) else [recompute] * count
 
 
+@pytest.mark.slow
 def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
     request = Request.of(
         chain(8, (1, 2)), devices=4, mini_batch=8, memory_bytes=2000, time_limit=0.5, deterministic=True

@@ -65,7 +65,11 @@ def asked(shards: tuple[int, ...] = (1,), **others: Any) -> Request:
 REQUESTS = [asked(), asked((1, 2)), asked(memory_bytes=40_000), asked((1, 2), scheduler="1f1b"), asked(zero="auto")]
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=["blocks", "shards", "memory", "1f1b", "zero"])
+@pytest.mark.parametrize(
+    "request_",
+    [*REQUESTS[:-1], pytest.param(REQUESTS[-1], marks=pytest.mark.slow)],
+    ids=["blocks", "shards", "memory", "1f1b", "zero"],
+)
 def test_what_is_given_away_comes_to_the_same(request_: Request) -> None:
     """Plan, bounds and how many candidates there were."""
     alone, counting = search_plan(request_), Counting(Dying(0))

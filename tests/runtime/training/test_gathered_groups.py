@@ -20,7 +20,7 @@ from pipeplan.runtime.executor.rank_program import Division, Program, ProgramSte
 from pipeplan.runtime.executor.shared_parameters import Divided
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.models.load import load_model
-from pipeplan.runtime.training.sharded_state import Exchanging, ShardedStage, ShardedState, with_last_uses
+from pipeplan.runtime.training.sharded_state import ExchangingStage, ShardedStage, ShardedState, with_last_uses
 from pipeplan.schedule.search import plain_look
 from pipeplan.workload.elements import ONCE
 from pipeplan.workload.exchanges import networks_at, passes
@@ -143,7 +143,7 @@ def run(
     assert state is not None
     watched = Watched(state)
     specs = {block.id: block for block in map(model.block, part.blocks)}
-    runner = Exchanging(StageRunner(part, modules, specs, state=watched), watched)  # type: ignore[arg-type]
+    runner = ExchangingStage(StageRunner(part, modules, specs, state=watched), watched)  # type: ignore[arg-type]
     batch = MiniBatch(model.mini_batch(plan.mini_batch, 0, 0, dtype=torch.float64, device=torch.device("cpu")), 1.0)
     for step in (with_last_uses(program) if told else program).steps:
         if step.action.role is Role.STATE:

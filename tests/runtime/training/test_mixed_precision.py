@@ -83,6 +83,7 @@ def reports(folder: Path) -> Reports:
 
 
 @pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.slow
 def test_shards_round_as_torch_does(name: str, reports: Reports) -> None:
     """What shards add up is rounded otherwise than in one piece: no farther from float64 than torch's run is."""
     for report in reports[name].values():

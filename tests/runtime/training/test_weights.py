@@ -213,6 +213,7 @@ def test_a_hub_s_folder_is_read_in_shards_and_widened(hub: Any) -> None:
     dataclasses.replace(TRAINING, model=str(folder), init=str(folder)).require_consistent()
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_hub_s_folder(hub: Any, tmp_path: Path) -> None:
     """What it exports again, without a step, are the same numbers in the parameters' format."""
     folder, saved = hub

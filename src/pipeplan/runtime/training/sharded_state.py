@@ -404,7 +404,7 @@ class ShardedStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanging:
+class ExchangingStage:
     """A stage whose state is told which of its actions begins."""
 
     runner: Runner

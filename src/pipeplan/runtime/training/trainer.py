@@ -78,7 +78,7 @@ from pipeplan.runtime.training.options import (
     TrainOptions,
     throughput_of,
 )
-from pipeplan.runtime.training.sharded_state import Exchanging, ShardedStage, ShardedState, with_last_uses
+from pipeplan.runtime.training.sharded_state import ExchangingStage, ShardedStage, ShardedState, with_last_uses
 from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
 
 
@@ -477,7 +477,7 @@ class Trainer:
         return StageRunner(part, modules, specs, self.autocast, layouts=layouts, state=state)
 
     def _executor(self, program: Program) -> Executor:
-        told = {i: Exchanging(self.stages[i], state) for i, state in self.exchanged.items() if state is not None}
+        told = {i: ExchangingStage(self.stages[i], state) for i, state in self.exchanged.items() if state is not None}
         return Executor(
             with_last_uses(program),
             {**self.stages, **told, **self.custom_runners},
