@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
@@ -1160,8 +1160,7 @@ def _run(
 
     asked: Plan = given_file("plan", plan)
     if not launched:
-        look = lambda where: _require_time(within, where)  # noqa: E731  (one line is enough)
-        return _api.run(asked, options, on_event, on_look=look, where=asked.where)
+        return _api.run(asked, options, on_event, on_look=partial(_require_time, within), where=asked.where)
     _api.check(asked).require(asked.where)
     return _api.run_as_rank(lambda: asked, options, on_event)
 

@@ -13,6 +13,7 @@ gradients that wait for W do not call.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -151,7 +152,7 @@ class _GradientSum:
             parameter.grad = total if self.shape is None else part.within(total).clone()
 
 
-class SummedOnce:
+class SummedOnce(ABC):
     """Gradients that ranks sum together, which may begin when nothing more is added to them in an iteration.
 
     That is when :meth:`done` has been called for each of ``num_blocks`` that have them; ``left`` are those to come.
@@ -166,13 +167,13 @@ class SummedOnce:
         if not self.left:
             self.reduce()
 
+    @abstractmethod
     def reduce(self) -> None:
         """Begin to sum."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reduced(self) -> None:
         """Wait until that is done."""
-        raise NotImplementedError
 
 
 class _SumBucket(SummedOnce):
