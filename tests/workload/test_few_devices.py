@@ -14,14 +14,16 @@ from builders.problems import problems, with_tails
 from builders.shapes import shape_workload, unit_problem, zero_bubble
 from pipeplan.examples import ShapeCosts
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.hoisting import Outermost
 from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.state import fitting
 from pipeplan.workload.bounds import period_bound, strong_iteration_bound
-from pipeplan.workload.few_device_bounds import FewDeviceBounds, OneDevice
+from pipeplan.workload.few_device_bounds import DeviceAlone, FewDeviceBounds
 from pipeplan.workload.few_devices import FewDevices
 from pipeplan.workload.least_span import LeastSpan
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.shared_time import WithoutSharedTime
-from pipeplan.workload.task_graph import NEVER
+from pipeplan.workload.task_graph import NEVER, task_graph
 from references.best_makespan import best_makespan
 
 
@@ -33,7 +35,7 @@ def least(problem: OneMicrobatch, devices: Sequence[int]) -> int:
     for entry, device in zip(few.entries, devices, strict=True):
         alone = FewDevices.of(problem, (device,))
         if alone is not None and alone.entries[0] is not None and entry is not None:
-            known = OneDevice(alone, alone.entries[0])
+            known = DeviceAlone(alone, alone.entries[0])
             for _ in range(min(6, few.count)):
                 known.learn()
             spans[entry] = known.spans(few.count)
@@ -181,7 +183,7 @@ def test_few_microbatches_say_something_of_any_number(memory: float) -> None:
     few = FewDevices.of(zero_bubble("v", 4, 12, memory), (0,))
     assert few is not None
     assert few.entries[0] == 0
-    exact, known = OneDevice(few, 0), OneDevice(few, 0)
+    exact, known = DeviceAlone(few, 0), DeviceAlone(few, 0)
     for _ in range(12):
         exact.learn()
     for _ in range(6):
@@ -197,6 +199,27 @@ def test_the_period_is_of_any_unroll() -> None:
     while proofs.grow():
         pass
     assert proofs.period * 3 == 16
+
+
+def test_the_outermost_shared_blocks_are_hoisted() -> None:
+    """On 8 devices with room for 3 the blocks of all devices run first and last, and a pipeline that never waits."""
+    problem = unit_problem("m", 8, 24, 3)
+    outermost = Outermost.of(problem)
+    assert outermost is not None
+    assert [len(each) for each in (outermost.first, outermost.last, outermost.inner)] == [1, 1, 16]
+    left = outermost.without(problem)
+    assert left.capacity == problem.capacity
+    assert len(left.workload.stages) == 8
+    found = search_schedule(left.workload, Budget(20, deterministic=True))
+    graph = task_graph(problem.workload)
+    timed = fitting(graph, outermost.around(found.graph.on_devices(found.orders), 24))
+    assert timed is not None
+    assert graph.iteration(timed[1]) == found.makespan_ns + 48 == strong_iteration_bound(problem) == 312
+
+
+def test_what_holds_memory_is_not_hoisted() -> None:
+    assert Outermost.of(unit_problem("v", 4, 8, 3)) is None
+    assert Outermost.of(unit_problem("k", 4, 8, 3)) is None
 
 
 def test_a_closed_cell_ends_the_search() -> None:

@@ -375,7 +375,8 @@ def complexity(scheduler: str) -> int:
 def scheduler_words(scheduler: str) -> str:
     """What made a schedule, in words for people; ``scheduler`` is its identifier in files.
 
-    Of what was found by ordering parts anew (``+windows``, ``+horizon``, ``+weights``) it says from which schedule.
+    Of what was found by ordering parts anew (``+windows``, ``+horizon``, ``+weights``, ``+hoisted``) it
+    says from which schedule.
     Names of classic schedules and of rules stay as they are, as do those of plans from elsewhere.
     """
     whole = _in_one(scheduler)
@@ -404,4 +405,4 @@ _ORIGINS = {
 
 def origin_of(scheduler: str) -> str:
     """What a rescheduled schedule began as; ``1f1b+`` is a name of its own."""
-    return scheduler.removesuffix("+windows").removesuffix("+horizon").removesuffix("+weights")
+    return scheduler.removesuffix("+windows").removesuffix("+horizon").removesuffix("+weights").removesuffix("+hoisted")

@@ -17,6 +17,7 @@ from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through,
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, SECONDS_PER_POLICY, SECONDS_PER_SWEEP
 from pipeplan.schedule.cpsat.windows import Ramps, SlidingWindows, WholeHorizon
 from pipeplan.schedule.few_devices import ProvingByDevices
+from pipeplan.schedule.hoisting import Hoisted
 from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.pattern import (
@@ -385,6 +386,16 @@ STEPS: tuple[SearchStep, ...] = (
     FirstSchedule(),
     QuickClassics(),
     ProvingByDevices(share=1 / 25, share_of_few=0.0),
+    Hoisted(
+        steps=(
+            FirstSchedule(),
+            QuickClassics(),
+            SlowClassics(),
+            ProvingByDevices(share=1 / 25, share_of_few=0.0),
+            BuiltInRules(),
+            ListScheduling(),
+        )
+    ),
     RepetendSearch(),
     SlowClassics(),
     BuiltInRules(),

@@ -22,7 +22,10 @@ from pipeplan.workload.shared_time import WithoutSharedTime
 from pipeplan.workload.task_graph import NEVER
 
 _FEW_LABELS = 400
-"""How many labels are looked at, about, for what is known of few micro-batches."""
+"""How many labels of a chunk or two are looked at, about, for what is known of few micro-batches."""
+
+_FEW_KINDS = 6
+"""Of more kinds than a chunk or two have, labels take longer, and fewer are looked at."""
 
 _MOST_KNOWN = 16
 """Micro-batches of which it is known."""
@@ -40,21 +43,22 @@ _MOST_STORED = 500_000
 Devices = tuple[int, ...]
 
 
-class OneDevice:
+class DeviceAlone:
     """What is known about a device alone: exactly for few micro-batches, as bounds for any number."""
 
     def __init__(self, few: FewDevices, entry: int) -> None:
         self.few, self.entry = few, entry
         self.head = few.kinds[entry].head
+        self.most_labels = _FEW_LABELS * _FEW_KINDS // max(_FEW_KINDS, len(few.kinds))
         self._starts, self._spans = [0], [0]
 
     def learn(self) -> int:
         """Start and span of one micro-batch more, or what is known of them soon; how many labels that took."""
         few = self.few.with_count(len(self._spans))
         begun = LeastSpan(few, {self.entry: [0, *self._starts, 0]}, self.entry)
-        begun.advance(2 * _FEW_LABELS, NEVER)
+        begun.advance(2 * self.most_labels, NEVER)
         ended = LeastSpan(few, {self.entry: [*self._spans, 0]})
-        ended.advance(2 * _FEW_LABELS, NEVER)
+        ended.advance(2 * self.most_labels, NEVER)
         self._starts.append(begun.bound - self.head)
         self._spans.append(ended.bound - self.head)
         return begun.num_labels + ended.num_labels
@@ -91,11 +95,16 @@ class FewDeviceBounds:
         self._problem, self._added, self._added_each = problem, added_ns, added_each_ns
         self._below = NEVER
         self._growing = self._grow()
-        self._alone: dict[int, OneDevice] = {}
+        self._alone: dict[int, DeviceAlone] = {}
         self._searches: dict[Devices, LeastSpan] = {}
         self._proved: dict[Devices, int] = {}
         self.bound = self.num_labels = 0
         self.period = Fraction(0)
+
+    @property
+    def most_devices(self) -> int:
+        """How many devices at most were looked at together."""
+        return max(map(len, self._proved), default=0)
 
     @classmethod
     def all_of(cls, problem: OneMicrobatch) -> list[FewDeviceBounds]:
@@ -174,12 +183,12 @@ class FewDeviceBounds:
         few = FewDevices.of(self._problem, (device,))
         if few is None or few.entries[0] is None:
             return
-        known = OneDevice(few, few.entries[0])
+        known = DeviceAlone(few, few.entries[0])
         begun = self.num_labels
         for _ in range(min(_MOST_KNOWN, self._problem.num_microbatches)):
             self.num_labels += known.learn()
             yield True
-            if self.num_labels > begun + _FEW_LABELS:
+            if self.num_labels > begun + known.most_labels:
                 break
         self._alone[device] = known
         self.period = max(self.period, self._added_each + known.period)
