@@ -125,7 +125,7 @@ class FewDeviceBounds:
 
         Devices with a limit alone come first, then all devices if they are few, and pairs with the device whose own
         bound is best, and then more with the best pair: in rounds, in which each is looked at several times as long as
-        in the one before, and may be one device more.
+        in the one before.
         """
         problem = self._problem
         if problem.workload.needs:
@@ -160,7 +160,7 @@ class FewDeviceBounds:
         There are some of one device more once it is known what the best of a size is.
         """
         everything = tuple(range(self._problem.num_devices))
-        chosen = max((each for each in self._proved if len(each) == 1), key=lambda each: self._proved[each])
+        chosen: Devices = max((each for each in self._proved if len(each) == 1), key=lambda each: self._proved[each])
         if len(everything) <= _SMALL:
             yield everything
         yield chosen

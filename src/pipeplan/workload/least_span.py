@@ -74,12 +74,14 @@ class LeastSpan:
         self._labels: dict[Counts, list[Label]] = {}
         self._open: list[tuple[int, int, Counts, Label]] = []
         self.bound = self.num_labels = 0
+        self._below = NEVER
         self.done = False
         first = tuple(min((few.kinds[x].head for x in here), default=0) for here in self._here)
         self._add(0, 0, (0,) * len(few.kinds), first, NEVER)
 
     def advance(self, num_labels: int, below: int) -> None:
-        """Look at so many labels more; nothing needs to be known about spans from ``below`` on."""
+        """Look at so many labels more; nothing needs to be known about spans from ``below`` on, now and later."""
+        self._below = below = min(below, self._below)
         for _ in range(num_labels):
             if not self._open or self._open[0][0] >= below:
                 self.bound = max(self.bound, below)
