@@ -45,7 +45,7 @@ def _imported() -> ModuleType | None:
 def contract(loops: ModuleType, left: Table, right: Table, limit: PointLimit | None = None) -> Table:
     """As :func:`pipeplan.sharding.graph.contract`."""
     strides = (left.columns, left.columns, 0, 1, 0, 1, right.columns)
-    return _Sums(loops, left, right, limit, left.rows, right.columns, np.array(strides)).made()
+    return _CellSums(loops, left, right, limit, left.rows, right.columns, np.array(strides)).made()
 
 
 def product(loops: ModuleType, left: Table, right: Table, limit: PointLimit | None = None) -> Table:
@@ -56,11 +56,11 @@ def product(loops: ModuleType, left: Table, right: Table, limit: PointLimit | No
         for side in (left, right)
         for step in (side.columns if side.rows > 1 else 0, 1 if side.columns > 1 else 0, 0)
     ]
-    return _Sums(loops, left, right, limit, rows, columns, np.array([1, *apart])).made()
+    return _CellSums(loops, left, right, limit, rows, columns, np.array([1, *apart])).made()
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
+class _CellSums:
     """What the compiled loop is given; ``strides`` as it has them."""
 
     loops: ModuleType
@@ -76,7 +76,7 @@ class _Sums:
         size = self.rows * self.columns
         if not self.left.num_points or not self.right.num_points:
             return made(self.rows, self.columns, _NOTHING)
-        sides = [_Side.of(side, self.limit) for side in (self.left, self.right)]
+        sides = [_SortedCells.of(side, self.limit) for side in (self.left, self.right)]
         most = np.full(size, np.inf)
         if self.limit is not None:
             largest = sum(float(np.abs(side.costs).max()) for side in sides)
@@ -110,7 +110,7 @@ _NOTHING = Points(_NONE, _NONE, _NONE, np.zeros((2, 0), np.int64))
 
 
 @dataclass(frozen=True, slots=True)
-class _Side:
+class _SortedCells:
     """A table as the loop has it: cell by cell, the points of each by ascending cost, the p-th is ``order[p]``."""
 
     arrays: tuple[IntArray, ...]
@@ -118,7 +118,7 @@ class _Side:
     order: IntArray
 
     @classmethod
-    def of(cls, side: Table, limit: PointLimit | None) -> _Side:
+    def of(cls, side: Table, limit: PointLimit | None) -> _SortedCells:
         if limit is None:
             order, costs = np.arange(side.num_points), np.zeros(side.num_points)
         else:
