@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from tables import machine, markdown
 
@@ -35,7 +35,12 @@ WRITTEN, PROMPT, ROUNDS = 512, 1_000, 2
 """With long prompts a request writes about 512 tokens; with long answers its prompt has 1,000. Each request that may be
 in the batch is followed by another: two rounds of the maximum batch."""
 
-TEXT = ("cp", "tp", "dp")
+Side = Literal["dp", "dp in step", "tp", "cp", "cp-q"]
+SIDES: tuple[Side, ...] = get_args(Side)
+"""``dp`` are engines of their own; ``in step`` they take every step together, as processes of one program."""
+
+TEXT: tuple[Side, ...] = ("cp", "tp", "dp")
+ALONE: tuple[Side, ...] = ("dp", "dp in step")
 
 
 class Case(NamedTuple):
@@ -44,11 +49,6 @@ class Case(NamedTuple):
     axis: str
     tokens: int
     most: int
-
-
-Side = Literal["dp", "dp in step", "tp", "cp", "cp-q"]
-SIDES: tuple[Side, ...] = get_args(Side)
-"""``dp`` are engines of their own; ``in step`` they take every step together, as processes of one program."""
 
 
 @cache
@@ -175,15 +175,15 @@ def _orderings() -> Iterator[tuple[str, Ordering]]:
     for axis in ("prefix", "decode"):
         long = f"{axis} of 50,000 and more"
         yield f"{long}: cp above tp", partial(_better, axis, "cp", "tp", LONG)
-        for dp in ("dp", "dp in step"):
-            for other in ("cp", "tp"):
+        for dp in ALONE:
+            for other in TEXT[:2]:
                 yield f"{long}: {other} above {dp}", partial(_better, axis, other, dp, LONG)
     yield "prefix of 10,000: tp above cp for some batch", _wins_short
     yield "decode of 100,000: past some batch throughput falls", _falls
     yield "compute: tp slowest, by at most a tenth over cp", _compute_alike
     yield "communication: tp above cp", lambda each: _parts("tp", each)[1] > _parts("cp", each)[1]
     yield "host: tp above cp", lambda each: _parts("tp", each)[2] > _parts("cp", each)[2]
-    for dp in ("dp", "dp in step"):
+    for dp in ALONE:
         yield f"host, moves and waiting, decode: {dp} above tp", partial(_waits_more, dp)
 
 
@@ -198,10 +198,12 @@ FACTORS = (1 / 16, 1 / 4, 1, 4, 16)
 
 def _varied(constants: EngineConstants, name: str, factor: float) -> EngineConstants:
     """With one constant so many times as large; shares of full speed to that power."""
-    value = getattr(constants, name)
-    if isinstance(value, tuple):
-        return replace(constants, **{name: tuple((size, share**factor) for size, share in value)})
-    return replace(constants, **{name: value * factor})
+    value: Any = getattr(constants, name)
+    shares = isinstance(value, tuple)
+    changed: dict[str, Any] = {
+        name: tuple((size, share**factor) for size, share in value) if shares else value * factor
+    }
+    return replace(constants, **changed)
 
 
 VARIED = ("table_ns", "host_bytes_per_s", "links_bytes_per_s", "step_ns", "attention", "heads")
