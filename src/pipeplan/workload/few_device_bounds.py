@@ -130,8 +130,8 @@ class FewDeviceBounds:
         problem = self._problem
         if problem.workload.needs:
             return
-        limited = [device for device in range(problem.num_devices) if problem.capacity[device] is not None]
-        for device in sorted(filter(self._share, limited), key=self._share, reverse=True)[:_MOST_ALONE]:
+        limited = filter(self._may_fill, range(problem.num_devices))
+        for device in sorted(limited, key=self._share, reverse=True)[:_MOST_ALONE]:
             yield from self._learn(device)
         if not self._proved or problem.num_microbatches > _MOST_SEARCHED:
             return
@@ -171,6 +171,15 @@ class FewDeviceBounds:
             chosen = max(larger, key=lambda devices: self._proved.get(devices, 0))
             if chosen not in self._searches or not self._searches[chosen].done:
                 return
+
+    def _may_fill(self, device: int) -> bool:
+        """Whether a device has no room for all micro-batches at once."""
+        problem, capacity = self._problem, self._problem.capacity[device]
+        if capacity is None:
+            return False
+        beside = max((problem.workspace[x] for x in problem.on_device[device]), default=0)
+        each = sum(hold.size for hold in problem.holds_on(device))
+        return each > 0 and problem.num_microbatches * each + beside > capacity
 
     def _share(self, device: int) -> Fraction:
         """Least period in ns of a device by Little's law."""
