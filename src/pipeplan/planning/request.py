@@ -20,7 +20,7 @@ from pipeplan.costs.inspection import cautions, mean_spread
 from pipeplan.costs.joining import JoinedProfile, require_kept
 from pipeplan.costs.kinds import levelled, same_bytes
 from pipeplan.costs.launches import with_launches
-from pipeplan.costs.recipes import computing_dtype
+from pipeplan.costs.recipes import computing_dtype, require_recipe_of_mode
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
 from pipeplan.costs.uniform.shares import faster_than_reached
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
@@ -227,6 +227,9 @@ class Request:
     priced: Request | None = None
 
     def __post_init__(self) -> None:
+        require_recipe_of_mode(self.profile)
+        if self.profile.is_inference:
+            raise UsageError(f"{self.profile.where} is of inference, which is not planned yet")
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
         if self.reserve_bytes:
             self._require_reserve(self.reserve_bytes)
