@@ -64,4 +64,4 @@ def with_weights(kernel: Kernel, weights: WeightFormat, width: int) -> Kernel:
 
 
 CACHES: Mapping[str, int] = {"fp8": 1}
-"""Bytes of a number of the cache, by how vLLM, SGLang and TensorRT-LLM call its format; their scales are one a layer."""
+"""Bytes of a number of the cache, by what vLLM, SGLang and TensorRT-LLM call its format; a scale or two a layer."""

@@ -181,8 +181,8 @@ Phase = Literal["prefill", "decode"]
 class PhaseRow(FileModel):
     """What one block takes of inference with a cache, for so many requests whose texts are as long as each other.
 
-    In ``prefill`` it takes all ``context_tokens`` words of each, and caches what later ones need of them; in ``decode``
-    one word of each, which attends to ``context_tokens`` words, its own among them. Of ``forward_ns`` the attention
+    In ``prefill`` it takes all ``context_tokens`` of each, and caches what later ones need of them; in ``decode`` one
+    token of each, which attends to ``context_tokens``, its own among them. Of ``forward_ns`` the attention
     core (scores, softmax and mixture, for which the cache is read) takes ``core_ns``, the rest does not depend on the
     cache. Collectives of ``shards`` are part of it. ``activation_bytes`` is what the block gives, ``workspace_bytes``
     what it needs beside that while it runs; the cache is in neither.
@@ -192,7 +192,7 @@ class PhaseRow(FileModel):
 
     phase: Phase
     microbatch_size: Annotated[Count, Field(description="requests in the batch")]
-    context_tokens: Annotated[Count, Field(description="words of each request's text, those of this step included")]
+    context_tokens: Annotated[Count, Field(description="tokens of each request's text, those of this step included")]
     shards: Annotated[Count, Field(description="devices that split the block")] = 1
     expert: Annotated[Count, said_only(1, "devices that share the block's experts, each with whole ones")] = 1
     forward_ns: Nanoseconds
@@ -210,14 +210,14 @@ class PhaseRow(FileModel):
 
     @property
     def key(self) -> tuple[str, int, int, int, int]:
-        """What the row is for: phase, words of the text, requests, shards, expert."""
+        """What the row is for: phase, tokens of the text, requests, shards, expert."""
         return (self.phase, self.context_tokens, self.microbatch_size, self.shards, self.expert)
 
 
 class Block(Parts):
     """The smallest piece of the model that is placed.
 
-    One with attention of a causal language model may say what inference caches of every word for those after it, and
+    One with attention of a causal language model may say what inference caches of every token for those after it, and
     what its attention core takes and gives of one: of all heads, unsplit.
     """
 
@@ -243,16 +243,16 @@ class Block(Parts):
     ] = ()
     costs: Annotated[Items[CostRow], Field(min_length=1)]
     cache_bytes_per_token: Annotated[
-        Bytes, said_only(0, "what inference caches of a word: keys and values, or the latent of both")
+        Bytes, said_only(0, "what inference caches of a token: keys and values, or the latent of both")
     ] = 0
     cache_heads: Annotated[
         Count, said_only(1, "heads of these, of which a device that splits the block has its part, but at least one")
     ] = 1
     cache_window_tokens: Annotated[
-        Count | None, said_only(None, "the most words that are looked back at, and so cached; null: all")
+        Count | None, said_only(None, "the most tokens that are looked back at, and so cached; null: all")
     ] = None
-    query_bytes_per_token: Annotated[Bytes, said_only(0, "queries that meet the cache, of one word")] = 0
-    mixture_bytes_per_token: Annotated[Bytes, said_only(0, "what attention makes of the cache for one word")] = 0
+    query_bytes_per_token: Annotated[Bytes, said_only(0, "queries that meet the cache, of one token")] = 0
+    mixture_bytes_per_token: Annotated[Bytes, said_only(0, "what attention makes of the cache for one token")] = 0
     phases: Annotated[
         Items[PhaseRow], said_only((), "costs of prefill and decode; only in a profile of inference")
     ] = ()
@@ -260,7 +260,10 @@ class Block(Parts):
     @property
     def meaning(self) -> Hashable:
         """All that it says but for its names."""
-        own, of_row = _fields_but(type(self), "id", "modules", "dimensions", "costs", "phases"), _fields_but(CostRow, "spread")
+        own, of_row = (
+            _fields_but(type(self), "id", "modules", "dimensions", "costs", "phases"),
+            _fields_but(CostRow, "spread"),
+        )
         rows = [(of_row(row), *sorted(row.spread.items())) for row in self.costs]
         phases = [(row.key, row.forward_ns, row.core_ns, row.activation_bytes) for row in self.phases]
         return own(self), tuple(sorted(self.dimensions.items())), tuple(rows), tuple(phases)

@@ -111,14 +111,14 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """How a model writes texts on, word by word, and what it keeps of every word for those after it.
+    """How a model writes texts on, token by token, and what it keeps of every token for those after it.
 
-    ``at(count)`` is the model that takes so many words of each text at once, and gives the logits of the word after the
-    last: of a whole prompt (prefill), or with 1 of one word behind those that are cached (decode). Its blocks have the
-    names of the whole model's. ``longest`` is the most words of a text, None for any number. Keys and values have
+    ``at(count)`` is the model that takes so many tokens of each text at once, and gives the logits of the one after the
+    last: of a whole prompt (prefill), or with 1 of one token behind those that are cached (decode). Its blocks have the
+    names of the whole model's. ``longest`` is the most tokens of a text, None for any number. Keys and values have
     ``key_heads`` heads before any are copied for those of queries; None: as many as these. With ``latent`` (numbers of
-    the latent, of the rotated key) all heads share one latent of a word, from which each makes its own key and value
-    (DeepSeek-V2, section 2.1), and only that is cached. ``windows(block)`` is how far a block looks back, its own word
+    the latent, of the rotated key) all heads share one latent of a token, from which each makes its own key and value
+    (DeepSeek-V2, section 2.1), and only that is cached. ``windows(block)`` is how far a block looks back, its own token
     included; None: to the first.
     """
 

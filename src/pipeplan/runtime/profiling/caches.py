@@ -1,12 +1,12 @@
-"""Attention that reads a cache: blocks run as they are, and their attention meets as many words as the texts have.
+"""Attention that reads a cache: blocks run as they are, and their attention meets as many tokens as the texts have.
 
-A block of a model that takes one word of each text computes that word's query, key and value. Where it calls torch's
+A block of a model that takes one token of each text computes that token's query, key and value. Where it calls torch's
 attention, :class:`CachedAttention` lets the query meet a whole cache, of which the key and value become the last. So
 blocks of every model can be measured and counted, whatever wrote them, as long as their attention is torch's.
 
 Where all heads share a latent (DeepSeek-V2, section 2.1.2 and appendix C), a step never makes keys and values of what
 is cached: each head's query is taken through the matrix that would make its keys, and meets the latents themselves;
-their mixture is taken through the one that would make its values. For one word that is as much work as making its own
+their mixture is taken through the one that would make its values. For one token that is as much work as making its own
 key and value, which the block does, so that only the attention core is another.
 """
 
@@ -28,7 +28,7 @@ from pipeplan.runtime.models.spec import Decoder
 from pipeplan.runtime.parallel.attention_cores import ATTENTION
 
 _LIBRARY = torch.library.Library("pipeplan", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
-_LIBRARY.define("attended(Tensor query, Tensor key, Tensor value, int[] case) -> Tensor")
+_LIBRARY.define("attended(Tensor query, Tensor key, Tensor value, int[] case) -> Tensor")  # type: ignore[no-untyped-call]  # the same
 _LIBRARY.impl("attended", lambda query, key, value, case: query.new_empty([*query.shape[:-1], value.shape[-1]]), "Meta")  # type: ignore[no-untyped-call]  # the same
 ATTENDED = torch.ops.pipeplan.attended
 """Stands for attention to a cache on the meta device, by :attr:`CachedCase.numbers`."""
@@ -36,7 +36,7 @@ ATTENDED = torch.ops.pipeplan.attended
 
 @dataclass(frozen=True, slots=True)
 class CachedCase:
-    """What attention is of: texts of so many ``tokens``, of which words look back over a ``window`` at most.
+    """What attention is of: texts of so many ``tokens``, of which tokens look back over a ``window`` at most.
 
     ``key_heads`` are those cached on this device (None: as many as of queries), ``latent`` as :class:`Decoder` has it,
     and ``width`` bytes of a number of the cache.
@@ -50,9 +50,7 @@ class CachedCase:
     width: int = 2
 
     @classmethod
-    def of(
-        cls, phase: Phase, tokens: int, decoder: Decoder, block: str, shards: int, width: int
-    ) -> CachedCase:
+    def of(cls, phase: Phase, tokens: int, decoder: Decoder, block: str, shards: int, width: int) -> CachedCase:
         """That of a block on one of the devices that split it."""
         heads = None if decoder.key_heads is None else max(1, decoder.key_heads // shards)
         return cls(phase, tokens, heads, decoder.latent, decoder.windows(block), width)
@@ -78,11 +76,11 @@ class CachedCase:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """Sizes of an attention: of queries [samples, heads, words, size] and keys, before copies, and bytes a number."""
+    """Sizes of an attention: of queries [samples, heads, tokens, size] and keys, before copies, and bytes a number."""
 
     samples: int
     heads: int
-    words: int
+    tokens: int
     key_heads: int
     key_size: int
     value_size: int
@@ -91,31 +89,31 @@ class Attended:
     @classmethod
     def of(cls, case: CachedCase, query: Tensor, key: Tensor, value: Tensor) -> Attended:
         """The sizes of one whose tensors are these; in a step with a latent of that, which is key and value at once."""
-        samples, heads, words = query.shape[:3]
+        samples, heads, tokens = query.shape[:3]
         if case.latent is not None and case.phase == "decode":
             rank, rotated = case.latent
-            return cls(samples, heads, words, 1, rank + rotated, rank, query.itemsize)
+            return cls(samples, heads, tokens, 1, rank + rotated, rank, query.itemsize)
         key_heads = min(case.key_heads or key.shape[-3], key.shape[-3])
-        return cls(samples, heads, words, key_heads, key.shape[-1], value.shape[-1], query.itemsize)
+        return cls(samples, heads, tokens, key_heads, key.shape[-1], value.shape[-1], query.itemsize)
 
     def kernel(self, case: CachedCase) -> Kernel:
-        """One fused kernel: scores and mixture of what each word looks at, queries, what is cached, and the mixture."""
-        met = _pairs(self.words, case)
+        """One fused kernel: of scores and mixture of what each token looks at; it reads what is cached."""
+        met = _pairs(self.tokens, case)
         flops = 2 * self.samples * self.heads * met * (self.key_size + self.value_size)
-        ends = self.samples * self.heads * self.words * (self.key_size + self.value_size) * self.width
-        read = case.kept if case.phase == "decode" else self.words
-        per_word = self.key_size + (0 if case.latent and case.phase == "decode" else self.value_size)
+        ends = self.samples * self.heads * self.tokens * (self.key_size + self.value_size) * self.width
+        read = case.kept if case.phase == "decode" else self.tokens
+        per_token = self.key_size + (0 if case.latent and case.phase == "decode" else self.value_size)
         width = case.width if case.phase == "decode" else self.width
-        cached = self.samples * self.key_heads * read * per_word * width
+        cached = self.samples * self.key_heads * read * per_token * width
         return Kernel(flops, ends + cached, matrix=True, form="attention", head_size=self.key_size)
 
 
-def _pairs(words: int, case: CachedCase) -> int:
-    """How many words the last ``words`` of a text look at, all together."""
-    first, window = case.tokens - words + 1, case.kept
+def _pairs(tokens: int, case: CachedCase) -> int:
+    """How many tokens the last ``tokens`` of a text look at, all together."""
+    first, window = case.tokens - tokens + 1, case.kept
     whole = max(0, window - first + 1)  # those that look at all before them, which are less than the window
-    whole = min(whole, words)
-    return whole * first + whole * (whole - 1) // 2 + (words - whole) * window
+    whole = min(whole, tokens)
+    return whole * first + whole * (whole - 1) // 2 + (tokens - whole) * window
 
 
 def attended_kernel(query: Tensor, key: Tensor, value: Tensor, numbers: list[int]) -> Kernel:
@@ -165,6 +163,7 @@ class CachedAttention(TorchFunctionMode):
 
     def _cache_like(self, sizes: Attended, key: Tensor) -> tuple[Tensor, ...]:
         """Keys and values, or latents, as noise: numbers close to zero can be slow."""
+
         def noise(size: int) -> Tensor:
             shape = (sizes.samples, sizes.key_heads, self.case.kept, size)
             return torch.randn(shape, dtype=key.dtype, device=key.device)
@@ -174,7 +173,7 @@ class CachedAttention(TorchFunctionMode):
     def _step(
         self, sizes: Attended, query: Tensor, key: Tensor, value: Tensor, scale: float | None, number: int
     ) -> Tensor:
-        """One word of each text: its key and value are put behind the others; heads that share keys are rows of one."""
+        """One token of each text, whose key and value become the last; heads that share keys are rows of one."""
         cached, heads = self._caches[number], sizes.key_heads
         if self.case.latent is not None:
             keys, values = cached[0], cached[0][..., : sizes.value_size]

@@ -149,6 +149,7 @@ class _ModelWithoutData(Model):
 
 
 def without_data(model: Model, sizes: Sequence[int], dtype: torch.dtype) -> Model:
+    """The model, whose modules and batches have shapes and no data."""
     return _ModelWithoutData(model.name, model.blocks, model.batch, model.predictions, model.tied, model.sharded)
 
 

@@ -28,7 +28,8 @@ _META = torch.device("meta")
 class Case(Protocol):
     """What makes a bench of one: plain, or with a cache."""
 
-    def __call__(self, key: RowKey, *of_bench: Any) -> Bench: ...
+    def __call__(self, key: RowKey, *of_bench: Any) -> Bench:
+        """The bench."""
 
 
 class ForwardBench(Bench):
@@ -143,7 +144,11 @@ class CountedForward(ForwardBench):
 
 
 def case_of(
-    bench: type[ForwardBench], phase: Phase | None = None, tokens: int = 0, decoder: Decoder | None = None, width: int = 2
+    bench: type[ForwardBench],
+    phase: Phase | None = None,
+    tokens: int = 0,
+    decoder: Decoder | None = None,
+    width: int = 2,
 ) -> Case:
     """What makes benches of a phase, whose caches have ``width`` bytes a number; of plain forwards without one."""
 

@@ -1,7 +1,7 @@
 """Profiles of inference: forwards of any model, and of causal language models prefill, decode and what they cache.
 
-Plain rows are of the model as it is. Those of phases are of what :attr:`Model.decoder` makes of it for so many words at
-once, which gives logits of the next word and not a loss.
+Plain rows are of the model as it is. Those of phases are of what :attr:`Model.decoder` makes of it for so many tokens
+at once, which gives logits of the next one and not a loss.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 
 from pipeplan.costs.blocks import require_row
-from pipeplan.costs.communication import Prices, prices_in, prices_of
+from pipeplan.costs.communication import LinkPath, Prices, prices_in, prices_of
 from pipeplan.costs.devices import DevicePreset, Kernel, Kernels
 from pipeplan.costs.quantized import WEIGHTS, WeightFormat, Weights, is_quantized, with_weights
 from pipeplan.costs.recipes import inference_recipe
 from pipeplan.costs.uniform.shares import catalog_shares, own_shares, shares_for
-from pipeplan.costs.uniform.traced import FusedRates
+from pipeplan.costs.uniform.traced import FusedRates, of_few_rows
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, PhaseRow, Profile, Recipe, Source, TiedParameter
 from pipeplan.files.profile import INFERENCE, Phase
@@ -50,8 +50,8 @@ from pipeplan.runtime.profiling.expert_rows import (
     words_ns,
 )
 from pipeplan.runtime.profiling.forwards import CountedForward, ForwardBench, case_of, counted_forwards
-from pipeplan.runtime.profiling.measure import measured_source, require_usable
 from pipeplan.runtime.profiling.instruments import steady
+from pipeplan.runtime.profiling.measure import measured_source, require_usable
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, RunCounts, UnfinishedProfile
 
 _FORWARDS = "Forwards alone: a row's activation_bytes are what the block gives."
@@ -60,19 +60,19 @@ _ESTIMATED = (
     "products is one kernel."
 )
 _CACHED = (
-    "Prefill takes all words of a text and gives logits of the next; decode takes one word of each, whose attention "
-    "meets context_tokens words, its own among them. Nothing is exchanged or computed of the loss."
+    "Prefill takes all tokens of a text and gives logits of the next; decode takes one token of each, whose attention "
+    "meets context_tokens tokens, its own among them. Nothing is exchanged or computed of the loss."
 )
 _LATENT = "In decode queries meet the cached latents themselves, of which no keys and values are made again."
-_TOUCHED = "Of experts a step reads those that some word chooses, on average where all are chosen evenly."
+_TOUCHED = "Of experts a step reads those that some token chooses, on average where all are chosen evenly."
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a profile of inference is asked of.
 
-    ``batches`` are requests at once, ``contexts`` lengths of texts (none: plain forwards only), ``cache_bytes`` those of
-    a number of the cache where it is kept in another format than activations.
+    ``batches`` are requests at once, ``contexts`` lengths of texts (none: plain forwards only), ``cache_bytes`` those
+    of a number of the cache where it is kept in another format than activations.
     """
 
     batches: tuple[int, ...]
@@ -94,7 +94,7 @@ class Asked:
         decoder = model.decoder
         if decoder is None:
             raise UsageError(
-                f"--context: {model.name} is not known to write texts on word by word (a causal language model: the "
+                f"--context: {model.name} is not known to write texts on token by token (a causal language model: the "
                 "zoo's GPTs, a Hugging Face configuration such as LlamaConfig, in halves of layers or layers); leave "
                 "--context out for its forwards alone"
             )
@@ -164,8 +164,8 @@ def estimate_inference(
         device: whose rates are taken.
         dtype: of activations, and of weights and cache without formats of their own.
         expert: devices that share experts in prefill and decode, each with whole ones of its own and requests of its
-            own, whose words they exchange.
-        load_factor: of the words that experts' devices get, those of the fullest over the average.
+            own, whose tokens they exchange.
+        load_factor: of the tokens that experts' devices get, those of the fullest over the average.
         cluster: whose links collectives take; without, the device's own link.
         kernels: ``fused``, as inference runs on accelerators, or ``eager``; by default fused, but for processors.
         progress: called before every block and size.
@@ -235,7 +235,7 @@ class _Timing:
         benches: Iterable[CountedForward],
         found: _Found,
         spreads: Sequence[Spread],
-        links: Callable[[int], object],
+        links: Callable[[int], LinkPath],
     ) -> None:
         """Add the rows of all blocks."""
         of_kind: dict[Kind, list[CountedForward]] = defaultdict(list)
@@ -257,7 +257,7 @@ class _Timing:
         self, bench: CountedForward, block: BlockNode, shards: int, spread: Spread | None, waited: int, found: _Found
     ) -> None:
         spec = block.spec
-        kernels = self._kernels(bench, block, spread)
+        kernels = list(map(of_few_rows, self._kernels(bench, block, spread)))
         time = self.products_ns if self.weights is not None and is_quantized(spec.operator) else self.kernel_ns
         forward = round(sum(map(time, kernels))) + waited
         core = round(sum(time(each) for each in kernels if each.form == "attention"))
@@ -275,13 +275,13 @@ class _Timing:
         found.phases[spec.id].append(phase)
 
     def _kernels(self, bench: CountedForward, block: BlockNode, spread: Spread | None) -> Sequence[Kernel]:
-        """What runs, with experts of one device's and those alone that some word chooses, and weights in their format."""
+        """What runs, with one device's experts and only those that are chosen, and weights in their format."""
         kernels, spec = bench.kernels, block.spec
         if has_experts(block) and bench.key.phase is not None:
-            words = bench.key.size * spec.dimensions["sequence"]
+            tokens = bench.key.size * spec.dimensions["sequence"]
             if spread is not None:
                 kernels = with_own_experts({"forward_ns": kernels}, spread, spec, bench.key.label)["forward_ns"]
-            kernels = [_chosen(each, spec, words, words * (1 if spread is None else spread.size)) for each in kernels]
+            kernels = [_chosen(each, spec, tokens, tokens * (1 if spread is None else spread.size)) for each in kernels]
         if self.weights is None or not is_quantized(spec.operator):
             return kernels
         return [with_weights(each, self.weights, self.dtype.itemsize) for each in kernels]
@@ -290,20 +290,20 @@ class _Timing:
 _UNTIMED: dict[str, object] = {"repeats": 0, "spread": {}}
 
 
-def _chosen(kernel: Kernel, spec: BlockSpec, words: int, all_words: int) -> Kernel:
-    """A product of experts, of which those are read that one of ``all_words`` chooses, each a number of all alike.
+def _chosen(kernel: Kernel, spec: BlockSpec, tokens: int, all_tokens: int) -> Kernel:
+    """A product of experts, of which those are read that one of ``all_tokens`` chooses, each a number of all alike.
 
-    ``words`` are a device's own, which as many choose its experts as it has.
+    ``tokens`` are a device's own, which as many choose its experts as it has.
     """
     if not kernel.expert_bytes:
         return kernel
     taken, experts = spec.dimensions[TAKEN], spec.dimensions[EXPERTS]
-    share = 1 - (1 - taken / experts) ** all_words
+    share = 1 - (1 - taken / experts) ** all_tokens
     product = kernel.product
     if product is not None:
         _, inner, columns, groups = product
         read = max(1, round(groups * share))
-        product = (max(1, round(words * taken / read)), inner, columns, read)
+        product = (max(1, round(tokens * taken / read)), inner, columns, read)
     kept = round(kernel.expert_bytes * share)
     moved = kernel.moved_bytes - kernel.expert_bytes + kept
     return replace(kernel, moved_bytes=moved, expert_bytes=kept, product=product)
@@ -331,8 +331,8 @@ def measure_inference(
 ) -> Profile:
     """Measure forwards of every block, and prefill and decode where contexts are asked for.
 
-    Decode is of one word of each request, whose attention meets a cache of noise as long as the texts; the cache of one
-    block is held at a time for each kind of block, batch and context.
+    Decode is of one token of each request, whose attention meets a cache of noise as long as the texts. Held are the
+    caches of a context at a time: of one block of each kind, for every batch.
 
     Args:
         model: what to measure.
@@ -371,7 +371,9 @@ def measure_inference(
         _add_measured(shares_of, benches, price, found)
     links = "not among times" if cluster is None else "among times, by the links of the cluster given"
     notes = [_FORWARDS, f"Median of {repeats} runs after {warmup} to warm up, blocks and batches taking turns."]
-    notes += [f"Split blocks: one device's share was measured alone; collectives are {links}."] * (max(asked.shards) > 1)
+    notes += [f"Split blocks: one device's share was measured alone; collectives are {links}."] * (
+        max(asked.shards) > 1
+    )
     notes += [_CACHED] if decoder is not None else []
     notes += [_LATENT] if decoder is not None and decoder.latent else []
     return _profile(model, unsplit, found, measured_source(dtype, where, " ".join(notes)), asked, decoder, None)
@@ -418,7 +420,7 @@ def cached_of(decoder: Decoder, dtype: torch.dtype) -> dict[str, list[Attended]]
     return attending
 
 
-def _cache_keys(sizes: Sequence[Attended], decoder: Decoder, block: str, cache_bytes: int | None) -> dict[str, object]:
+def _cache_keys(sizes: Sequence[Attended], decoder: Decoder, block: str, cache_bytes: int | None) -> dict[str, Any]:
     """What a block says of its cache."""
     numbers = sum(
         each.key_heads * (each.key_size + (0 if decoder.latent else each.value_size)) * (cache_bytes or each.width)
@@ -451,7 +453,9 @@ def _profile(
 
     def block_of(node: BlockNode) -> Block:
         id_ = node.spec.id
-        keys = _cache_keys(cached[id_], decoder, id_, asked.cache_bytes) if decoder is not None and id_ in cached else {}
+        keys = (
+            _cache_keys(cached[id_], decoder, id_, asked.cache_bytes) if decoder is not None and id_ in cached else {}
+        )
         count = node.trainable + node.frozen
         if width is not None:
             kept = sizes.get(node.kind, ()) if weights is not None and is_quantized(node.spec.operator) else ()

@@ -120,7 +120,9 @@ def profile_model(
     price = priced_by(None if cluster is None else prices_in(cluster), dtype)
     rate = measured_rate(unsplit, recipe, dtype, where, repeats=repeats, warmup=warmup)
     rows = ((bench.key.kind, bench.row()) for bench in benches.all)
-    return profile_of_kinds(model, splits, unsplit, rows, price, measured_source(dtype, where, " ".join(notes)), recipe, rate)
+    return profile_of_kinds(
+        model, splits, unsplit, rows, price, measured_source(dtype, where, " ".join(notes)), recipe, rate
+    )
 
 
 def require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:

@@ -249,9 +249,7 @@ class GPTSize(ZooSize):
     @property
     def stack(self) -> LayerStack:
         """Its layers."""
-        return LayerStack(
-            self.layers, self.hidden, self.heads, self.sequence, causal=True, divided=not self.writes
-        )
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, causal=True, divided=not self.writes)
 
     def model(self, name: str) -> Model:
         """The model of this size; of one by operators nothing is known of shares."""
