@@ -506,6 +506,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Recipe of a profile or a plan": Recipe,
     "Tied parameter of a profile": TiedParameter,
     "Cost row of a block": CostRow,
+    "Phase row of a block": PhaseRow,
     "Edge of a profile": Edge,
     "Placement": Placement,
     "Stage of a placement": PlacedStage,
