@@ -30,6 +30,7 @@ from pipeplan.files import (
     LinkLevel,
     MeasuredCurve,
     Modules,
+    PhaseRow,
     PlacedStage,
     Placement,
     Plan,

@@ -13,7 +13,7 @@ from pipeplan.costs.devices import Kernel
 from pipeplan.files import CostRow, PhaseRow
 from pipeplan.files.profile import Phase
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.models.spec import Decoder
+from pipeplan.runtime.models.spec import CausalDecoder
 from pipeplan.runtime.profiling.benches import Bench, RowKey
 from pipeplan.runtime.profiling.build_profile import ModelShare
 from pipeplan.runtime.profiling.caches import CachedAttention, CachedCase
@@ -147,7 +147,7 @@ def case_of(
     bench: type[ForwardBench],
     phase: Phase | None = None,
     tokens: int = 0,
-    decoder: Decoder | None = None,
+    decoder: CausalDecoder | None = None,
     width: int = 2,
 ) -> Case:
     """What makes benches of a phase, whose caches have ``width`` bytes a number; of plain forwards without one."""
