@@ -25,7 +25,7 @@ from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, Unf
 _META = torch.device("meta")
 
 
-class Case(Protocol):
+class BenchMaker(Protocol):
     """What makes a bench of one: plain, or with a cache."""
 
     def __call__(self, key: RowKey, *of_bench: Any) -> Bench:
@@ -149,7 +149,7 @@ def case_of(
     tokens: int = 0,
     decoder: CausalDecoder | None = None,
     width: int = 2,
-) -> Case:
+) -> BenchMaker:
     """What makes benches of a phase, whose caches have ``width`` bytes a number; of plain forwards without one."""
 
     def made(key: RowKey, *of_bench: Any) -> Bench:
@@ -165,7 +165,7 @@ def counted_forwards(
     splits: Sequence[ModelShare],
     sizes: Sequence[int],
     dtype: torch.dtype,
-    case: Case,
+    case: BenchMaker,
     progress: Progress | None = None,
     *,
     fused: bool,

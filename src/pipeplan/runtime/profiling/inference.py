@@ -195,7 +195,7 @@ def estimate_inference(
         raise UsageError("--expert is for prefill and decode of inference; give --context, too")
     require_sizes(model, unsplit.blocks, [each.size for each in spreads], load_factor)
     found = _Found()
-    timing = _Pricing(dtype, weights, usual, in_fp8 if fp8 else usual, priced_by(prices, dtype), prices)
+    timing = _KernelPrices(dtype, weights, usual, in_fp8 if fp8 else usual, priced_by(prices, dtype), prices)
     for phase, tokens, own in _passes(model, asked, decoder):
         shares_of = splits if phase is None else _split(own, asked, dtype, cluster)
         if decoder is not None and phase is not None:
@@ -223,7 +223,7 @@ def _formats(asked: InferenceRequest, device: DevicePreset, *, fp8: bool) -> str
 
 
 @dataclass(frozen=True, slots=True)
-class _Pricing:
+class _KernelPrices:
     """Turns kernels into rows: of blocks ``kernel_ns``, of those with ``weights`` in another format ``products_ns``."""
 
     dtype: torch.dtype
