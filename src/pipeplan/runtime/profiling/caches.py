@@ -38,8 +38,8 @@ ATTENDED = torch.ops.pipeplan.attended
 class CachedCase:
     """What attention is of: texts of so many ``tokens``, of which tokens look back over a ``window`` at most.
 
-    ``key_heads`` are those cached on this device (None: as many as of queries), ``latent`` as :class:`CausalDecoder` has
-    it, and ``width`` bytes of a number of the cache.
+    ``key_heads`` are those cached on this device (None: as many as of queries), ``latent`` is as :class:`CausalDecoder`
+    has it, and ``width`` bytes of a number of the cache.
     """
 
     phase: Phase
