@@ -229,7 +229,7 @@ class Request:
     def __post_init__(self) -> None:
         require_recipe_of_mode(self.profile)
         if self.profile.is_inference:
-            raise UsageError(f"{self.profile.where} is of inference, which is not planned yet")
+            self._forwards_alone()
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
         if self.reserve_bytes:
             self._require_reserve(self.reserve_bytes)
@@ -253,6 +253,25 @@ class Request:
                 f"--chunks {self.chunks} would do nothing: {own} of profile {self.profile.name!r} say how many stages "
                 "each device has; leave --chunks out, or choose a --placement strategy such as circular"
             )
+
+    def _forwards_alone(self) -> None:
+        """Settle what inference does not have, and refuse what is asked of it."""
+        asked = {
+            "--split-backward yes": self.split_backward,
+            f"--recompute {self.recompute}": self.recompute,
+            f"--zero {self.zero}": self.zero,
+            "--zero-group": self.zero_group,
+            f"--slices {self.num_parted}": self.num_parted,
+            "--late-inputs yes": self.late_inputs,
+        }
+        if said := next((flag for flag, value in asked.items() if value), None):
+            raise UsageError(
+                f"{said} is of training, and {self.profile.where} is of inference, which runs forwards alone; leave "
+                "it out"
+            )
+        nothing = {"split_backward": False, "recompute": False, "zero": 0, "num_parted": 0, "late_inputs": False}
+        for field, value in nothing.items():
+            object.__setattr__(self, field, value)
 
     def _require_span(self, most: int) -> None:
         """That a repetend is searched, whose actions run whole."""
