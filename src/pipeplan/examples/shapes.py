@@ -120,8 +120,8 @@ class _ShapeLayout:
         )
 
     def _add(self, id_: str, operator: str, devices: tuple[int, ...], row: CostRow, *, shared: bool = False) -> None:
-        kept: dict[str, int] = {"gradient_bytes": 0} if self.costs.inference else {}
-        self.blocks.append(Block(id=id_, operator=operator, shared=shared, costs=(row,), **kept))
+        gradients = 0 if self.costs.inference else None
+        self.blocks.append(Block(id=id_, operator=operator, shared=shared, gradient_bytes=gradients, costs=(row,)))
         self.stages.append(PlacedStage(blocks=(id_,), devices=devices, shards=len(devices)))
 
 

@@ -117,9 +117,9 @@ class MemoryState:
         change = self.acquired(task) - self._effects[x].release
         for device in self._holders[x]:
             self.held[device] += change
-        for hold in self._ended(x, task, self._given_apart[x]):
+        for hold, size in self._ended(x, task, self._given_apart[x]):
             for device in self._holders[hold.source]:
-                self.held[device] -= hold.size
+                self.held[device] -= size
         begins = self._begins_of[x][task + 1 - self._graph.offsets[x]]
         if self._begins[x] < begins:
             self._begins[x] = begins
@@ -150,11 +150,11 @@ class MemoryState:
         """An action has ended, and gives back its workspace and what it is the last target of."""
         x = self._operation_of[task]
         self._change(self._holders[x], WORKSPACE, -self._effects[x].workspace)
-        for hold in self._ended(x, task, self._given[x]):
-            self._change(self._holders[hold.source], hold.kind, -hold.size)
+        for hold, size in self._ended(x, task, self._given[x]):
+            self._change(self._holders[hold.source], hold.kind, -size)
 
-    def _ended(self, x: int, task: int, holds: Sequence[tuple[int, Hold]]) -> Iterator[Hold]:
-        """Those of the holds, once for each micro-batch, of which this action of operation ``x`` is the last target."""
+    def _ended(self, x: int, task: int, holds: Sequence[tuple[int, Hold]]) -> Iterator[tuple[Hold, int]]:
+        """Those of the holds, and bytes, for each action whose last target is this one of operation ``x``."""
         slots = self._graph.workload.slots
         for number, hold in holds:
             own, action = slots[hold.source], task - self._graph.offsets[x]
@@ -166,7 +166,8 @@ class MemoryState:
                     left = sum(1 if samples is None else len(slots[y].sharing(samples)) for y in hold.targets)
                 self._targets_left[number, held] = left - 1
                 if left == 1:
-                    yield hold
+                    parts = 0 if alike else self._effects[hold.source].num_parts
+                    yield hold, _part_of(hold.size, held) if held < parts else hold.size
 
     def _change(self, devices: Sequence[int], kind: MemoryKind, size: int) -> None:
         for device in devices:
