@@ -60,5 +60,11 @@ def as_inference(profile: Profile) -> Profile:
         block.model_copy(update={"costs": tuple(row(block, each) for each in block.costs)}) for block in profile.blocks
     )
     edges = (edge.model_copy(update={"gradient": False}) for edge in profile.edges)
-    changed = {"mode": INFERENCE, "recipe": Recipe(name=recipe), "blocks": tuple(blocks), "edges": tuple(edges)}
+    changed = {
+        "mode": INFERENCE,
+        "recipe": Recipe(name=recipe),
+        "blocks": tuple(blocks),
+        "edges": tuple(edges),
+        "step_bytes_per_s": None,
+    }
     return profile.model_copy(update=changed)

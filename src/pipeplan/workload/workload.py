@@ -484,8 +484,8 @@ class Workload:
         for x in reversed(range(len(self.operations))):
             after[x] = takers[x].union(*(after[taker] for taker in takers[x]))
             if size := self.operations[x].acquire_bytes:
-                last = takers[x] - set[int]().union(*(after[taker] for taker in takers[x]))
-                yield Hold(ACTIVATIONS, size, x, tuple(sorted(last)) or (x,))
+                last = (taker for taker in sorted(takers[x]) if after[taker].isdisjoint(takers[x]))
+                yield Hold(ACTIVATIONS, size, x, tuple(last) or (x,))
 
     def is_local(self, hold: Hold) -> bool:
         """Whether one action gives it back, on the devices that hold it, so that their order says when."""
@@ -535,8 +535,7 @@ class Workload:
     def order_tells_memory(self) -> bool:
         """Whether what a device holds follows from its order: all it holds is activations that it gives back itself."""
         return not (self.networks or self.exchanges) and all(
-            hold.kind is ACTIVATIONS and all(self.holders[x] == self.holders[hold.source] for x in hold.targets)
-            for hold in self.holds
+            hold.kind is ACTIVATIONS and (not hold.targets or self.is_local(hold)) for hold in self.holds
         )
 
     @cached_property
