@@ -142,7 +142,8 @@ def test_what_another_tool_runs_says_what_improves_it(
     monkeypatch.setenv("COLUMNS", "300")
     said = pipeplan("import", source, *flags, "-o", today).stdout
     assert said.startswith(f"gpt2-345m: {heading}, for 4 devices\n")
-    assert f"\nnext    pipeplan search {PROFILE} --start {today}: a plan that is never slower\n" in said
+    hint = "a plan that is never slower; --for TOOL keeps it to what one runs"
+    assert f"\nnext    pipeplan search {PROFILE} --start {today}: {hint}\n" in said
     assert {*re.findall(r"^ {8}(--[a-z-]+)", said, re.MULTILINE)} <= {"--memory", "--microbatches"}
     kept = pipeplan("import", source, *flags).stdout
     assert "\nnext    -o plan.json: writes the plan, for pipeplan search --start to improve" in kept

@@ -28,7 +28,7 @@ from pipeplan.runtime.models.zoo.layers import (
     word_head,
 )
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
-from pipeplan.runtime.parallel.split_layers import FEATURES, Tile, WordEmbedding, hidden_of
+from pipeplan.runtime.parallel.split_layers import FEATURES, Tile, WordEmbedding, draw, hidden_of
 from pipeplan.workload.mesh import PLACES
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -280,7 +280,7 @@ class TokenEmbedding(nn.Module):
         self.places = shards if size.stack.divides(shards) else WHOLE
         self.token = WordEmbedding(size.vocabulary, size.hidden, shards, divided=self.places.count > 1)
         self.position = nn.Embedding(size.positions, size.hidden // hidden_of(shards).count)
-        nn.init.normal_(self.position.weight, std=0.02)
+        draw(self.position.weight, 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[samples, sequence] to [samples, sequence, hidden], or this device's part of sequence and hidden."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Model
 from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, require_even
-from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy
+from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy, draw
 
 WORDS = Cut(even=False)
 """Of a table, or an output layer, with a row for each word or class."""
@@ -235,7 +235,7 @@ def layers(
 
 def small(layer: Layer, std: float = 0.02) -> Layer:
     """The layer with small random weights and no offset."""
-    nn.init.normal_(layer.weight, std=std)
+    draw(layer.weight, std)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
