@@ -7,12 +7,14 @@ until the last of these has run; what leaves the stage is held until the last st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeplan.costs.messages import distinct, edge_bytes
 from pipeplan.costs.recipes import INFERENCE_RECIPES, computing_dtype, state_recipe
 from pipeplan.files import Block, CostRow, Profile, Recipe
 from pipeplan.files.profile import INFERENCE
+from pipeplan.files.recipe import CUSTOM
+from pipeplan.workload.kinds import PARAMETERS, STATE_KINDS
 
 
 class HeldByForward(NamedTuple):
@@ -41,10 +43,12 @@ def as_inference(profile: Profile) -> Profile:
     """What of a profile of training runs forwards alone, in the number format that it computes in.
 
     A block gives its outputs, each tensor once. What training would keep of it is taken for the most that is there
-    while it runs, though some of that is freed sooner.
+    while it runs, though some of that is freed sooner. Bytes that blocks state of gradients and optimizers are left
+    out.
     """
     dtype = computing_dtype(profile.recipe)
-    recipe = next(name for name in INFERENCE_RECIPES if state_recipe(name).dtype == dtype)
+    recipe = next((name for name in INFERENCE_RECIPES if state_recipe(name).dtype == dtype), CUSTOM)
+    nothing: dict[str, Any] = {kind.key: 0 for kind in STATE_KINDS if kind is not PARAMETERS and recipe == CUSTOM}
 
     def row(block: Block, of: CostRow) -> CostRow:
         made = distinct(profile.edges_from.get(block.id, ()))
@@ -56,15 +60,13 @@ def as_inference(profile: Profile) -> Profile:
             workspace_bytes=of.activation_bytes,
         )
 
-    blocks = (
-        block.model_copy(update={"costs": tuple(row(block, each) for each in block.costs)}) for block in profile.blocks
-    )
+    def rows(block: Block) -> tuple[CostRow, ...]:
+        plain = (each for each in block.costs if not each.recompute and each.context == each.expert == 1)
+        return tuple({(each.microbatch_size, each.shards): row(block, each) for each in plain}.values())
+
+    blocks = (block.model_copy(update={**nothing, "costs": rows(block)}) for block in profile.blocks)
     edges = (edge.model_copy(update={"gradient": False}) for edge in profile.edges)
-    changed = {
-        "mode": INFERENCE,
-        "recipe": Recipe(name=recipe),
-        "blocks": tuple(blocks),
-        "edges": tuple(edges),
-        "step_bytes_per_s": None,
-    }
+    changed: dict[str, Any] = {"mode": INFERENCE, "recipe": Recipe(name=recipe), "step_bytes_per_s": None}
+    changed |= {"blocks": tuple(blocks), "edges": tuple(edges)}
+    changed["tied"] = tuple(each.model_copy(update=nothing) for each in profile.tied)
     return profile.model_copy(update=changed)

@@ -632,7 +632,7 @@ class Plan(File):
     @classmethod
     def of_workload(cls, workload: Workload, **rest: Any) -> Plan:
         """A plan that runs a workload; ``rest`` are its other fields."""
-        mode = INFERENCE if workload.is_inference else TRAINING
+        mode: Mode = INFERENCE if workload.is_inference else TRAINING
         return cls(**{each.name: getattr(workload, each.name) for each in fields(workload)}, mode=mode, **rest)
 
     @property

@@ -48,7 +48,7 @@ def choices_of_known(
     flag = f"--rules {schedule.removeprefix(OF_RULES)}" if schedule.startswith(OF_RULES) else f"--scheduler {schedule}"
     backward = f"--split-backward {'yes' if split_backward else 'no'}" if varied else flag
     own = {"schedule": flag, "backward": backward, "slices": flag}
-    return searched | {name: by for name, by in own.items() if name in searched}
+    return {**searched, **{name: by for name, by in own.items() if name in searched}}
 
 
 def found_as(searched: Mapping[str, str], schedule: str) -> dict[str, str]:
