@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
-from pipeplan.errors import UsageError
+from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Block, Edge, PlacedStage, Placement, Plan, Profile
 from pipeplan.planning.request import Request
@@ -168,6 +168,19 @@ def test_plans_of_shapes_are_checked(name: str, memory: int | None) -> None:
         assert max(each.peak_bytes for each in plan.predicted.memory) <= memory
 
 
+def test_what_runs_ahead_needs_memory() -> None:
+    """Nothing holds a quick device back: as many of its outputs wait as the slow one after it is behind."""
+    blocks = [Block.of("quick", "1ms", activation=10, gradients=0), Block.of("slow", "3ms", gradients=0)]
+    stages = tuple(PlacedStage(blocks=(block.id,), devices=(n,)) for n, block in enumerate(blocks))
+    placement = Placement(strategy="one-to-one", num_devices=2, stages=stages)
+    profile = Profile.of("uneven", blocks, placement=placement, mode="inference")
+    asked = {"num_microbatches": 6, "time_limit": 2.0}
+    plan = search_plan(Request.of(profile, **asked)).plan
+    assert [each.peak_bytes for each in plan.predicted.memory] == [50, 0]
+    with pytest.raises(InfeasibleError, match=r"run ahead, and what they give then waits .* raise --memory to 50B"):
+        search_plan(Request.of(profile, memory_bytes=40, **asked))
+
+
 def test_blocks_of_a_stage_hand_on_inside_of_it() -> None:
     blocks = [Block.of(f"b{n}", "1ms", activation=10 + n, workspace=5, gradients=0) for n in range(4)]
     profile = Profile.of("chain", blocks, mode="inference")
@@ -202,7 +215,7 @@ def plan_of(profile: Profile) -> Plan:
     ("asked", "flag"),
     [
         ({"split_backward": True}, "--split-backward yes"),
-        ({"recompute": True}, "--recompute True"),
+        ({"recompute": True}, "--recompute all"),
         ({"zero": 1}, "--zero 1"),
         ({"num_parted": 2}, "--slices 2"),
         ({"late_inputs": True}, "--late-inputs yes"),

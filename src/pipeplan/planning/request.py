@@ -141,6 +141,22 @@ class Splitting:
     mesh_dimensions: int = 3
 
 
+def _refuse_training(profile: Profile, asked: Mapping[str, Any]) -> None:
+    """Refuse what is asked of inference and only training has. Raises UsageError."""
+    flags = {
+        "split_backward": "--split-backward yes",
+        "recompute": f"--recompute {'all' if asked.get('recompute') is True else asked.get('recompute')}",
+        "zero": f"--zero {asked.get('zero')}",
+        "zero_group": f"--zero-group {asked.get('zero_group')}",
+        "num_parted": f"--slices {asked.get('num_parted')}",
+        "late_inputs": "--late-inputs yes",
+    }
+    if said := next((flag for name, flag in flags.items() if asked.get(name) not in (None, False, 0, AUTO)), None):
+        raise UsageError(
+            f"{said} is of training, and {profile.where} is of inference, which runs forwards alone; leave it out"
+        )
+
+
 @dataclass(frozen=True)  # without slots: what is derived is kept
 class Request:
     """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
@@ -255,20 +271,7 @@ class Request:
             )
 
     def _forwards_alone(self) -> None:
-        """Settle what inference does not have, and refuse what is asked of it."""
-        asked = {
-            "--split-backward yes": self.split_backward,
-            f"--recompute {self.recompute}": self.recompute,
-            f"--zero {self.zero}": self.zero,
-            "--zero-group": self.zero_group,
-            f"--slices {self.num_parted}": self.num_parted,
-            "--late-inputs yes": self.late_inputs,
-        }
-        if said := next((flag for flag, value in asked.items() if value), None):
-            raise UsageError(
-                f"{said} is of training, and {self.profile.where} is of inference, which runs forwards alone; leave "
-                "it out"
-            )
+        """Settle what inference does not have."""
         nothing = {"split_backward": False, "recompute": False, "zero": 0, "num_parted": 0, "late_inputs": False}
         for field, value in nothing.items():
             object.__setattr__(self, field, value)
@@ -395,6 +398,8 @@ class Request:
             if mini_batch is None and num_microbatches is None:
                 mini_batch = start.mini_batch
         free, settled = None, dict[str, Any]()
+        if profile.is_inference:
+            _refuse_training(profile, others)
         target = None if for_ is None else target_named(for_)
         if for_ is not None and target is not None:
             if rules is not None and (target.schedules is not None or not target.trains):
