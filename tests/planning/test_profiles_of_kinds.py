@@ -30,6 +30,7 @@ from pipeplan.planning.trials import Trial
 from pipeplan.simulator.recost import recosted, relinked
 from planning.test_unlike_devices import FIXED, MINI_BATCH, cluster_of
 from references.unlike_devices import Kind, every_layout
+from support.marks import slow_but
 
 TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
 SIZES = ("activation_bytes", "workspace_bytes")
@@ -118,7 +119,7 @@ def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
     assert seen
 
 
-@pytest.mark.parametrize(("factor", "speed"), [(2, "0.5"), (4, "0.25")])
+@slow_but("factor, speed", [(2, "0.5"), (4, "0.25")], lambda each: each[0] == 2)
 def test_a_profile_that_is_the_first_times_a_factor_is_a_speed(factor: int, speed: str) -> None:
     """The same stages at the same times, and the same bound."""
     profile = uneven_chain(7, 4, (1, 2))

@@ -106,10 +106,11 @@ def reports(request: pytest.FixtureRequest) -> Reports:
     return reports_of({name: case_of(name) for name in asked_for(request, CASES)})
 
 
-QUICK = ("llama split", "qwen2 full", "mixtral split", "gpt2 split", "bert full", "llama zero 1")
+LONG = ("llama full", "qwen2 full", "qwen2 split", "mixtral full")
+QUICK = ("llama split", "mixtral split", "gpt2 split", "bert full", "llama zero 1")
 
 
-@slow_but("name", CASES, QUICK.__contains__)
+@slow_but("name", CASES, QUICK.__contains__, LONG.__contains__)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     """Losses, norms, gradients and parameters of two clipped steps on four processes."""
     plan, options = case_of(name)

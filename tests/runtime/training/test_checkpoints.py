@@ -36,7 +36,13 @@ Leg = tuple[Plan, TrainOptions, int]
 """A plan, how it trains, and up to which step."""
 
 
-SLOW = ("tiles, then other tiles, then stages", "and the other way round", "whole, then split over three", "branches")
+SLOW = (
+    "tiles, then other tiles, then stages",
+    "and the other way round",
+    "whole, then split over three",
+    "a configuration's shares in stages, then divided, then whole",
+    "branches",
+)
 """Of the pairs."""
 
 
@@ -111,7 +117,7 @@ def reports(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[list
     return told(cases | refusals(folder / "refused"))
 
 
-@slow_but("name", [*PAIRS, "counting"], lambda name: name not in SLOW)
+@slow_but("name", [*PAIRS, "counting"], lambda name: name not in SLOW, "and the other way round".__eq__)
 def test_losses_and_parameters_are_those_of_an_unsplit_run(name: str, reports: Any, folder: Path) -> None:
     for rank in reports[name]:
         first = [leg["first"] for leg in rank]

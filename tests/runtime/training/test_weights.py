@@ -52,6 +52,14 @@ def case_of(name: str) -> tuple[str, list[Plan]]:
 
 
 QUICK = ("four devices, then two, then one", "sequential", "captured")
+LONG = (
+    "replicas come and go",
+    "and the other way round",
+    "whole, then split over three",
+    "shares divided, then stages, then whole",
+    "branches",
+)
+"""Pairs of which others show the kind."""
 
 
 def options_of(name: str, **changes: Any) -> TrainOptions:
@@ -98,7 +106,7 @@ def unsplit_state(name: str, plan: Plan) -> dict[str, Tensor]:
     return {name: own[".".join(holder)] for holder, name in names.name_of.items() if ".".join(holder) in own}
 
 
-@slow_but("name", NAMES, QUICK.__contains__)
+@slow_but("name", NAMES, QUICK.__contains__, LONG.__contains__)
 def test_weights_of_any_plan_are_those_of_an_unsplit_run(name: str, folder: Path) -> None:
     model, plans = case_of(name)
     files = [load_file(folder / name / f"{index}.safetensors") for index in range(len(plans))]
@@ -112,7 +120,7 @@ def test_weights_of_any_plan_are_those_of_an_unsplit_run(name: str, folder: Path
             torch.testing.assert_close(found[key], files[0][key], rtol=0, atol=1e-12)
 
 
-@slow_but("name", NAMES, QUICK.__contains__)
+@slow_but("name", NAMES, QUICK.__contains__, LONG.__contains__)
 def test_what_goes_in_comes_out(name: str, folder: Path) -> None:
     for path in (folder / name).glob("*.safetensors"):
         assert path.read_bytes() == Path(f"{path}.again").read_bytes()
