@@ -90,7 +90,7 @@ class Columns:
         states = States.of(blocks, recipe)
         numbers["workspace_bytes"] += states.cast(shards, experts)
         split = numbers["input_grad_ns"] != _NONE
-        halves = numbers["input_grad_ns"] + numbers["weight_grad_ns"]
+        halves = np.where(split, numbers["input_grad_ns"] + numbers["weight_grad_ns"], 0)  # of inference neither
         numbers["backward_ns"] = np.where(numbers["backward_ns"] == _NONE, halves, numbers["backward_ns"])
         _exchange(numbers, states, shards, zero, exchanging, experts)
         said = {name: numbers[name].tolist() for name in cls.__dataclass_fields__ if name in numbers}
