@@ -30,6 +30,7 @@ from pipeplan.files import (
     LinkLevel,
     MeasuredCurve,
     Modules,
+    PhaseRow,
     PlacedStage,
     Placement,
     Plan,
@@ -188,6 +189,35 @@ PROFILE_DAMAGES = [
     (put("source.date", "yesterday"), "source.date: String should match pattern"),
     (put("\x1b[31m", 1), "\\x1b[31m: Extra inputs are not permitted, got 1"),
 ]
+
+
+def of_inference(change: Callable[[Data], None]) -> Callable[[Data], None]:
+    """A change to a profile that has become one of inference."""
+    kept = ("microbatch_size", "forward_ns", "activation_bytes", "workspace_bytes")
+
+    def damage(data: Data) -> None:
+        data["mode"] = "inference"
+        for block in data["blocks"]:
+            block |= {"gradient_bytes": 0, "master_bytes": 0, "optimizer_bytes": 0}
+            block["costs"] = [{key: row[key] for key in kept} for row in block["costs"]]
+        change(data)
+
+    return damage
+
+
+INFERENCE_DAMAGES = [
+    (put("mode", "training"), "blocks[0].costs[0]: give backward_ns, or input_grad_ns and weight_grad_ns; or mode"),
+    (put("mode", "serving"), "mode: Input should be 'training' or 'inference', got 'serving'"),
+    (put("blocks.1.costs.0.backward_ns", 3), "blocks[1].costs[0] states backward_ns, which the mode 'inference'"),
+    (put("blocks.1.costs.0.weight_grad_bytes", 3), "blocks[1].costs[0] states weight_grad_bytes, which the mode"),
+    (put("blocks.1.costs.0.recompute", True), "blocks[1].costs[0] states recompute, which the mode 'inference'"),
+    (put("step_bytes_per_s", 10), "step_bytes_per_s is of the optimizer, which the mode 'inference' does not have"),
+    (put("blocks.0.optimizer_bytes", 3), "blocks[0] states bytes of gradients, master copies or an optimizer, and"),
+    (
+        lambda data: data["blocks"][0].update(parameter_bytes=2, gradient_bytes=None),
+        "blocks[0] leaves gradient_bytes open, which means as many as parameter_bytes; the mode 'inference' keeps none",
+    ),
+]
 PLAN_DAMAGES = [
     (put("starts_ns.0F.1", -1), "starts_ns.0F[1]: Input should be greater than or equal to 0, got -1"),
     (put("starts_ns.0X", [1]), "starts_ns.0X.[key]: String should match pattern"),
@@ -232,6 +262,7 @@ CLUSTER_DAMAGES = [
 ]
 DAMAGES = [
     *(("profile", damage, text) for damage, text in PROFILE_DAMAGES),
+    *(("profile", of_inference(damage), text) for damage, text in INFERENCE_DAMAGES),
     *(("plan", damage, text) for damage, text in PLAN_DAMAGES),
     *(("cluster", damage, text) for damage, text in CLUSTER_DAMAGES[:-1]),
     ("cluster", put("devices.0.count", 65536), "devices add up to 65537, more than the 65536 a cluster may have"),
@@ -285,6 +316,16 @@ def test_a_key_like_no_other_is_answered_with_all() -> None:
     put("devices.0.zzz", 1)(data)
     with pytest.raises(FileError, match=r"devices\[0\].zzz: Extra .*, got 1; choose from name, count, memory_bytes"):
         parse(json.dumps(data), Cluster)
+
+
+def test_a_profile_of_inference_has_forwards_alone() -> None:
+    data = json.loads(to_json(EXAMPLES["profile"]))
+    assert "mode" not in data
+    of_inference(lambda data: None)(data)
+    read = parse(json.dumps(data), Profile, "file")
+    assert read.is_inference
+    assert not any(row.has_backward for block in read.blocks for row in block.costs)
+    assert json.loads(to_json(read))["mode"] == "inference"
 
 
 def test_a_profile_is_no_plan_yet() -> None:
@@ -466,6 +507,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Recipe of a profile or a plan": Recipe,
     "Tied parameter of a profile": TiedParameter,
     "Cost row of a block": CostRow,
+    "Phase row of a block": PhaseRow,
     "Edge of a profile": Edge,
     "Placement": Placement,
     "Stage of a placement": PlacedStage,

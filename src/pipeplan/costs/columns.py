@@ -94,7 +94,7 @@ class Columns:
             numbers[name] = np.array([ns if ns == _NONE else at_speed(ns, speed) for ns in numbers[name].tolist()])
         numbers["workspace_bytes"] += states.cast(shards, experts)
         split = numbers["input_grad_ns"] != _NONE
-        halves = numbers["input_grad_ns"] + numbers["weight_grad_ns"]
+        halves = np.where(split, numbers["input_grad_ns"] + numbers["weight_grad_ns"], 0)  # of inference neither
         numbers["backward_ns"] = np.where(numbers["backward_ns"] == _NONE, halves, numbers["backward_ns"])
         _exchange(numbers, states, shards, zero, exchanging, experts)
         said = {name: numbers[name] for name in cls.__dataclass_fields__ if name in numbers}

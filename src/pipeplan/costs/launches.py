@@ -26,5 +26,7 @@ def _longer(row: CostRow, overhead_ns: int) -> CostRow:
         for key in ("input_grad_ns", "weight_grad_ns")
         if (time := getattr(row, key)) is not None
     }
-    whole = {"forward_ns": row.forward_ns + overhead_ns, "backward_ns": row.whole_backward_ns + overhead_ns}
+    whole = {"forward_ns": row.forward_ns + overhead_ns}
+    if row.has_backward:
+        whole["backward_ns"] = row.whole_backward_ns + overhead_ns
     return row.model_copy(update={**whole, **halves})

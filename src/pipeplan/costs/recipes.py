@@ -23,7 +23,10 @@ from pipeplan.files.recipe import ADAMW, GradientDtype, Recipe
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes, MemoryKind
 
 RECIPES = names("recipes")
-"""Every recipe by name."""
+"""Every recipe of training by name."""
+
+INFERENCE_RECIPES = names("inference_recipes")
+"""Every recipe of inference, by which nothing is kept but parameters."""
 
 OPTIMIZERS = (ADAMW, "momentum", "sgd")
 """Optimizers whose state every recipe knows."""
@@ -75,9 +78,10 @@ def state_recipe(name: str) -> StateRecipe:
     Raises:
         UsageError: there is none.
     """
-    if name not in RECIPES:
+    folder = "inference_recipes" if name in INFERENCE_RECIPES else "recipes"
+    if name not in names(folder):
         raise UsageError(f"there is no recipe {name!r}; {choose_from(name, RECIPES)}")
-    table = read_table("recipes", name)
+    table = read_table(folder, name)
     require_known(table, StateRecipe, f"{name}.toml")
     return TypeAdapter(StateRecipe).validate_python(table)
 
@@ -254,6 +258,12 @@ def profiled_recipe(
     return dtype, Recipe()
 
 
+def inference_recipe(dtype: str) -> Recipe:
+    """The recipe of inference in a number format; ``custom`` where the catalog has none."""
+    found = next((name for name in INFERENCE_RECIPES if state_recipe(name).dtype == dtype), None)
+    return Recipe() if found is None else Recipe(name=found)
+
+
 def measurable(recipe: Recipe) -> Recipe:
     """A recipe that measured blocks may have, whose parameters are in the format that computes.
 
@@ -311,6 +321,8 @@ def recipe_asked(
     own = profile.recipe
     if precision is None and gradient_dtype is None and optimizer is None:
         return own
+    if profile.is_inference:
+        return _of_inference(profile, precision, gradient_dtype or optimizer)
     if precision is None and own.is_custom:
         flag = f"--gradient-dtype {gradient_dtype}" if gradient_dtype else f"--optimizer {optimizer}"
         raise UsageError(
@@ -320,6 +332,33 @@ def recipe_asked(
     if precision is None or precision == own.name:
         return checked_recipe(own.name, gradient_dtype or own.gradient_dtype, optimizer or own.optimizer)
     return checked_recipe(precision, gradient_dtype, optimizer or own.optimizer)
+
+
+def _of_inference(profile: Profile, precision: str | None, of_training: str | None) -> Recipe:
+    """The recipe of inference that ``precision`` names, which says only in how many bytes a parameter is kept."""
+    if of_training is not None:
+        raise UsageError(
+            f"{profile.where} is of inference, which has neither gradients nor an optimizer; leave --gradient-dtype "
+            "and --optimizer out"
+        )
+    if precision not in INFERENCE_RECIPES:
+        raise UsageError(
+            f"{profile.where} is of inference, for which there is no recipe {precision!r}; give --precision "
+            f"{', '.join(INFERENCE_RECIPES[:-1])} or {INFERENCE_RECIPES[-1]}, or leave it out"
+        )
+    return Recipe(name=precision)
+
+
+def require_recipe_of_mode(profile: Profile) -> None:
+    """Require that what a profile keeps of parameters is what its mode needs. Raises UsageError."""
+    recipe = profile.recipe
+    if recipe.is_custom or (recipe.name in INFERENCE_RECIPES) == profile.is_inference:
+        return
+    usual = INFERENCE_RECIPES if profile.is_inference else RECIPES
+    raise UsageError(
+        f"{profile.where} is of {profile.mode} and has the recipe {recipe.name!r}, which is not; give it the recipe "
+        f"{', '.join(usual)} or custom"
+    )
 
 
 def with_recipe(profile: Profile, recipe: Recipe) -> Profile:

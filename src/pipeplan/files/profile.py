@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, cached_property
 from operator import attrgetter
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -15,7 +15,7 @@ from pipeplan.files.recipe import CUSTOM, Recipe
 from pipeplan.graphs import topological_order
 from pipeplan.units import MAX_BYTES, bytes_of, ns_of
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
-from pipeplan.workload.kinds import STATE_KINDS
+from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS
 
 TokensPerSample = Annotated[
     Count | None, Field(description="where samples are sequences of tokens; null where that is not known")
@@ -27,6 +27,9 @@ FlopsPerSample = Annotated[
         "multiply and an add being two; attention counts whole where it is causal, too; null where not known"
     ),
 ]
+TRAINING: Final = "training"
+INFERENCE: Final = "inference"
+Mode = Literal["training", "inference"]
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
 
 
@@ -36,6 +39,9 @@ class CostRow(FileModel):
     Times are of one run on each device of the group. A row has ``backward_ns``, or ``input_grad_ns`` and
     ``weight_grad_ns``, or all three. ``activation_bytes`` are held from the start of F to the end of B or I,
     ``weight_grad_bytes`` from the end of I to the end of W, ``workspace_bytes`` while an action runs.
+
+    In a profile of inference a row has only ``forward_ns``: ``activation_bytes`` are then what the block gives, held
+    from the start of F to the end of the last F that takes it (to its own end where none does).
 
     With ``context`` c a device has one of c equal parts of each sample's sequence: a row is what it takes there, with
     what it waits for keys and values of the others.
@@ -97,11 +103,9 @@ class CostRow(FileModel):
     ] = {}
 
     @model_validator(mode="after")
-    def _has_a_backward(self) -> CostRow:
+    def _is_one_case(self) -> CostRow:
         if (self.input_grad_ns is None) != (self.weight_grad_ns is None):
             raise ValueError("input_grad_ns and weight_grad_ns come together or not at all")
-        if self.backward_ns is None and self.input_grad_ns is None:
-            raise ValueError("give backward_ns, or input_grad_ns and weight_grad_ns")
         if self.expert % self.expert_shards:
             raise ValueError(f"expert_shards {self.expert_shards} does not divide the {self.expert} devices of expert")
         if self.sequence_parallel and self.shards == 1:
@@ -116,8 +120,19 @@ class CostRow(FileModel):
         return self
 
     @property
+    def has_backward(self) -> bool:
+        """Whether it says how long backward takes, as every row of training does and none of inference."""
+        return self.backward_ns is not None or self.input_grad_ns is not None
+
+    @property
+    def of_training(self) -> str | None:
+        """A key that only training gives a meaning, where the row says one; None: it may be of inference."""
+        keys = ("backward_ns", "input_grad_ns", "weight_grad_bytes", "selective_ns", "recompute")
+        return next((key for key in keys if getattr(self, key) not in (None, False, 0)), None)
+
+    @property
     def whole_backward_ns(self) -> int:
-        """The full backward, where it was not measured as one its two halves."""
+        """The full backward, where it was not measured as one its two halves; 0 where there is none."""
         halves = (self.input_grad_ns or 0) + (self.weight_grad_ns or 0)
         return halves if self.backward_ns is None else self.backward_ns
 
@@ -160,8 +175,51 @@ def _fields_but(model: type[FileModel], *left_out: str) -> Callable[[FileModel],
     return attrgetter(*(name for name in model.model_fields if name not in left_out))
 
 
+Phase = Literal["prefill", "decode"]
+
+
+class PhaseRow(FileModel):
+    """What one block takes of inference with a cache, for so many requests whose texts are as long as each other.
+
+    In ``prefill`` it takes all ``context_tokens`` of each, and caches what later ones need of them; in ``decode`` one
+    token of each, which attends to ``context_tokens``, its own among them. Of ``forward_ns`` the attention
+    core (scores, softmax and mixture, for which the cache is read) takes ``core_ns``, the rest does not depend on the
+    cache. Collectives of ``shards`` are part of it. ``activation_bytes`` is what the block gives, ``workspace_bytes``
+    what it needs beside that while it runs; the cache is in neither.
+
+    With ``expert`` e the block's experts are on e devices, each of which has as many requests of its own.
+    """
+
+    phase: Phase
+    microbatch_size: Annotated[Count, Field(description="requests in the batch")]
+    context_tokens: Annotated[Count, Field(description="tokens of each request's text, those of this step included")]
+    shards: Annotated[Count, Field(description="devices that split the block")] = 1
+    expert: Annotated[Count, said_only(1, "devices that share the block's experts, each with whole ones")] = 1
+    forward_ns: Nanoseconds
+    core_ns: Annotated[Nanoseconds, said_only(0, "of these the attention core, which reads the cache")] = 0
+    activation_bytes: Bytes = 0
+    workspace_bytes: Bytes = 0
+    repeats: Annotated[Index, said_only(0, "timed runs that each median is of; 0 if not measured")] = 0
+    spread: Annotated[float, said_only(0.0, "interquartile range of forward_ns divided by its median", ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _core_is_part(self) -> PhaseRow:
+        if self.core_ns > self.forward_ns:
+            raise ValueError(f"core_ns {self.core_ns} is part of forward_ns, and more than its {self.forward_ns}")
+        return self
+
+    @property
+    def key(self) -> tuple[str, int, int, int, int]:
+        """What the row is for: phase, tokens of the text, requests, shards, expert."""
+        return (self.phase, self.context_tokens, self.microbatch_size, self.shards, self.expert)
+
+
 class Block(Parts):
-    """The smallest piece of the model that is placed."""
+    """The smallest piece of the model that is placed.
+
+    One with attention of a causal language model may say what inference caches of every token for those after it, and
+    what its attention core takes and gives of one: of all heads, unsplit.
+    """
 
     id: Name
     operator: Annotated[Name, Field(description="operator kind: attention, ffn, embedding, head, ...")]
@@ -184,13 +242,31 @@ class Block(Parts):
         Items[Name], said_only((), "of the model that it was taken from, those that it is: names such as layers.3.mlp")
     ] = ()
     costs: Annotated[Items[CostRow], Field(min_length=1)]
+    cache_bytes_per_token: Annotated[
+        Bytes, said_only(0, "what inference caches of a token: keys and values, or the latent of both")
+    ] = 0
+    cache_heads: Annotated[
+        Count, said_only(1, "heads of these, of which a device that splits the block has its part, but at least one")
+    ] = 1
+    cache_window_tokens: Annotated[
+        Count | None, said_only(None, "the most tokens that are looked back at, and so cached; null: all")
+    ] = None
+    query_bytes_per_token: Annotated[Bytes, said_only(0, "queries that meet the cache, of one token")] = 0
+    mixture_bytes_per_token: Annotated[Bytes, said_only(0, "what attention makes of the cache for one token")] = 0
+    phases: Annotated[
+        Items[PhaseRow], said_only((), "costs of prefill and decode; only in a profile of inference")
+    ] = ()
 
     @property
     def meaning(self) -> Hashable:
         """All that it says but for its names."""
-        own, of_row = _fields_but(type(self), "id", "modules", "dimensions", "costs"), _fields_but(CostRow, "spread")
+        own, of_row = (
+            _fields_but(type(self), "id", "modules", "dimensions", "costs", "phases"),
+            _fields_but(CostRow, "spread"),
+        )
         rows = [(of_row(row), *sorted(row.spread.items())) if row.spread else of_row(row) for row in self.costs]
-        return own(self), tuple(sorted(self.dimensions.items())), tuple(rows)
+        phases = [(row.key, row.forward_ns, row.core_ns, row.activation_bytes) for row in self.phases]
+        return own(self), tuple(sorted(self.dimensions.items())), tuple(rows), tuple(phases)
 
     def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
         """Its costs with each sequence in ``context`` parts and ``expert`` devices sharing experts; by default neither.
@@ -229,9 +305,12 @@ class Block(Parts):
         for a profile with the recipe ``custom``; ``trained`` and ``frozen`` count parameters, for one with another. For
         several sizes or shard counts make :class:`Block` of a :class:`CostRow` for each.
 
+        Without a ``backward`` it is for a profile of inference (``Profile.of(..., mode="inference")``), in which blocks
+        that state bytes say ``gradients=0``.
+
         Raises:
             UsageError: a time or a size is none.
-            ValueError: neither ``backward`` nor both of ``input_grad`` and ``weight_grad``.
+            ValueError: one of ``input_grad`` and ``weight_grad`` without the other.
         """
         row = CostRow(
             microbatch_size=microbatch_size,
@@ -270,6 +349,14 @@ class Block(Parts):
             seen[row.key] = index
             if row.expert > 1 and not self.expert_parameters:
                 raise ValueError(f"costs[{index}] has expert {row.expert}, and the block has no expert_parameters")
+        cases: dict[object, int] = {}
+        for index, phase in enumerate(self.phases):
+            if (before := cases.setdefault(phase.key, index)) != index:
+                raise ValueError(
+                    f"phases[{index}] is for the same case as phases[{before}]: {phase.phase} of "
+                    f"{phase.microbatch_size} requests with context_tokens {phase.context_tokens} on {phase.shards} "
+                    "shards"
+                )
         if self.expert_parameters > self.parameters + self.frozen_parameters:
             raise ValueError(
                 f"expert_parameters {self.expert_parameters} are more than the "
@@ -369,6 +456,10 @@ class Profile(File):
     schema_version: Annotated[int, CurrentVersion("profile")] = current_version("profile")
     kind: Literal["profile"] = "profile"
     name: Name
+    mode: Annotated[
+        Mode,
+        said_only(TRAINING, "what its costs are of: training, or inference, whose rows have forwards alone"),
+    ] = TRAINING
     source: Source
     tokens_per_sample: TokensPerSample = None
     forward_flops_per_sample: FlopsPerSample = None
@@ -422,6 +513,7 @@ class Profile(File):
                         f"edges[{index}] and edges[{first}] carry tensor {edge.tensor!r} of {edge.source!r} in "
                         "different sizes"
                     )
+        self._require_mode()
         self._require_counts()
         self._require_tied(ids)
         self._require_groups(ids)
@@ -429,6 +521,42 @@ class Profile(File):
         if self.placement is not None:
             self.check_placement(self.placement, order)
         return self
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether it is of forwards alone."""
+        return self.mode == INFERENCE
+
+    def _require_mode(self) -> None:
+        """All rows are of training, or all of inference; and inference keeps parameters alone."""
+        for index, block in enumerate(self.blocks):
+            for number, row in enumerate(block.costs):
+                place = f"blocks[{index}].costs[{number}]"
+                if not self.is_inference and not row.has_backward:
+                    raise ValueError(
+                        f"{place}: give backward_ns, or input_grad_ns and weight_grad_ns; or mode {INFERENCE!r}, in "
+                        "which no block has a backward"
+                    )
+                if self.is_inference and (key := row.of_training) is not None:
+                    raise ValueError(f"{place} states {key}, which the mode {INFERENCE!r} does not have; leave it out")
+            if not self.is_inference and (block.phases or block.cache_bytes_per_token):
+                key = "phases" if block.phases else "cache_bytes_per_token"
+                raise ValueError(f"blocks[{index}] states {key}, which only the mode {INFERENCE!r} has; leave it out")
+        if self.is_inference and self.step_bytes_per_s is not None:
+            raise ValueError(f"step_bytes_per_s is of the optimizer, which the mode {INFERENCE!r} does not have")
+        for place, parts in (("blocks", self.blocks), ("tied", self.tied)):
+            for index, part in enumerate(parts if self.is_inference and self.recipe.is_custom else ()):
+                kept = {kind: getattr(part, kind.key) for kind in STATE_KINDS}
+                if kept[GRADIENTS] is None and kept[PARAMETERS]:
+                    raise ValueError(
+                        f"{place}[{index}] leaves gradient_bytes open, which means as many as parameter_bytes; the "
+                        f"mode {INFERENCE!r} keeps none: state gradient_bytes 0"
+                    )
+                if any(size for kind, size in kept.items() if kind is not PARAMETERS):
+                    raise ValueError(
+                        f"{place}[{index}] states bytes of gradients, master copies or an optimizer, and the mode "
+                        f"{INFERENCE!r} keeps parameters alone"
+                    )
 
     def _require_counts(self) -> None:
         """Bytes are stated where the recipe does not say them."""
@@ -490,6 +618,7 @@ class Profile(File):
         placement: Placement | None = None,
         source: Source | None = None,
         recipe: str | Recipe = CUSTOM,
+        mode: Mode = TRAINING,
     ) -> Profile:
         """A profile of these blocks, in a few lines of Python.
 
@@ -507,6 +636,7 @@ class Profile(File):
             placement: used as it is unless another is asked for.
             source: where the numbers came from; by default they are called estimated.
             recipe: what training keeps of the parameters that blocks count; by default blocks state bytes.
+            mode: ``training``, or ``inference`` of blocks without a backward.
 
         Raises:
             UsageError: ``bytes_per_sample`` is no size.
@@ -520,7 +650,8 @@ class Profile(File):
         )
         source = source or Source(method="estimated", notes="Made in Python.")
         recipe = Recipe(name=recipe) if isinstance(recipe, str) else recipe
-        return cls(name=name, source=source, recipe=recipe, blocks=known, edges=made, placement=placement)
+        how: dict[str, Any] = {"mode": mode, "recipe": recipe, "placement": placement}
+        return cls(name=name, source=source, blocks=known, edges=made, **how)
 
     @property
     def of_kinds(self) -> Mapping[str, Profile]:

@@ -17,10 +17,10 @@ from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions, mean_spread
-from pipeplan.costs.joining import JoinedProfile, require_kept
+from pipeplan.costs.joining import JoinedProfile, require_kept, with_groups
 from pipeplan.costs.kinds import levelled, same_bytes
 from pipeplan.costs.launches import with_launches
-from pipeplan.costs.recipes import computing_dtype
+from pipeplan.costs.recipes import computing_dtype, require_recipe_of_mode
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
 from pipeplan.costs.uniform.shares import faster_than_reached
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
@@ -227,6 +227,9 @@ class Request:
     priced: Request | None = None
 
     def __post_init__(self) -> None:
+        require_recipe_of_mode(self.profile)
+        if self.profile.is_inference:
+            raise UsageError(f"{self.profile.where} is of inference, which is not planned yet")
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
         if self.reserve_bytes:
             self._require_reserve(self.reserve_bytes)
@@ -368,13 +371,21 @@ class Request:
         Raises:
             UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
+        if start is not None:
+            devices = len(start.devices) if devices is None and cluster is None else devices
+            if mini_batch is None and num_microbatches is None:
+                mini_batch = start.mini_batch
         free, settled = None, dict[str, Any]()
         target = None if for_ is None else target_named(for_)
         if for_ is not None and target is not None:
-            if start is not None or rules is not None:
-                what = "--start" if start is not None else "--rules"
+            if rules is not None and (target.schedules is not None or not target.trains):
                 raise UsageError(
-                    f"--for is not built for {what} yet; leave one of them out (--scheduler names a schedule)"
+                    f"for {target.title} (--for): --rules, and {target.title} has orders of its own; leave --rules out"
+                )
+            if rules is None and scheduler == "rules":
+                raise UsageError(
+                    f"for {target.title} (--for): --scheduler rules tunes rules, and may place stages as "
+                    f"{target.title} does not; give --rules, or leave --scheduler out"
                 )
             same: dict[str, Any] = {"devices": devices, "cluster": cluster, "mini_batch": mini_batch}
             same |= {"microbatch_size": microbatch_size, "num_microbatches": num_microbatches, "chunks": chunks}
@@ -383,10 +394,6 @@ class Request:
             free = cls.of(profile, placement=ALL, scheduler=scheduler, **same, **others)
             others |= settled
             placement = ALL if placement == "auto" else placement
-        if start is not None:
-            devices = len(start.devices) if devices is None and cluster is None else devices
-            if mini_batch is None and num_microbatches is None:
-                mini_batch = start.mini_batch
         if rules is not None and rules.order:
             rules = _placed(rules)
             if devices is None and profile.placement is None:
@@ -427,6 +434,7 @@ class Request:
             divisors = [size for size in range(1, most + 1) if batch.mini_batch % size == 0]
             together = joined_for(target, profile, groups, divisors)
             profile = together.profile
+            start = None if start is None else _grouped(together, start)
         if for_ is not None and target is not None:
             require_ranks(for_, target, profile, num_devices, others)
         require_sizes(profile, chosen, num_devices, others)
@@ -931,6 +939,14 @@ def splits_by(rules: Rules) -> bool:
     """
     ships = rules.name in CLASSIC and rules.name in shipped_rules() and rules == named_rules(rules.name)
     return CLASSIC[rules.name].splits if ships else rules.splits_backward
+
+
+def _grouped(together: JoinedProfile, start: Plan) -> Plan:
+    """The plan to start from with stages of what is kept together. Raises UsageError."""
+    try:
+        return with_groups(together, start)
+    except UsageError as error:
+        raise UsageError(f"--start: {error}; start from a plan that keeps them so, or leave --start out") from None
 
 
 def _placed(rules: Rules) -> Rules:
