@@ -265,7 +265,8 @@ class Block(Parts):
             _fields_but(CostRow, "spread"),
         )
         rows = [(of_row(row), *sorted(row.spread.items())) if row.spread else of_row(row) for row in self.costs]
-        phases = [(row.key, row.forward_ns, row.core_ns, row.activation_bytes) for row in self.phases]
+        of_phase = _fields_but(PhaseRow, "repeats", "spread")
+        phases = list(map(of_phase, self.phases))
         return own(self), tuple(sorted(self.dimensions.items())), tuple(rows), tuple(phases)
 
     def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
