@@ -254,7 +254,7 @@ def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
     lacks = [f"several tensors of one block ({several[0]})"] if several else []
     lacks += ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
     lacks += ["shared experts"] if any(stage.expert > 1 for stage in stages) else []
-    if recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
+    if recipe is not None and not (plan.is_inference or recipe.is_custom or recipe.name in _TRAINABLE):
         lacks.append(str(recipe.name))
     return lacks
 
