@@ -525,6 +525,7 @@ def read_request(
     start: Plan | None = None,
     for_: str | None = None,
     keep_together: tuple[str, ...] = (),
+    **more: Any,
 ) -> Request:
     """The request that the flags of :func:`planning_options` make, with the files that they name.
 
@@ -556,6 +557,7 @@ def read_request(
         start=start,
         for_=for_,
         keep_together=keep_together,
+        **more,
         unroll=_number(flags["unroll"]),
         max_span=flags["max_span"],
         split_overhead_ns=flags["split_overhead"],
