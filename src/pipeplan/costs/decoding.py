@@ -9,6 +9,7 @@ between two lengths it is overestimated, never under.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Edge, PhaseRow, Profile
@@ -89,12 +90,13 @@ _LINEAR = ("forward_ns", "core_ns", "activation_bytes", "workspace_bytes")
 
 def _between(low: PhaseRow, high: PhaseRow, axis: str, at: int) -> PhaseRow:
     """The row on the straight line between two."""
-    begin, width = getattr(low, axis), getattr(high, axis) - getattr(low, axis)
+    begin: int = getattr(low, axis)
+    width: int = getattr(high, axis) - begin
     if not width:
         return low
 
     def line(one: int, other: int) -> int:
-        return one + round((other - one) * (at - begin) / width)
+        return one + round(Fraction((other - one) * (at - begin), width))
 
     values = {name: line(getattr(low, name), getattr(high, name)) for name in _LINEAR}
     values["core_ns"] = min(values["core_ns"], values["forward_ns"])  # both are rounded

@@ -22,7 +22,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.sharding import Cut, Shards
 from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.runtime.training.options import TrainOptions
-from runtime_support.hugging_face import LLAMA, SEQUENCE, WORDS, captured, text
+from runtime_support.hugging_face import LLAMA, SEED, SEQUENCE, WORDS, captured, text, training_of
 from runtime_support.plans import Case, Reports, assert_as_unsplit, placed_plan, reports_of
 from runtime_support.threads import require_equal_to_unsplit
 from runtime_support.warm import warm_ranks
@@ -31,8 +31,6 @@ from support.marks import asked_for, slow_but
 
 FIVE = ("llama", "qwen2", "mixtral", "gpt2", "bert")
 """Three with transformers' own plan, and two with one of ours."""
-
-SEED = 3
 
 WHOLE = ("t5", "mt5", "whisper", "gemma3", "llama4")
 """Whose blocks hand on more than whole tensors and slices of one sequence: position biases, sounds, images."""
@@ -85,20 +83,7 @@ CASES: dict[str, Callable[[], Plan]] = {
 
 @functools.cache
 def case_of(name: str) -> Case:
-    return CASES[name](), options_of(name.partition(" ")[0])
-
-
-def options_of(name: str) -> TrainOptions:
-    return TrainOptions(
-        text(name),
-        SEQUENCE,
-        num_steps=2,
-        seed=SEED,
-        dtype="float64",
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        clip_norm=0.1,
-    )
+    return CASES[name](), training_of(name.partition(" ")[0])
 
 
 @pytest.fixture(scope="module")

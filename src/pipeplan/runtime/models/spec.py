@@ -110,7 +110,7 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class CausalDecoder:
     """How a model writes texts on, token by token, and what it keeps of every token for those after it.
 
     ``at(count)`` is the model that takes so many tokens of each text at once, and gives the logits of the one after the
@@ -160,7 +160,7 @@ class Model:
     switched_off: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     parted: Callable[[int], Model] | None = None
-    decoder: Decoder | None = None
+    decoder: CausalDecoder | None = None
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()

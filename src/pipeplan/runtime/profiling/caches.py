@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipeplan.costs.devices import Kernel
 from pipeplan.files.profile import Phase
-from pipeplan.runtime.models.spec import Decoder
+from pipeplan.runtime.models.spec import CausalDecoder
 from pipeplan.runtime.parallel.attention_cores import ATTENTION
 
 _LIBRARY = torch.library.Library("pipeplan", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
@@ -38,8 +38,8 @@ ATTENDED = torch.ops.pipeplan.attended
 class CachedCase:
     """What attention is of: texts of so many ``tokens``, of which tokens look back over a ``window`` at most.
 
-    ``key_heads`` are those cached on this device (None: as many as of queries), ``latent`` as :class:`Decoder` has it,
-    and ``width`` bytes of a number of the cache.
+    ``key_heads`` are those cached on this device (None: as many as of queries), ``latent`` is as :class:`CausalDecoder`
+    has it, and ``width`` bytes of a number of the cache.
     """
 
     phase: Phase
@@ -50,7 +50,7 @@ class CachedCase:
     width: int = 2
 
     @classmethod
-    def of(cls, phase: Phase, tokens: int, decoder: Decoder, block: str, shards: int, width: int) -> CachedCase:
+    def of(cls, phase: Phase, tokens: int, decoder: CausalDecoder, block: str, shards: int, width: int) -> CachedCase:
         """That of a block on one of the devices that split it."""
         heads = None if decoder.key_heads is None else max(1, decoder.key_heads // shards)
         return cls(phase, tokens, heads, decoder.latent, decoder.windows(block), width)

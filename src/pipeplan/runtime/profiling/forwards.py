@@ -13,7 +13,7 @@ from pipeplan.costs.devices import Kernel
 from pipeplan.files import CostRow, PhaseRow
 from pipeplan.files.profile import Phase
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.models.spec import Decoder
+from pipeplan.runtime.models.spec import CausalDecoder
 from pipeplan.runtime.profiling.benches import Bench, RowKey
 from pipeplan.runtime.profiling.build_profile import ModelShare
 from pipeplan.runtime.profiling.caches import CachedAttention, CachedCase
@@ -25,7 +25,7 @@ from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, Unf
 _META = torch.device("meta")
 
 
-class Case(Protocol):
+class BenchMaker(Protocol):
     """What makes a bench of one: plain, or with a cache."""
 
     def __call__(self, key: RowKey, *of_bench: Any) -> Bench:
@@ -147,9 +147,9 @@ def case_of(
     bench: type[ForwardBench],
     phase: Phase | None = None,
     tokens: int = 0,
-    decoder: Decoder | None = None,
+    decoder: CausalDecoder | None = None,
     width: int = 2,
-) -> Case:
+) -> BenchMaker:
     """What makes benches of a phase, whose caches have ``width`` bytes a number; of plain forwards without one."""
 
     def made(key: RowKey, *of_bench: Any) -> Bench:
@@ -165,7 +165,7 @@ def counted_forwards(
     splits: Sequence[ModelShare],
     sizes: Sequence[int],
     dtype: torch.dtype,
-    case: Case,
+    case: BenchMaker,
     progress: Progress | None = None,
     *,
     fused: bool,

@@ -24,7 +24,7 @@ from pipeplan.costs.uniform.traced import FusedRates, of_few_rows
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, PhaseRow, Profile, Recipe, Source, TiedParameter
 from pipeplan.files.profile import INFERENCE, Phase
-from pipeplan.runtime.models.spec import BlockSpec, Decoder, Model
+from pipeplan.runtime.models.spec import BlockSpec, CausalDecoder, Model
 from pipeplan.runtime.profiling.build_profile import (
     BlockGraph,
     BlockNode,
@@ -68,7 +68,7 @@ _TOUCHED = "Of experts a step reads those that some token chooses, on average wh
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InferenceRequest:
     """What a profile of inference is asked of.
 
     ``batches`` are requests at once, ``contexts`` lengths of texts (none: plain forwards only), ``cache_bytes`` those
@@ -81,7 +81,7 @@ class Asked:
     weights: Weights | None = None
     cache_bytes: int | None = None
 
-    def decoder_of(self, model: Model) -> Decoder | None:
+    def decoder_of(self, model: Model) -> CausalDecoder | None:
         """What writes on, where contexts are asked for.
 
         Raises:
@@ -115,11 +115,13 @@ class _Found:
     phases: dict[str, list[PhaseRow]] = field(default_factory=lambda: defaultdict(list))
 
 
-def _split(model: Model, asked: Asked, dtype: torch.dtype, cluster: Cluster | None) -> tuple[ModelShare, ...]:
+def _split(
+    model: Model, asked: InferenceRequest, dtype: torch.dtype, cluster: Cluster | None
+) -> tuple[ModelShare, ...]:
     return splits_of(model, asked.shards, dtype, cluster)
 
 
-def _in_windows(splits: Sequence[ModelShare], decoder: Decoder) -> tuple[ModelShare, ...]:
+def _in_windows(splits: Sequence[ModelShare], decoder: CausalDecoder) -> tuple[ModelShare, ...]:
     """The same, where blocks that look back less far are like no others."""
 
     def apart(block: BlockNode) -> BlockNode:
@@ -131,7 +133,9 @@ def _in_windows(splits: Sequence[ModelShare], decoder: Decoder) -> tuple[ModelSh
     )
 
 
-def _passes(model: Model, asked: Asked, decoder: Decoder | None) -> Iterator[tuple[Phase | None, int, Model]]:
+def _passes(
+    model: Model, asked: InferenceRequest, decoder: CausalDecoder | None
+) -> Iterator[tuple[Phase | None, int, Model]]:
     """What runs: the model as it is, then each phase with texts of each length."""
     yield None, 0, model
     if decoder is not None:
@@ -146,7 +150,7 @@ def _passes(model: Model, asked: Asked, decoder: Decoder | None) -> Iterator[tup
 
 def estimate_inference(
     model: Model,
-    asked: Asked,
+    asked: InferenceRequest,
     *,
     device: DevicePreset,
     dtype: torch.dtype,
@@ -191,7 +195,7 @@ def estimate_inference(
         raise UsageError("--expert is for prefill and decode of inference; give --context, too")
     require_sizes(model, unsplit.blocks, [each.size for each in spreads], load_factor)
     found = _Found()
-    timing = _Timing(dtype, weights, usual, in_fp8 if fp8 else usual, priced_by(prices, dtype), prices)
+    timing = _KernelPrices(dtype, weights, usual, in_fp8 if fp8 else usual, priced_by(prices, dtype), prices)
     for phase, tokens, own in _passes(model, asked, decoder):
         shares_of = splits if phase is None else _split(own, asked, dtype, cluster)
         if decoder is not None and phase is not None:
@@ -208,7 +212,7 @@ def estimate_inference(
     return _profile(model, unsplit, found, source, asked, decoder, weights)
 
 
-def _formats(asked: Asked, device: DevicePreset, *, fp8: bool) -> str:
+def _formats(asked: InferenceRequest, device: DevicePreset, *, fp8: bool) -> str:
     said = ""
     if asked.weights is not None:
         how = "in which products run" if fp8 else f"of which products in {device.dtype} are made as they are read"
@@ -219,7 +223,7 @@ def _formats(asked: Asked, device: DevicePreset, *, fp8: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Timing:
+class _KernelPrices:
     """Turns kernels into rows: of blocks ``kernel_ns``, of those with ``weights`` in another format ``products_ns``."""
 
     dtype: torch.dtype
@@ -319,7 +323,7 @@ def _exchanged(spec: BlockSpec, samples: int, shards: int, price: Price) -> int:
 
 def measure_inference(
     model: Model,
-    asked: Asked,
+    asked: InferenceRequest,
     *,
     repeats: int = 10,
     warmup: int = 3,
@@ -400,7 +404,7 @@ def _add_measured(splits: Sequence[ModelShare], benches: Benches, price: Price, 
 # The profile ------------------------------------------------------------------------------------------------------
 
 
-def cached_of(decoder: Decoder, dtype: torch.dtype) -> dict[str, list[Attended]]:
+def cached_of(decoder: CausalDecoder, dtype: torch.dtype) -> dict[str, list[Attended]]:
     """{block: the sizes of its attentions, unsplit}, of blocks that have any. Raises UsageError where none has."""
     splits = _in_windows(splits_of(decoder.at(1), (1,), dtype, None), decoder)
     case = case_of(CountedForward, "decode", 1, decoder, dtype.itemsize)
@@ -420,7 +424,9 @@ def cached_of(decoder: Decoder, dtype: torch.dtype) -> dict[str, list[Attended]]
     return attending
 
 
-def _cache_keys(sizes: Sequence[Attended], decoder: Decoder, block: str, cache_bytes: int | None) -> dict[str, Any]:
+def _cache_keys(
+    sizes: Sequence[Attended], decoder: CausalDecoder, block: str, cache_bytes: int | None
+) -> dict[str, Any]:
     """What a block says of its cache."""
     numbers = sum(
         each.key_heads * (each.key_size + (0 if decoder.latent else each.value_size)) * (cache_bytes or each.width)
@@ -440,8 +446,8 @@ def _profile(
     graph: BlockGraph,
     found: _Found,
     source: Source,
-    asked: Asked,
-    decoder: Decoder | None,
+    asked: InferenceRequest,
+    decoder: CausalDecoder | None,
     weights: WeightFormat | None,
 ) -> Profile:
     """The profile of these rows. Raises UsageError where names do not fit one, or nothing attends to a cache."""

@@ -141,7 +141,7 @@ class WordsModel(_Adapter):
         return rows.sum()
 
 
-class NextWord(_Adapter):
+class WritingModel(_Adapter):
     """A causal language model that writes on: the logits of the word after the last."""
 
     def forward(self, tokens: Tensor) -> Tensor:

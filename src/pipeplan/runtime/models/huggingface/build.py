@@ -22,9 +22,9 @@ from pipeplan.runtime.models.capture import capture, parameters_of
 from pipeplan.runtime.models.huggingface.adapters import (
     ATTENTION,
     Contents,
-    NextWord,
     Pairs,
     WordsModel,
+    WritingModel,
     batch_of,
     causal_tokens,
     register_functions,
@@ -46,7 +46,7 @@ from pipeplan.runtime.models.huggingface.families import (
     widths_of,
 )
 from pipeplan.runtime.models.huggingface.running import RunningShares
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Decoder, Grain, Model, shards_named
+from pipeplan.runtime.models.spec import Batch, BlockSpec, CausalDecoder, Collective, Grain, Model, shards_named
 from pipeplan.runtime.parallel.places import Exchanges, positions_at
 from pipeplan.runtime.parallel.sharding import require_even
 
@@ -444,13 +444,13 @@ def load_configuration(
     return _named_as_in_transformers(_split_for_runs(model, whole, grain))
 
 
-def _decoder(whole: LoadedModel, grain: Grain, model: Model) -> Decoder | None:
+def _decoder(whole: LoadedModel, grain: Grain, model: Model) -> CausalDecoder | None:
     """How a causal language ``model`` writes on; None for any other, such as one that also sees or translates."""
     if not whole.family.is_decoder or grain == "operator":
         return None
     config = whole.config
     latent = getattr(config, "kv_lora_rank", None)
-    return Decoder(
+    return CausalDecoder(
         partial(_writing, whole, grain, model.blocks[-1]),
         whole.family.maximum(config),
         key_heads=None if latent else _key_heads(config),
@@ -462,7 +462,7 @@ def _decoder(whole: LoadedModel, grain: Grain, model: Model) -> Decoder | None:
 def _writing(whole: LoadedModel, grain: Grain, head: BlockSpec, count: int) -> Model:
     """The model that takes so many words of each text at once, and gives the logits of the next as its ``head``."""
     assert isinstance(whole.module, WordsModel)
-    module = NextWord(whole.module.model).eval()
+    module = WritingModel(whole.module.model).eval()
     written = replace(whole, module=module, sequence=count, writes=True)
 
     def named(model: Model) -> Model:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.spec import BlockSpec, Decoder, Model, Texts, next_tokens, token_batch
+from pipeplan.runtime.models.spec import BlockSpec, CausalDecoder, Model, Texts, next_tokens, token_batch
 from pipeplan.runtime.models.zoo.layers import (
     LayerStack,
     ZooSize,
@@ -255,7 +255,7 @@ class GPTSize(ZooSize):
         """The model of this size; of one by operators nothing is known of shares."""
         if self.by_operator:
             return self._model(name, WHOLE)
-        decoder = None if self.writes else Decoder(partial(self._writing, name), self.positions)
+        decoder = None if self.writes else CausalDecoder(partial(self._writing, name), self.positions)
         return replace(ZooSize.model(self, name), decoder=decoder)
 
     def _writing(self, name: str, count: int) -> Model:
