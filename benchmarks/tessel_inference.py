@@ -7,14 +7,16 @@ Prints Markdown tables. Costs are estimated for V100s of 32 GB and iterations si
 micro-batch size and a number of micro-batches that arrive together: latency is the time until the last of them is done,
 throughput the samples of all over that time. Tensor parallelism is one stage whose blocks all devices split; 1F1B a
 chain of one stage on each device, with the branches one after the other; Tessel the K-shape, with the branches beside
-each other on halves of the devices and the cross-encoder split over all of them. 8 and more devices are not in the
-paper.
+each other on halves of the devices, each cut as evenly as its blocks allow, and the cross-encoder split over all of
+them. 8 and more devices are not in the paper.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from resumed import Paused, Pieces, resumable
@@ -24,11 +26,12 @@ import pipeplan
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import model
+from pipeplan.files import Block, PlacedStage, Placement, Profile
 
 SIDES: dict[str, dict[str, Any]] = {
     "tensor parallel": {"pp": 1, "scheduler": "gpipe", "shard_shared": "no"},
     "1F1B": {"tp": 1, "placement": "sequential", "scheduler": "1f1b", "shard_shared": "no"},
-    "Tessel": {"scheduler": "repetend", "shard_shared": "yes", "replicas": 1},
+    "Tessel": {"scheduler": "repetend"},
 }
 BUDGET_MS = 400.0
 
@@ -40,7 +43,11 @@ def searched(devices: int, side: str, size: int, count: int, seconds: float) -> 
     profile = model(
         "tessel-flava", device="v100-32gb", microbatch_sizes=(size,), shards=shards, cluster=cluster, inference=True
     )
-    flags = SIDES[side] | ({"tp": devices} if side == "tensor parallel" else {})
+    flags: dict[str, Any] = dict(SIDES[side])
+    if side == "tensor parallel":
+        flags["tp"] = devices
+    if side == "Tessel":
+        flags["placement"] = k_shape(profile, devices, size)
     try:
         found = pipeplan.search(
             profile,
@@ -60,6 +67,42 @@ def searched(devices: int, side: str, size: int, count: int, seconds: float) -> 
         "period_ms": (predicted.period_ns or 0) / 1e6,
         "bytes": max(each.peak_bytes for each in predicted.memory),
     }
+
+
+def k_shape(profile: Profile, devices: int, size: int) -> Placement:
+    """Text on the first half of the devices, images on the other, what joins them split over all."""
+    half, every = devices // 2, tuple(range(devices))
+    branches = [[block for block in profile.blocks if block.id.startswith(name)] for name in ("text", "image")]
+    stages = [
+        PlacedStage(blocks=blocks, devices=(device,))
+        for number, branch in enumerate(branches)
+        for device, blocks in zip(every[number * half :], even_cut(branch, half, size), strict=False)
+    ]
+    joined = tuple(block.id for block in profile.blocks if block.shared)
+    stages.append(PlacedStage(blocks=joined, devices=every, shards=devices))
+    return Placement(strategy="k", num_devices=devices, stages=tuple(stages))
+
+
+def even_cut(blocks: Sequence[Block], parts: int, size: int) -> list[tuple[str, ...]]:
+    """Neighbouring blocks in so many parts, the slowest of which is as quick as can be."""
+    times = [
+        next(row.forward_ns for row in block.costs if (row.microbatch_size, row.shards) == (size, 1))
+        for block in blocks
+    ]
+    before = [0, *itertools.accumulate(times)]
+    best = {(0, 0): (0, 0)}  # (parts, blocks): the slowest part so far, where it begins
+    for part, end in itertools.product(range(1, parts + 1), range(1, len(blocks) + 1)):
+        ways = [
+            (max(best[part - 1, at][0], before[end] - before[at]), at) for at in range(end) if (part - 1, at) in best
+        ]
+        if ways:
+            best[part, end] = min(ways)
+    found, end = [], len(blocks)
+    for part in range(parts, 0, -1):
+        begin = best[part, end][1]
+        found.append(tuple(block.id for block in blocks[begin:end]))
+        end = begin
+    return found[::-1]
 
 
 def cell(found: dict[str, float] | None) -> str:

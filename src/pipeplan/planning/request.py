@@ -174,7 +174,8 @@ class Request:
     and each weight gradient takes longer, being launched apart. ``profile`` has ``launch_overhead_ns`` in every action
     of every block beside what is ``stated`` (None: nothing). ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
-    in a table of uniform layouts any, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
+    and then what may be shorter (:mod:`pipeplan.planning.divided_state`), in a table of uniform layouts any, and AUTO
+    where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
     of a chain, ``context`` how many of them, or groups, share each sequence, ``expert`` how many devices of a stage
     share experts, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared

@@ -179,8 +179,8 @@ class ExchangedState(Protocol):
     def leave(self, number: int) -> None:
         """It is done with it."""
 
-    def watch(self, number: int, made: Tensor) -> None:
-        """See to it that a backward has what it needs when it comes to a block's output."""
+    def watch(self, number: int, made: Tensor) -> Tensor:
+        """A block's output, of which a backward that comes to it has what it needs, and others what they read."""
 
     def begin_backward(self, *, adds: bool) -> None:
         """B, I or W begins, of which all but I ``adds`` to gradients."""
@@ -281,8 +281,7 @@ class StageRunner:
             return
         self.state.enter(number)
         made = self._call(block, again, values, own, samples)
-        self.state.watch(number, made)
-        values.put(block, made)
+        values.put(block, self.state.watch(number, made))
         self.state.leave(number)
 
     def _needed_after(self, number: int) -> set[str]:
