@@ -785,6 +785,9 @@ def profile(
     granularity: Granularity | None = None,
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
+    inference: bool = False,
+    batch: Counts = 1,
+    context: Counts = 1,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -812,6 +815,9 @@ def profile(
         granularity: how much of a captured model is one block; by default half a layer.
         shared: blocks to spread over all devices, by id or operator; ``*`` is a wildcard.
         shards: numbers of devices that split each block.
+        inference: forwards alone.
+        batch: of inference, requests at once, as ``microbatch`` is of training.
+        context: of inference, tokens of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
         recompute: include costs with activation checkpointing.
         dtype: number format; by default that of ``precision``, else float32.
         precision: number formats of weights, gradients and state; by default those of a plain loop in ``dtype``.
@@ -857,6 +863,10 @@ def estimate(
     context: Counts = 1,
     expert: Counts = 1,
     etp: int = 1,
+    inference: bool = False,
+    batch: Counts = 1,
+    weights: Literal["int8", "int4", "fp8"] | None = None,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     load_factor: float = 1.0,
     recompute: bool = False,
     dtype: Dtype | None = None,
@@ -874,10 +884,13 @@ def estimate(
     Args:
         model: see :func:`profile`, as for every argument not listed here.
         device: the preset whose rates to use, as ``"a100-80gb"``.
-        context: numbers of devices that share each sequence; whole sequences are always included.
+        context: numbers of devices that share each sequence; whole sequences are always included. Of inference tokens
+            of texts, as in :func:`profile`.
         expert: numbers of devices that share the experts, each holding whole ones; experts that are split like
             everything else are always included.
         etp: how many of these devices split each expert, instead of holding whole ones.
+        weights: of inference, the format of the layers' weights; by default ``dtype``.
+        kv_cache_dtype: of inference, the format of the cache; ``"auto"`` is ``dtype``.
         load_factor: load of the busiest of these devices, as a multiple of the average.
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: number formats of weights, gradients and state; by default ``"bf16-mixed"`` for bfloat16,
