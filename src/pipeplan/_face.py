@@ -234,7 +234,7 @@ def search(
     for_: str | None = None,
     objective: Literal["cache", "time"] | None = None,
     batch: int | None = None,
-    context: int | None = None,
+    context: int | str | None = None,
     keep_together: str | Sequence[str] | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,

@@ -135,6 +135,14 @@ def test_shorter_texts_and_smaller_batches_are_asked_for() -> None:
     assert cache.max_requests == cache.own_tokens // 100
 
 
+def test_tokens_are_also_written_short() -> None:
+    profile = decoder(1, 5)
+    with pytest.raises(UsageError, match="contexts of 100, 400, not of 1024"):
+        served(profile, context="1k")
+    with pytest.raises(UsageError, match="context"):
+        served(profile, context="1x")
+
+
 def test_devices_that_split_layers_have_more_room() -> None:
     profile = decoder(2, 4, shards=(1, 2))
     apart, split = (served(profile, devices=4, tp=tp, memory=8_000).cost for tp in (1, 2))

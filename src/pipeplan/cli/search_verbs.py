@@ -15,6 +15,7 @@ from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import (
     FILE,
     LARGE_NUMBER,
+    NUM_TOKENS,
     RULES_OPTION,
     SCHEDULER,
     SEARCH_TARGET,
@@ -72,9 +73,9 @@ if TYPE_CHECKING:
 @click.option(
     "--context",
     "context_tokens",
-    type=LARGE_NUMBER,
+    type=NUM_TOKENS,
     metavar="TOKENS",
-    help="Tokens of each request's text by then.  [default: the most profiled]",
+    help="Tokens of each request's text by then, as 8192 or 8k.  [default: the most profiled]",
 )
 @click.option(
     "--keep-together",

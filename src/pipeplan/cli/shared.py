@@ -141,6 +141,14 @@ def _in_tokens(part: str) -> str:
 _MOST_DIGITS = 10
 
 
+class TokenCount(click.IntRange):
+    """A number of tokens, also as ``8k``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        return super().convert(_in_tokens(value) if isinstance(value, str) else value, param, ctx)
+
+
 class _OfKind(click.ParamType[tuple[str, Any]]):
     """A kind of device and its profile: ``a100=FILE``; of Python a name and a profile or its path."""
 
@@ -226,6 +234,7 @@ DURATION = _Quantity("duration", ns_of)
 BYTES = _Quantity("size", bytes_of)
 COUNTS = _Counts(_MOST)
 TOKENS = _Counts(_MOST_BY_FAR, tokens=True)
+NUM_TOKENS = TokenCount(1, _MOST_BY_FAR)
 DEVICE_COUNTS = _Counts(_MOST_DEVICES)
 FILE = click.Path(readable=False)  # which whoever reads it finds out, and says
 FOLDER = click.Path(file_okay=False, readable=False)

@@ -382,8 +382,9 @@ class CacheCost:
         away = f"{1 - self.own_tokens / self.bound_tokens:.1%} fewer than if all stages had room alike"
         return (
             f"for {self.title} the cache of every stage has room for {self.own_tokens:,} tokens{blocks}, "
-            f"{self.max_requests} requests of {self.context:,}: {free}; {away}. A decode step of {self.batch} such "
-            f"requests takes {format_ns(self.busiest_ns)} in the busiest stage"
+            f"{self.max_requests} requests of {self.context:,}: {free}; {away}. A decode step of {self.batch} of "
+            f"them takes {format_ns(self.busiest_ns)} in the busiest stage"
+            + (", and not all fit at once" if self.batch > self.max_requests else "")
         )
 
     def figures(self) -> dict[str, object]:
