@@ -146,7 +146,8 @@ class TokenCount(click.IntRange):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number."""
-        return super().convert(_in_tokens(value) if isinstance(value, str) else value, param, ctx)
+        number: Any = _in_tokens(value) if isinstance(value, str) else value
+        return super().convert(number, param, ctx)
 
 
 class _OfKind(click.ParamType[tuple[str, Any]]):
