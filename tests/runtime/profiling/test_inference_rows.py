@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -54,9 +54,9 @@ def transformers_cache(name: str, tokens: int, samples: int) -> Any:
     from transformers import DynamicCache
 
     whole = loaded(name)
-    held = DynamicCache(config=whole.config)
+    held, model = DynamicCache(config=whole.config), cast(Any, whole.module.model)
     with torch.no_grad():
-        whole.module.model(torch.ones(samples, tokens, dtype=torch.long), cache=held, use_cache=True)
+        model(torch.ones(samples, tokens, dtype=torch.long), cache=held, use_cache=True)
     return held
 
 
