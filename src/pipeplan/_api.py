@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
+    from pipeplan.planning.decoding import ServingAsked as ServingAsked
     from pipeplan.planning.frontier import FrontierResult as FrontierResult
     from pipeplan.planning.frontier import Mode as Mode
     from pipeplan.planning.frontier import frontier_notes as frontier_notes
@@ -104,6 +105,7 @@ _PARTS = {
     "pipeplan.planning.frontier_file": ("read_frontier",),
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.restrictions": ("search_targets",),
+    "pipeplan.planning.decoding": ("ServingAsked",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),

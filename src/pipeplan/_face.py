@@ -232,6 +232,9 @@ def search(
     rules: Rules | Path | None = None,
     start: Plan | Path | None = None,
     for_: str | None = None,
+    objective: Literal["cache", "time"] | None = None,
+    batch: int | None = None,
+    context: int | str | None = None,
     keep_together: str | Sequence[str] | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
@@ -303,6 +306,11 @@ def search(
             mini-batch are its own unless said.
         for_: a tool, such as ``"megatron"``: the plan stays inside what it can run, and ``.cost`` says what that costs
             (``--for`` of the command line).
+        objective: with ``for_`` a server, what its cut is best for: most tokens in the ``"cache"``, or the ``"time"``
+            of the busiest stage. By default the cache where a profile of inference says what it keeps and memory is
+            limited.
+        batch: requests of a decode step, for a server's cut; by default the most profiled.
+        context: tokens of each request's text by then; by default the most profiled.
         keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
             layers; or several of these.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning

@@ -141,6 +141,15 @@ def _in_tokens(part: str) -> str:
 _MOST_DIGITS = 10
 
 
+class TokenCount(click.IntRange):
+    """A number of tokens, also as ``8k``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        number: Any = _in_tokens(value) if isinstance(value, str) else value
+        return super().convert(number, param, ctx)
+
+
 class _OfKind(click.ParamType[tuple[str, Any]]):
     """A kind of device and its profile: ``a100=FILE``; of Python a name and a profile or its path."""
 
@@ -226,6 +235,7 @@ DURATION = _Quantity("duration", ns_of)
 BYTES = _Quantity("size", bytes_of)
 COUNTS = _Counts(_MOST)
 TOKENS = _Counts(_MOST_BY_FAR, tokens=True)
+NUM_TOKENS = TokenCount(1, _MOST_BY_FAR)
 DEVICE_COUNTS = _Counts(_MOST_DEVICES)
 FILE = click.Path(readable=False)  # which whoever reads it finds out, and says
 FOLDER = click.Path(file_okay=False, readable=False)
@@ -542,6 +552,7 @@ def read_request(
     start: Plan | None = None,
     for_: str | None = None,
     keep_together: tuple[str, ...] = (),
+    **more: Any,
 ) -> Request:
     """The request that the flags of :func:`planning_options` make, with the files that they name.
 
@@ -573,6 +584,7 @@ def read_request(
         start=start,
         for_=for_,
         keep_together=keep_together,
+        **more,
         unroll=_number(flags["unroll"]),
         max_span=flags["max_span"],
         split_overhead_ns=flags["split_overhead"],
