@@ -170,12 +170,19 @@ def test_reasons_do_not_refute_themselves_and_fsdp_is_a_common_layout() -> None:
 def test_rows_that_are_quick_to_look_at_come_first() -> None:
     """Every row once: the best of few actions, better ones of four times as many, and so on; then all others."""
     rows = [
-        BoundedChoice(Choice("one-to-one", 1, Batch(count, 1), False, False, positions=10), 1, float(place), 0.0, 0.0)
-        for place, count in enumerate([4_000, 3_000, 900, 20, 100, 30, 5, 400, 40, 60])
+        BoundedChoice(
+            Choice("one-to-one", 1, Batch(3 * count, 1), False, False, positions=count), 1, 100.0 + place, 0.0, 0.0
+        )
+        for place, count in enumerate([115, 100, 55, 8, 18, 10, 4, 36, 11, 14])
     ]
     found = list(quick_first(rows))
-    assert [each.choice.batch.num_microbatches for each in found] == [20, 100, 30, 900, 4_000, 3_000, 5, 400, 40, 60]
+    assert [each.choice.positions for each in found] == [8, 18, 10, 55, 115, 100, 4, 36, 11, 14]
     assert list(quick_first(rows[3:7])) == rows[3:7]
+    long = Batch(10**6, 10**6)
+    assert Choice("one-to-one", 1, long, False, False, positions=10).actions_looked_at == 30 * 66
+    assert Choice("v-shape", 1, long, False, False, positions=40).actions_looked_at == 240 * 80
+    much = [replace(rows[0], usual_ns=10.0), *(replace(each, usual_ns=13.0) for each in rows[1:])]
+    assert list(quick_first(much)) == much
     assert not list(quick_first([]))
 
 

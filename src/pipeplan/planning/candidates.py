@@ -627,19 +627,21 @@ def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
 
     Of the best rows of many devices a look takes seconds each, and what they should be shorter by is often less than
     what closed forms are off by: first come the best :data:`_QUICK` of at most :data:`_FEW_ACTIONS` actions, then of
-    four times as many, and so on.
+    four times as many, and so on; none that should take :data:`_MUCH` times as long as the best.
     """
     taken = dict[int, BoundedChoice]()
-    most, all_of_them = _FEW_ACTIONS, max((each.choice.num_actions for each in rows), default=0)
+    much = _MUCH * rows[0].usual_ns if rows else 0.0
+    near = [(each.choice.actions_looked_at, each) for each in checked(rows) if each.usual_ns <= much]
+    most, all_of_them = _FEW_ACTIONS, max((actions for actions, _ in near), default=0)
     while most < all_of_them:
-        able = (each for each in checked(rows) if each.choice.num_actions <= most)
+        able = (each for actions, each in near if actions <= most)
         taken.update((id(each), each) for each in islice(able, _QUICK))
         most *= 4
     yield from taken.values()
     yield from (each for each in rows if id(each) not in taken)
 
 
-_FEW_ACTIONS, _QUICK = 4_000, 3
+_FEW_ACTIONS, _QUICK, _MUCH = 4_000, 3, 1.25
 
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:

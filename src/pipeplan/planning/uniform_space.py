@@ -35,6 +35,7 @@ from pipeplan.partition.recomputation import kept_whole, kind_of, savings
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
@@ -85,10 +86,12 @@ class Choice:
         return (self.chunks or 2) if STRATEGIES[self.strategy].chunked else 1
 
     @property
-    def num_actions(self) -> int:
-        """Forwards, and backwards in halves, of a layout whose positions are said."""
-        stages = (self.positions or 1) * self.per_position * (1 + STRATEGIES[self.strategy].two_ways)
-        return 3 * stages * self.batch.num_microbatches
+    def actions_looked_at(self) -> int:
+        """About how many actions a look at it schedules: of a very long run those of a shorter one."""
+        positions, every = self.positions or 1, self.batch.num_microbatches
+        each = 3 * positions * self.per_position * (1 + STRATEGIES[self.strategy].two_ways)
+        shorter = max(ShorterRun.tasks // each, 2 * positions)
+        return each * (shorter if each * every > ShorterRun.most and 2 * shorter <= every else every)
 
     @property
     def pricing(self) -> Pricing:
