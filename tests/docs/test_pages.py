@@ -12,7 +12,10 @@ from runtime_support.warm import warm_ranks
 from support.pages import PAGES, agrees, blocks, page_runs, run_page
 from support.paths import ROOT
 
-LONG = ("algorithms/frontier", "algorithms/tuner", "communication", "executor", "hugging-face", "profiling")
+LONG = (
+    *("algorithms/frontier", "algorithms/tuner", "communication", "estimating", "executor", "hugging-face"),
+    *("profiling", "training"),
+)
 """Pages whose commands take half a minute and more; the tutorials are among them, too."""
 
 

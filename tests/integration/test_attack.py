@@ -79,8 +79,7 @@ def test_bounds(piece: int, parts: dict[str, Any]) -> None:
     assert set(found) == {"makespan", "period", "of everything", "frontier"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["faults", "searches"])
+@slow_but("part", ["faults", "searches"], lambda _: False, "searches".__eq__)
 def test_faults_of_processes_and_going_on_where_it_stopped(part: str, tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
     for count in (1, 2):

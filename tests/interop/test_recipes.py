@@ -405,6 +405,7 @@ def test_layouts_of_megatron_bridge_are_read() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # test_start improves on smaller ones
 def test_hand_made_layouts_of_deepseek_v3_are_matched_or_beaten() -> None:
     """Imported, in Megatron-LM's order, then improved on as many ranks: never longer."""
     pytest.importorskip("transformers")

@@ -28,6 +28,7 @@ from pipeplan.planning.request import Request
 from pipeplan.time_limit import Limit
 from pipeplan.units import parse_bytes
 from pipeplan.workload.elements import MAX_DEVICES
+from support.marks import slow_but
 
 QUICK = ("--time-limit", "100ms", "--deterministic", "--scheduler", "1f1b")
 SIZES = "the profile has costs for 1 to 4 samples per device; "
@@ -236,7 +237,12 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("verb", "asked", "says"), OTHERS, ids=[f"{verb} {asked}" for verb, asked, _ in OTHERS])
+@slow_but(
+    "verb, asked, says",
+    OTHERS,
+    lambda each: "--plans" not in each[1] or not each[1].endswith(("min-time", "profile")),
+    ids=[f"{verb} {asked}" for verb, asked, _ in OTHERS],
+)
 def test_what_tuner_compare_and_frontier_advise_does(
     profile_path: str, verb: str, asked: str, says: Sequence[str]
 ) -> None:

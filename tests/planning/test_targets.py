@@ -235,6 +235,94 @@ def test_groups_that_are_none_are_refused() -> None:
         face.frontier(profile.model_copy(update={"keep_together": (("norm", "head"),)}), devices=2, plans=True)
 
 
+# From what there is --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@slow_but("seed", range(8), (0).__eq__)
+def test_a_plan_to_start_from_is_never_worse_within_a_tool_s_limits(target: str, seed: int) -> None:
+    """With hardly any time, from a plan for which there was more: it comes back, or something shorter does."""
+    draw = random.Random(f"{target} {seed} start")
+    profile, asked = random_request(draw)
+    try:
+        start = searched(profile, target, **asked, time_limit=0.2).plan
+    except (InfeasibleError, UsageError):
+        return
+    mini_batch = {"mini_batch": start.mini_batch, "time_limit": 0.001}
+    found = searched(profile, target, start=start, **(asked | mini_batch))
+    require_inside(found.plan, profile, target)
+    said = [note for note in found.notes if "the plan of --start" in note]
+    if target in SERVERS:  # the cut is the best there is in any case
+        assert found.start_ns is None
+        assert [note.split(" takes ")[1].split(" that ")[0] for note in said] == ["as much as"]
+        return
+    assert found.start_ns == start.predicted.iteration_ns
+    assert found.plan.predicted.iteration_ns <= found.start_ns
+    assert len(said) == 1
+
+
+def today(profile: Profile, counts: Sequence[int]) -> Plan:
+    """As a team may run it: stages of so many groups, and 1F1B."""
+    groups, stages = groups_by_hand(profile), list[list[str]]()
+    for count in counts:
+        stages.append([block for group in groups[:count] for block in group])
+        groups = groups[count:]
+    return face.search(profile, placement=face.Placement.of(stages), scheduler="1f1b", mini_batch=8, zero=0).plan
+
+
+def test_what_a_team_runs_today_is_improved_within_its_tool_s_limits() -> None:
+    profile = layered(3, 6)
+    uneven = today(profile, (2, 6))
+    found = face.search(profile, for_="megatron", start=uneven, deterministic=True, time_limit=0.3)
+    assert found.plan.mini_batch == 8
+    assert len(found.plan.devices) == 2
+    assert found.start_ns == uneven.predicted.iteration_ns
+    assert found.plan.predicted.iteration_ns < found.start_ns
+    require_inside(found.plan, profile, "megatron")
+    assert any("shorter than the plan of --start, which takes" in note for note in found.notes)
+    served = searched(profile, "vllm", start=uneven, mini_batch=8, tp=1, microbatch_size=uneven.microbatch_size)
+    assert any("% less than that of the plan of --start" in note for note in served.notes)
+
+
+def test_what_the_tool_does_not_run_is_no_start() -> None:
+    profile = layered(3, 6)
+    whole = today(profile, (2, 6))
+    first = [[*whole.stages[0].blocks, whole.stages[1].blocks[0]], [*whole.stages[1].blocks[1:]]]
+    cut = face.search(profile, placement=face.Placement.of(first), mini_batch=8).plan
+    inside = len(profile.blocks) > 10  # layers in halves
+    assert inside
+    with pytest.raises(
+        UsageError, match=r"start: stages\[0\] has block '.*attention' and not '.*ffn', which are to be"
+    ):
+        searched(profile, "megatron", start=cut, mini_batch=8)
+    gpipe = face.search(profile, placement=whole.placed, scheduler="gpipe", mini_batch=8).plan
+    with pytest.raises(UsageError, match=r"start: .*; start from a plan that megatron runs, or leave out start"):
+        searched(profile, "megatron", start=gpipe, mini_batch=8)
+
+
+def test_a_plan_to_start_from_keeps_blocks_together() -> None:
+    """Without a tool, too."""
+    profile = layered(3, 6)
+    start = today(profile, (3, 5))
+    asked: dict[str, Any] = {"devices": 2, "start": start, "mini_batch": 8, "deterministic": True, "time_limit": 0.001}
+    found = face.search(profile, keep_together="norm,head", **asked)
+    assert found.start_ns == start.predicted.iteration_ns >= found.plan.predicted.iteration_ns
+    assert face.check(found.plan, profile=profile).valid
+    with pytest.raises(UsageError, match="which are to be kept together"):
+        face.search(profile, keep_together=["layer1*,layer2*"], **asked)
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "automodel"])
+def test_tools_that_run_any_order_run_those_of_rules(target: str) -> None:
+    profile = layered(1, 4)
+    asked: dict[str, Any] = {"placement": "one-to-one", "pp": 2, "tp": 1, "microbatches": 4, "mini_batch": None}
+    found = searched(profile, target, rules="gpipe", **asked)
+    require_inside(found.plan, profile, target)
+    named = searched(profile, target, scheduler="gpipe", **asked).plan
+    assert found.plan.predicted.iteration_ns == named.predicted.iteration_ns
+    assert "rules" in found.plan.provenance.scheduler
+
+
 # What is refused -----------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -257,7 +345,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sglang", {"replicas": 2}, "is one pipeline"),
     ("deepspeed", {"pp": 8, "devices": 8}, "whole layers are 5; choose pp of at most 5"),
     ("vllm", {"devices": 16, "tp": 1}, "are not one pipeline of whole layers for vLLM: 3 can stand apart"),
-    ("torchtitan", {"rules": "1f1b"}, "is not built for rules yet"),
+    ("megatron", {"rules": "1f1b"}, "Megatron-LM has orders of its own; leave rules out"),
+    ("torchtitan", {"scheduler": "rules"}, "tunes rules, and may place stages as torchtitan does not; give rules"),
+    ("vllm", {"rules": "1f1b"}, "vLLM has orders of its own"),
 ]
 
 

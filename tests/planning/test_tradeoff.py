@@ -158,6 +158,7 @@ def test_each_number_of_devices_on_which_nothing_fits_has_its_own_reason() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long  # test_refusals has the same of smaller requests
 def test_what_fits_nowhere_is_said_with_what_would_do() -> None:
     """And what is said does."""
     request, _ = frontier_of(SHORT)
@@ -193,7 +194,7 @@ def test_blocks_that_run_on_several_devices_alone_have_plans() -> None:
     assert all(stage.shards == 2 for point in found.points for stage in point.plan.stages)
 
 
-@pytest.mark.parametrize("name", ["m", "nn", "k", "x"])
+@slow_but("name", ["m", "nn", "k", "x"], lambda name: name != "x")
 def test_profiles_with_a_placement_have_plans_on_it(name: str) -> None:
     """What the placement leaves is how many micro-batches are in flight."""
     profile = shape(name, 4)

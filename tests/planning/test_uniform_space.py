@@ -162,7 +162,7 @@ def test_sizes_of_expert_parallelism_are_among_them(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
 @given(st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(1, 2, 4))), st.integers(2, 8), LIMITS, st.booleans())
 def test_search_finds_the_best_of_more_layouts(
     profile: Profile, num_devices: int, memory: int | None, recompute: bool

@@ -67,7 +67,7 @@ REQUESTS = [asked(), asked((1, 2)), asked(memory_bytes=40_000), asked((1, 2), sc
 
 @pytest.mark.parametrize(
     "request_",
-    [*REQUESTS[:-1], pytest.param(REQUESTS[-1], marks=pytest.mark.slow)],
+    [*REQUESTS[:-1], pytest.param(REQUESTS[-1], marks=[pytest.mark.slow, pytest.mark.long])],
     ids=["blocks", "shards", "memory", "1f1b", "zero"],
 )
 def test_what_is_given_away_comes_to_the_same(request_: Request) -> None:

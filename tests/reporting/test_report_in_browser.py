@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pipeplan.reporting.html.report import PlanReport, report_of
 from pipeplan.simulator.simulation import simulate
 from support.browser import Opened, browser, in_browser, opened, wait_for
 from support.commands import pipeplan
+from support.marks import slow_but
 from support.paths import GOLDEN, ROOT
 
 pytestmark = in_browser
@@ -317,8 +319,10 @@ def serious(page: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+LOOKS = list(itertools.product((1280, 390), ("light", "dark")))
+
+
+@slow_but("width, scheme", LOOKS, lambda each: each in ((390, "light"), (1280, "dark")))
 def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_page(
     launched: Any, tmp_path: Path, width: int, scheme: str
 ) -> None:

@@ -19,7 +19,12 @@ load_once = functools.cache(load_model)
 def known_once() -> Iterator[None]:
     """For trainers, which look a model over a few times each: half of what it takes to make one that is small."""
     with ExitStack() as patches:
-        for owner, name in ((trainer, "output_shapes"), (compatibility, "output_shapes"), (Model, "parameter_shapes")):
+        for owner, name in (
+            (trainer, "output_shapes"),
+            (compatibility, "output_shapes"),
+            (Model, "parameter_shapes"),
+            (Model, "require_splittable"),
+        ):
             patches.enter_context(mock.patch.object(owner, name, _once(getattr(owner, name))))
         patches.enter_context(mock.patch.object(trainer, "load_model", load_once))
         yield

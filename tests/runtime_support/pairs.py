@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.models.load import load_model
+from runtime_support.known import load_once
 from runtime_support.plans import PLACEMENTS, model_plan, placed_plan, split_stage
 
 OPERATORS = "gpt2-tiny-operators"
@@ -50,7 +52,7 @@ def worded_on(*groups: tuple[str, tuple[int, ...], int], zero: int = 0) -> Plan:
 
 def configuration_on(*groups: tuple[int, ...], shards: int, zero: int = 0) -> Plan:
     """Stages of a Hugging Face model on these devices, of which so many split each block."""
-    model = load_model(CONFIGURATION)
+    model = load_once(CONFIGURATION)
     ids = [block.id for block in model.blocks]
     bounds = [round(number * len(ids) / len(groups)) for number in range(len(groups) + 1)]
     stages = [
@@ -74,63 +76,68 @@ def operators_as(*turns: str) -> Plan:
     return placed_plan(model, [stage], num_microbatches=3, microbatch_size=4)
 
 
+PAIRS: dict[str, Callable[[], tuple[str, list[Plan]]]] = {
+    "four devices, then two, then one": lambda: (
+        TINY,
+        [
+            model_plan(load_model(TINY), PLACEMENTS["v-shape"], split=True),
+            model_plan(load_model(TINY), [0, 1], num_microbatches=3, microbatch_size=4),
+            model_plan(load_model(TINY), [0], num_microbatches=6),
+        ],
+    ),
+    "replicas come and go": lambda: (CHAIN, [chain_of((0,), (1,), (2,), (3,)), chain_of((0, 1), (2,), (3, 0), (1,))]),
+    "and the other way round": lambda: (CHAIN, [chain_of((3, 2, 1, 0), (2, 1), (3,), (1, 0)), chain_of(*[(1,)] * 4)]),
+    "split over four, over two twice, then whole": lambda: (
+        WORDED,
+        [
+            worded_on(("words", ALL, 4), ("shift b0", (0,), 1), ("b1 b2", (1, 3), 2), ("b3 head", (3,), 1)),
+            worded_on(("shift words b0", (0, 1, 2, 3), 2), ("b1 b2 b3 head", (3, 2, 1, 0), 2)),
+            worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
+        ],
+    ),
+    "whole, then split over three": lambda: (
+        WORDED,
+        [
+            worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
+            worded_on(("shift words b0", (0,), 1), ("b1", (2, 1), 2), ("b2 b3", (3,), 1), ("head", (3, 1, 0), 3)),
+        ],
+    ),
+    "tiles, then other tiles, then stages": lambda: (
+        OPERATORS,
+        [
+            operators_as("rows2-columns2", "columns4", "rows4"),
+            operators_as("columns2-places2", "copies2-rows2", "samples4"),
+            model_plan(load_model(OPERATORS), [0, 1], num_microbatches=3, microbatch_size=4),
+        ],
+    ),
+    "parameters divided, then optimizers, then whole": lambda: (
+        UNTIED,
+        [untied_on(3, 2), untied_on(1, 4, group=2), untied_on(0, 1)],
+    ),
+    "shares divided, then stages, then whole": lambda: (
+        WORDED,
+        [
+            worded_on(("shift words b0 b1 b2 b3 head", (2, 1, 0, 3), 2), zero=1),
+            worded_on(("shift words b0 b1", (1, 2), 1), ("b2 b3 head", (0, 3), 1), zero=1),
+            worded_on(("shift words b0 b1 b2 b3 head", (1,), 1)),
+        ],
+    ),
+    "a configuration's shares in stages, then divided, then whole": lambda: (
+        CONFIGURATION,
+        [
+            configuration_on((1, 0), (3, 2), shards=2),
+            configuration_on((0, 2, 3, 1), shards=2, zero=1),
+            configuration_on((1,), (0,), shards=1),
+        ],
+    ),
+    "branches": lambda: (
+        BRANCHES,
+        [model_plan(load_model(BRANCHES), [0, 1, 2, 3]), model_plan(load_model(BRANCHES), [2, 0], split=True)],
+    ),
+}
+
+
 @functools.cache
-def pairs() -> dict[str, tuple[str, list[Plan]]]:
-    """Models, and the plans under which one training goes on."""
-    tiny, branches = load_model(TINY), load_model(BRANCHES)
-    return {
-        "four devices, then two, then one": (
-            TINY,
-            [
-                model_plan(tiny, PLACEMENTS["v-shape"], split=True),
-                model_plan(tiny, [0, 1], num_microbatches=3, microbatch_size=4),
-                model_plan(tiny, [0], num_microbatches=6),
-            ],
-        ),
-        "replicas come and go": (CHAIN, [chain_of((0,), (1,), (2,), (3,)), chain_of((0, 1), (2,), (3, 0), (1,))]),
-        "and the other way round": (CHAIN, [chain_of((3, 2, 1, 0), (2, 1), (3,), (1, 0)), chain_of(*[(1,)] * 4)]),
-        "split over four, over two twice, then whole": (
-            WORDED,
-            [
-                worded_on(("words", ALL, 4), ("shift b0", (0,), 1), ("b1 b2", (1, 3), 2), ("b3 head", (3,), 1)),
-                worded_on(("shift words b0", (0, 1, 2, 3), 2), ("b1 b2 b3 head", (3, 2, 1, 0), 2)),
-                worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
-            ],
-        ),
-        "whole, then split over three": (
-            WORDED,
-            [
-                worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
-                worded_on(("shift words b0", (0,), 1), ("b1", (2, 1), 2), ("b2 b3", (3,), 1), ("head", (3, 1, 0), 3)),
-            ],
-        ),
-        "tiles, then other tiles, then stages": (
-            OPERATORS,
-            [
-                operators_as("rows2-columns2", "columns4", "rows4"),
-                operators_as("columns2-places2", "copies2-rows2", "samples4"),
-                model_plan(load_model(OPERATORS), [0, 1], num_microbatches=3, microbatch_size=4),
-            ],
-        ),
-        "parameters divided, then optimizers, then whole": (
-            UNTIED,
-            [untied_on(3, 2), untied_on(1, 4, group=2), untied_on(0, 1)],
-        ),
-        "shares divided, then stages, then whole": (
-            WORDED,
-            [
-                worded_on(("shift words b0 b1 b2 b3 head", (2, 1, 0, 3), 2), zero=1),
-                worded_on(("shift words b0 b1", (1, 2), 1), ("b2 b3 head", (0, 3), 1), zero=1),
-                worded_on(("shift words b0 b1 b2 b3 head", (1,), 1)),
-            ],
-        ),
-        "a configuration's shares in stages, then divided, then whole": (
-            CONFIGURATION,
-            [
-                configuration_on((1, 0), (3, 2), shards=2),
-                configuration_on((0, 2, 3, 1), shards=2, zero=1),
-                configuration_on((1,), (0,), shards=1),
-            ],
-        ),
-        "branches": (BRANCHES, [model_plan(branches, [0, 1, 2, 3]), model_plan(branches, [2, 0], split=True)]),
-    }
+def pair(name: str) -> tuple[str, list[Plan]]:
+    """A model, and the plans under which one training goes on; made when they are asked for, not when collected."""
+    return PAIRS[name]()

@@ -103,8 +103,9 @@ def test_orders_mean_the_same_in_both(workload: Workload) -> None:
 
 @st.composite
 def summing(draw: st.DrawFn) -> Workload:
-    """The same with sums of gradients, in buckets or not, steps, and gradients that stages share."""
+    """The same with sums of gradients, in buckets or not, that slow devices, steps, and gradients that stages share."""
     workload = draw(workloads())
+    devices = tuple(replace(each, contention=draw(st.sampled_from([0.0, 0.3, 0.5]))) for each in workload.devices)
     times = st.integers(0, 40)
     most = {
         operation.stage: operation.duration_ns for operation in workload.operations if operation.role in GRADIENT_ROLES
@@ -133,7 +134,7 @@ def summing(draw: st.DrawFn) -> Workload:
     tied = TiedState(
         name="table", stages=tuple(users), devices=tuple(stages[n].devices for n in users), sync_ns=draw(times)
     )
-    return replace(workload, stages=stages, tied=(tied,) if len(users) > 1 else ())
+    return replace(workload, devices=devices, stages=stages, tied=(tied,) if len(users) > 1 else ())
 
 
 @given(summing())

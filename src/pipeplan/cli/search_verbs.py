@@ -28,7 +28,7 @@ from pipeplan.cli.shared import (
 from pipeplan.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
-    from pipeplan._api import Request, Result, Tuning
+    from pipeplan._api import Plan, Request, Result, Tuning
 
 
 @click.command("search")
@@ -172,7 +172,18 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     rules = given_rules(rules)
     start = given_file("plan", flags["start_path"])
     more = {"for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
-    return read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
+    request = read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
+    if start is not None and flags["for_"] is not None:
+        _require_runs(start, flags["for_"])
+    return request
+
+
+def _require_runs(start: Plan, target: str) -> None:
+    """Refuse to start inside a target's limits from a plan that is outside of them. Raises UsageError."""
+    try:
+        _api.export(start, target)
+    except UsageError as error:
+        raise UsageError(f"--start: {error}; start from a plan that {target} runs, or leave out --start") from None
 
 
 def _rules_alone(flags: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product, takewhile
 from typing import Any
 
@@ -18,10 +18,10 @@ from pipeplan.costs.layers import layer_of
 from pipeplan.costs.stages import stage_costs
 from pipeplan.costs.zero import Experts
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, CostRow, Edge, Placement, Profile, Recipe, TiedParameter
+from pipeplan.files import Block, CostRow, Edge, Placement, Plan, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES
-from pipeplan.workload.elements import Again, Recompute, recompute_of
+from pipeplan.workload.elements import Again, Recompute, Stage, recompute_of
 from pipeplan.workload.kinds import STATE_KINDS
 
 Groups = Sequence[Sequence[str]]
@@ -44,9 +44,47 @@ class JoinedProfile:
         own = ((self.members[group], each) for group, each in zip(groups, again, strict=True))
         return recompute_of(tuple(chain.from_iterable(self._of_group(*each) for each in own)))
 
+    def grouped(self, stages: Sequence[Stage]) -> Iterator[Stage]:
+        """Stages of blocks as stages of groups.
+
+        Raises:
+            UsageError: one has a part of a group, or computes a part of one again.
+        """
+        of = {block: name for name, own in self.members.items() for block in own}
+        for number, stage in enumerate(stages):
+            again = dict(zip(stage.blocks, stage.again, strict=True))
+            groups = [*dict.fromkeys(of[block] for block in stage.blocks if block in of)]
+            kinds = recompute_of([self._again_of(number, self.members[group], again) for group in groups])
+            yield replace(stage, blocks=tuple(groups), recompute=kinds)
+
+    def _again_of(self, number: int, members: Sequence[str], again: Mapping[str, Again]) -> Again:
+        """What a group of a stage computes again. Raises UsageError."""
+        apart = next((block for block in members if block not in again), None)
+        if apart is not None:
+            inside = next(block for block in members if block in again)
+            raise UsageError(f"stages[{number}] has block {inside!r} and not {apart!r}, which are to be kept together")
+        kinds = {again[block]: block for block in members if self.whole.by_id[block].operator not in NEVER_AGAIN}
+        if len(kinds) > 1:
+            one, other, *_ = kinds.values()
+            raise UsageError(
+                f"stages[{number}].recompute is another for {one!r} than for {other!r}, which are to be kept together"
+            )
+        return next(iter(kinds), False)
+
     def _of_group(self, members: Sequence[str], again: Again) -> tuple[Again, ...]:
         blocks = [self.whole.by_id[member] for member in members]
         return asked_again(blocks, again) if again is True else (again,) * len(blocks)
+
+
+def with_groups(joined: JoinedProfile, plan: Plan) -> Plan:
+    """The plan with stages of groups, where it has some of blocks. What it says of messages is the blocks' own.
+
+    Raises:
+        UsageError: a stage has a part of a group, or computes a part of one again.
+    """
+    if not all(stage.blocks for stage in plan.stages):
+        return plan  # of instructions
+    return plan.model_copy(update={"stages": tuple(joined.grouped(plan.stages))})
 
 
 def require_kept(groups: Groups, placement: Placement) -> None:

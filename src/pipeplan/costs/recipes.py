@@ -254,6 +254,12 @@ def profiled_recipe(
     return dtype, Recipe()
 
 
+def inference_recipe(dtype: str) -> Recipe:
+    """The recipe of inference in a number format; ``custom`` where the catalog has none."""
+    found = next((name for name in INFERENCE_RECIPES if state_recipe(name).dtype == dtype), None)
+    return Recipe() if found is None else Recipe(name=found)
+
+
 def measurable(recipe: Recipe) -> Recipe:
     """A recipe that measured blocks may have, whose parameters are in the format that computes.
 

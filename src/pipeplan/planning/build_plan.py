@@ -364,7 +364,8 @@ class Result(Displayed):
     and what was asked for and is not. ``explanation``, where it was asked for, has the next best plans. ``sizes_left``
     are the micro-batch sizes per replica, of those that were open, of which nothing was looked at. ``tie`` is a simpler
     plan that is as good as this one. ``request`` is what was asked; None of a result put together by hand. ``cost`` is
-    what the limits of the target cost, where there is one.
+    what the limits of the target cost, where there is one; ``start_ns`` what the plan takes here that the search was
+    given to start from, if it fits.
     """
 
     plan: Plan
@@ -382,6 +383,7 @@ class Result(Displayed):
     tie: EqualPlan | None = None
     request: Request | None = field(default=None, repr=False, compare=False)
     cost: TargetCost | None = None
+    start_ns: int | None = None
 
     def __repr__(self) -> str:
         bound = f"bound {format_ns(self.lower_bound_ns)}, gap {self.gap:.2%}"

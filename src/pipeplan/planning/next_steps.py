@@ -66,7 +66,10 @@ def _search_from(request: Request, written: str | None, keep: str) -> NextStep:
     cluster = None if request.cluster is None else _path(request.cluster)
     where = "" if cluster is None else f" --cluster {cluster}"
     memory = "" if request.memory_bytes is None else f" --memory {format_bytes(request.memory_bytes)}"
-    return NextStep(f"pipeplan search {profile} --start {written}{where}{memory}", "a plan that is never slower")
+    return NextStep(
+        f"pipeplan search {profile} --start {written}{where}{memory}",
+        "a plan that is never slower; --for TOOL keeps it to what one runs",
+    )
 
 
 def _fewer_devices(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:

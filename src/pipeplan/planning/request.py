@@ -17,7 +17,7 @@ from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions, mean_spread
-from pipeplan.costs.joining import JoinedProfile, require_kept
+from pipeplan.costs.joining import JoinedProfile, require_kept, with_groups
 from pipeplan.costs.kinds import levelled, same_bytes
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype, require_recipe_of_mode
@@ -371,13 +371,21 @@ class Request:
         Raises:
             UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
+        if start is not None:
+            devices = len(start.devices) if devices is None and cluster is None else devices
+            if mini_batch is None and num_microbatches is None:
+                mini_batch = start.mini_batch
         free, settled = None, dict[str, Any]()
         target = None if for_ is None else target_named(for_)
         if for_ is not None and target is not None:
-            if start is not None or rules is not None:
-                what = "--start" if start is not None else "--rules"
+            if rules is not None and (target.schedules is not None or not target.trains):
                 raise UsageError(
-                    f"--for is not built for {what} yet; leave one of them out (--scheduler names a schedule)"
+                    f"for {target.title} (--for): --rules, and {target.title} has orders of its own; leave --rules out"
+                )
+            if rules is None and scheduler == "rules":
+                raise UsageError(
+                    f"for {target.title} (--for): --scheduler rules tunes rules, and may place stages as "
+                    f"{target.title} does not; give --rules, or leave --scheduler out"
                 )
             same: dict[str, Any] = {"devices": devices, "cluster": cluster, "mini_batch": mini_batch}
             same |= {"microbatch_size": microbatch_size, "num_microbatches": num_microbatches, "chunks": chunks}
@@ -386,10 +394,6 @@ class Request:
             free = cls.of(profile, placement=ALL, scheduler=scheduler, **same, **others)
             others |= settled
             placement = ALL if placement == "auto" else placement
-        if start is not None:
-            devices = len(start.devices) if devices is None and cluster is None else devices
-            if mini_batch is None and num_microbatches is None:
-                mini_batch = start.mini_batch
         if rules is not None and rules.order:
             rules = _placed(rules)
             if devices is None and profile.placement is None:
@@ -430,6 +434,7 @@ class Request:
             divisors = [size for size in range(1, most + 1) if batch.mini_batch % size == 0]
             together = joined_for(target, profile, groups, divisors)
             profile = together.profile
+            start = None if start is None else _grouped(together, start)
         if for_ is not None and target is not None:
             require_ranks(for_, target, profile, num_devices, others)
         require_sizes(profile, chosen, num_devices, others)
@@ -934,6 +939,14 @@ def splits_by(rules: Rules) -> bool:
     """
     ships = rules.name in CLASSIC and rules.name in shipped_rules() and rules == named_rules(rules.name)
     return CLASSIC[rules.name].splits if ships else rules.splits_backward
+
+
+def _grouped(together: JoinedProfile, start: Plan) -> Plan:
+    """The plan to start from with stages of what is kept together. Raises UsageError."""
+    try:
+        return with_groups(together, start)
+    except UsageError as error:
+        raise UsageError(f"--start: {error}; start from a plan that keeps them so, or leave --start out") from None
 
 
 def _placed(rules: Rules) -> Rules:

@@ -177,4 +177,4 @@ def request_of(request: Request, placement: Placement) -> Request:
     """The search for the rest of a plan with these stages: 1F1B, which runs no forward later than it must."""
     said = ("positions", "shards", "context", "expert", "replicas", "chunks")
     none: dict[str, Any] = dict.fromkeys(said)
-    return replace(request, placement=placement, scheduler="1f1b", sizes=(), **none)
+    return replace(request, placement=placement, scheduler="1f1b", sizes=(), start=None, **none)

@@ -9,11 +9,13 @@ from pipeplan.costs.zero import AUTO
 from pipeplan.errors import UsageError
 from pipeplan.files import Placement, Plan
 from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of
 from pipeplan.schedule.state import Schedule, SearchStep
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.kinds import Role, role_of
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
@@ -45,7 +47,7 @@ class StartPlan(PlanStep):
             )
             return
         trial.offer(schedule)
-        search.start_ns = trial.value_ns
+        search.start_ns = iteration_of(of_blocks(search.request, schedule))
         search.found_first(trial, spare=False)
 
 
@@ -68,8 +70,9 @@ def require_start(request: Request, start: Plan) -> None:
     asked: dict[str, tuple[object, object]] = {
         "--devices": (request.num_devices, len(start.devices)),
         "--mini-batch": (request.batch.mini_batch, start.mini_batch),
-        "--scheduler": (request.scheduler, "auto"),  # what improves it is a search
     }
+    if request.only is None:  # the schedules of a target are its own
+        asked["--scheduler"] = request.scheduler, "auto"  # what improves it is a search
     if request.positions is not None:
         asked["--pp"] = (request.positions, len({stage.devices for stage in start.stages}))
     if given != "auto":
@@ -141,6 +144,12 @@ def _replayed(request: Request, start: Plan) -> Simulation:
         "split_overhead_ns": request.split_overhead_ns,
     }
     return simulate(start.model_copy(update=own), profile=request.profile, cluster=request.cluster)
+
+
+def busiest_ns(request: Request, start: Plan) -> int:
+    """Ns of a micro-batch's forward on the plan's busiest stage, as the request's profile and cluster have it."""
+    operations = _replayed(request, start).workload.operations
+    return max(each.duration_ns for each in operations if role_of(each.kind) is Role.FORWARD)
 
 
 # Orders anew ---------------------------------------------------------------------------------------------------------

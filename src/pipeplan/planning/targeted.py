@@ -15,14 +15,18 @@ from typing import Any
 
 from pipeplan.catalog import export_target
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.files import Plan
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import CandidateCounts, Result, TargetCost
 from pipeplan.planning.infeasibility import most_telling
 from pipeplan.planning.request import Request
-from pipeplan.planning.serving import request_of, served
+from pipeplan.planning.serving import Served, request_of, served
+from pipeplan.planning.start import busiest_ns, gain_said
 from pipeplan.planning.steps import STEPS, search_plan
 from pipeplan.schedule.state import Progress, SearchStep, scheduler_words
 from pipeplan.time_limit import Limit
+from pipeplan.units import format_ns
 
 FREE = 0.3
 """The part of the time in which plans without the target's limits are searched."""
@@ -120,6 +124,7 @@ def _merged(request: Request, best: Result, parts: _TargetParts, failures: Seque
     if any(isinstance(error, SearchTimeoutError) for error in failures) or parts.interrupted:
         bounds.append(1)
     counts = [each.candidates for each in parts.results]
+    started = next((each.start_ns for each in parts.results if each.start_ns is not None), None)
     return replace(
         best,
         seconds=parts.spent,
@@ -127,8 +132,13 @@ def _merged(request: Request, best: Result, parts: _TargetParts, failures: Seque
         lower_bound_ns=min(*bounds, best.lower_bound_ns),
         candidates=CandidateCounts(*map(sum, zip(*map(astuple, counts), strict=True))),
         timed_out=any(each.timed_out for each in parts.results),
-        notes=(*best.notes, *(() if best.cost is None else (best.cost.said,))),
+        notes=(
+            *best.notes,
+            *gain_said(started, best.plan.predicted.iteration_ns),
+            *(() if best.cost is None else (best.cost.said,)),
+        ),
         request=request,
+        start_ns=started,
     )
 
 
@@ -142,8 +152,6 @@ def _variants(request: Request) -> Iterator[Request]:
     assert only is not None
     target = export_target(only.name)
     if target.schedules is None:
-        if request.scheduler == "rules":
-            raise UsageError("--for is not built for --scheduler rules yet; name a schedule, or leave it out")
         yield request
         return
     if request.scheduler not in ("auto", *target.schedule_names):
@@ -157,13 +165,22 @@ def _variants(request: Request) -> Iterator[Request]:
                 said = (*request.said, *(() if request.scheduler == name else (("scheduler", f"--for {only.name}"),)))
                 allowed = replace(only, placements=(placement,))
                 chunks = request.chunks if placement != "one-to-one" else None
+                start = request.start if request.start is not None and _stands(request.start, placement) else None
                 if request.chunks in (None, 1) or chunks is not None:
-                    yield replace(request, scheduler=name, only=allowed, chunks=chunks, said=said)
+                    yield replace(request, scheduler=name, only=allowed, chunks=chunks, said=said, start=start)
     if not some:
         raise UsageError(
             f"--for: {target.title} does not run {request.scheduler} with --placement {request.placement}; leave one "
             "of them out"
         )
+
+
+def _stands(plan: Plan, placement: str) -> bool:
+    """Whether a plan's stages stand on its groups of devices as a placement has them, whatever the plan calls that."""
+    groups = [*dict.fromkeys(stage.devices for stage in plan.stages)]
+    ranks, chunks = [groups.index(stage.devices) for stage in plan.stages], len(plan.stages) // len(groups)
+    strategy = STRATEGIES[placement]
+    return strategy.chunked == (chunks > 1) and ranks == [*strategy.positions(len(groups), chunks)]
 
 
 def _nothing(title: str, failures: Sequence[PipeplanError], without: Result | None) -> PipeplanError:
@@ -208,4 +225,16 @@ def _served(request: Request, parts: _TargetParts, explain: bool) -> Result:
         raise most_telling(parts.failures)
     parts.results.append(found)
     cost = TargetCost(only.title, "busiest stage", cut.busiest_ns, cut.even_ns, apart, "blocks cut anywhere")
-    return _merged(request, replace(found, cost=cost), parts, ())
+    notes = [*found.notes, *_started_from(request, cut)]
+    return _merged(request, replace(found, cost=cost, notes=tuple(notes)), parts, ())
+
+
+def _started_from(request: Request, cut: Served) -> Iterator[str]:
+    """What the busiest stage of the plan of --start takes, if its micro-batches are as large."""
+    start = request.start
+    if start is None or start.microbatch_size != request.batch.microbatch_size:
+        return
+    own = busiest_ns(request, start)
+    less = f"{1 - cut.busiest_ns / own:.1%} less than" if cut.busiest_ns < own else "as much as"
+    if cut.busiest_ns <= own:
+        yield f"the busiest stage takes {less} that of the plan of --start, {format_ns(own)}"

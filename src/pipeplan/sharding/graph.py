@@ -34,10 +34,10 @@ from pipeplan.sharding.table import (
     made,
     paired,
     reduce_points,
-    spread,
     table,
     union,
 )
+from pipeplan.sharding.threads import spread
 
 
 @dataclass(frozen=True, slots=True)

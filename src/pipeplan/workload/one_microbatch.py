@@ -343,17 +343,22 @@ def device_groups(workload: Workload) -> tuple[int, ...]:
 
 
 def _folded(workload: Workload, groups: Sequence[int]) -> Workload:
-    """One device for each group, which keeps what the one does that keeps most."""
+    """One device for each group: it keeps what the one does that keeps most, slowed by sums as the most slowed is."""
     memory: list[list[int]] = [[] for _ in set(groups) - {IDLE}]
+    slowed = [0.0] * len(memory)
     fullest: dict[int, int] = {}
     for device, (group, each) in enumerate(zip(groups, workload.devices, strict=True)):
         if group == IDLE:
             continue
         memory[group] += [] if each.usable_bytes is None else [each.usable_bytes]
+        slowed[group] = max(slowed[group], each.contention)
         fullest[group] = max(fullest.get(group, device), device, key=workload.static_bytes)
     return replace(
         workload,
-        devices=tuple(Device(memory_bytes=min(limits, default=None)) for limits in memory),
+        devices=tuple(
+            Device(memory_bytes=min(limits, default=None), contention=contention)
+            for limits, contention in zip(memory, slowed, strict=True)
+        ),
         stages=tuple(
             replace(stage, devices=tuple(sorted({groups[device] for device in stage.devices})))
             for stage in workload.stages

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-import pytest
 import torch
 
 from pipeplan.costs.clusters import named_cluster
@@ -23,6 +22,7 @@ from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.memory import peak_memory
 from runtime_support.threads import require_equal_to_unsplit
+from support.marks import slow_but
 
 
 def pipelines(model: Model, num_devices: int) -> Iterator[Plan]:
@@ -46,7 +46,7 @@ def pipelines(model: Model, num_devices: int) -> Iterator[Plan]:
             yield plan
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "gpt2-tiny-operators"])
+@slow_but("name", ["gpt2-tiny", "gpt2-tiny-operators"], "gpt2-tiny".__eq__)
 def test_pipelines_of_split_blocks_train_as_an_unsplit_run(name: str) -> None:
     model = load_model(name)
     plans = list(islice(pipelines(model, 4), 5))

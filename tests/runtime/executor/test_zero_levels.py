@@ -18,6 +18,7 @@ from pipeplan.workload.action import Action
 from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, OPTIMIZER, PARAMETERS
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, reports_of
 from runtime_support.sharded_plans import halves, one_stage, sharded_plan
+from support.marks import asked_for, slow_but
 
 TIED, TINY = "runtime_support.models:chain", "gpt2-tiny"
 CHAIN, BRANCHES = "runtime_support.models:untied_chain", "runtime_support.models:untied_branches"
@@ -107,18 +108,25 @@ BUCKETED = [f"buckets{level}{how}" for level in ("", " zero 1") for how in HOW]
 
 
 @pytest.fixture(scope="module")
-def reports() -> Reports:
+def reports(request: pytest.FixtureRequest) -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    return reports_of(cases() | bucketed())
+    return reports_of(asked_for(request, cases() | bucketed()))
 
 
-@pytest.mark.parametrize("name", [*NAMES, *BUCKETED])
+SLOW = ("zero 1 shards", "zero 2 shards", "buckets zero 1 shards")
+
+
+def is_quick(name: str) -> bool:
+    return name not in SLOW
+
+
+@slow_but("name", [*NAMES, *BUCKETED], is_quick)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     _, options = (cases() | bucketed())[name]
     assert_as_unsplit(load_model(options.model), options, reports[name])
 
 
-@pytest.mark.parametrize("name", BUCKETED)
+@slow_but("name", BUCKETED, is_quick)
 def test_sums_begin_inside_of_the_last_action(name: str, reports: Reports) -> None:
     """Each bucket's, in every step: in the last action that adds to its stage's gradients."""
     plan, options = bucketed()[name]

@@ -25,6 +25,7 @@ from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.parallel.device import require_own_devices
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from runtime_support.plans import model_plan
+from support.marks import slow_but
 from support.paths import ROOT
 
 SIZE = 4
@@ -176,8 +177,7 @@ def test_ranks_of_one_device_are_refused_by_its_identity() -> None:
         require_own_devices(["x", "y", "y"], "nccl")
 
 
-@pytest.mark.slow  # 1 minute of two cores for all four
-@pytest.mark.parametrize("name", LAUNCHERS)
+@slow_but("name", LAUNCHERS, lambda _: False, ("pytorchjob", "trainjob").__contains__)  # 15 s of two cores each
 def test_four_processes_train(name: str, tmp_path: Path) -> None:
     """Those whose scheduler says so first write a checkpoint, and end in the middle with the signal's exit code."""
     _PORTS.clear()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.sharding import Cut, Shards
 from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.runtime.training.options import TrainOptions
-from runtime_support.hugging_face import LLAMA, SEQUENCE, WORDS, captured, text
+from runtime_support.hugging_face import LLAMA, SEED, SEQUENCE, WORDS, captured, text, training_of
 from runtime_support.plans import Case, Reports, assert_as_unsplit, placed_plan, reports_of
 from runtime_support.threads import require_equal_to_unsplit
 from runtime_support.warm import warm_ranks
@@ -29,8 +31,6 @@ from support.marks import asked_for, slow_but
 
 FIVE = ("llama", "qwen2", "mixtral", "gpt2", "bert")
 """Three with transformers' own plan, and two with one of ours."""
-
-SEED = 3
 
 WHOLE = ("t5", "mt5", "whisper", "gemma3", "llama4")
 """Whose blocks hand on more than whole tensors and slices of one sequence: position biases, sounds, images."""
@@ -72,42 +72,33 @@ def one_stage(name: str, **more: Any) -> Plan:
     return placed_plan(model, [stage], num_microbatches=3, microbatch_size=2)
 
 
+CASES: dict[str, Callable[[], Plan]] = {
+    **{f"{name} {how}": partial(pipeline, name, split=how == "split") for how in ("split", "full") for name in FIVE},
+    "llama zero 1": partial(one_stage, "llama", zero=1),
+    "gpt2 zero 3": partial(one_stage, "gpt2", zero=3),
+    "mixtral zero 2 recomputed": partial(one_stage, "mixtral", zero=2, recompute=True),
+}
+"""Each family in a pipeline, with backward split or whole; beside it the other, and divided state."""
+
+
 @functools.cache
-def cases() -> dict[str, Case]:
-    """Each family in a pipeline, with backward split or whole; beside it the other, and divided state."""
-    made = {f"{name} {how}": (name, how == "split") for how in ("split", "full") for name in FIVE}
-    plans = {case: (name, pipeline(name, split=split)) for case, (name, split) in made.items()}
-    plans["llama zero 1"] = "llama", one_stage("llama", zero=1)
-    plans["gpt2 zero 3"] = "gpt2", one_stage("gpt2", zero=3)
-    plans["mixtral zero 2 recomputed"] = "mixtral", one_stage("mixtral", zero=2, recompute=True)
-    return {case: (plan, options_of(name)) for case, (name, plan) in plans.items()}
-
-
-def options_of(name: str) -> TrainOptions:
-    return TrainOptions(
-        text(name),
-        SEQUENCE,
-        num_steps=2,
-        seed=SEED,
-        dtype="float64",
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        clip_norm=0.1,
-    )
+def case_of(name: str) -> Case:
+    return CASES[name](), training_of(name.partition(" ")[0])
 
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> Reports:
-    return reports_of(asked_for(request, cases()))
+    return reports_of({name: case_of(name) for name in asked_for(request, CASES)})
 
 
-QUICK = ("llama split", "qwen2 full", "mixtral split", "gpt2 split", "bert full", "llama zero 1")
+LONG = ("llama full", "qwen2 full", "qwen2 split", "mixtral full")
+QUICK = ("llama split", "mixtral split", "gpt2 split", "bert full", "llama zero 1")
 
 
-@slow_but("name", cases(), QUICK.__contains__)
+@slow_but("name", CASES, QUICK.__contains__, LONG.__contains__)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     """Losses, norms, gradients and parameters of two clipped steps on four processes."""
-    plan, options = cases()[name]
+    plan, options = case_of(name)
     check(plan).require(name)
     assert isinstance(options, TrainOptions)
     assert_as_unsplit(model_of(name.partition(" ")[0]), options, reports[name])

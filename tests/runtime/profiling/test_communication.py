@@ -238,6 +238,7 @@ def torchrun(output: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # the next one starts by torchrun, too
 def test_torchrun_writes_on_rank_0(tmp_path: Path) -> None:
     ended = torchrun(tmp_path / "cluster.json")
     assert ended.returncode == 0, ended.stderr

@@ -24,7 +24,7 @@ from pipeplan.runtime.models.losses import Finding
 from pipeplan.runtime.training import trainer as training
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from pipeplan.runtime.training.options import TrainOptions
-from runtime_support.pairs import CHAIN, TINY, UNTIED, chain_of, pairs
+from runtime_support.pairs import CHAIN, PAIRS, TINY, UNTIED, chain_of, pair
 from runtime_support.plans import TOLERANCE, TRAINING, four_devices, model_plan
 from runtime_support.warm import warm_ranks
 from support.marks import asked_for, slow_but
@@ -36,7 +36,13 @@ Leg = tuple[Plan, TrainOptions, int]
 """A plan, how it trains, and up to which step."""
 
 
-SLOW = ("tiles, then other tiles, then stages", "and the other way round", "whole, then split over three", "branches")
+SLOW = (
+    "tiles, then other tiles, then stages",
+    "and the other way round",
+    "whole, then split over three",
+    "a configuration's shares in stages, then divided, then whole",
+    "branches",
+)
 """Of the pairs."""
 
 
@@ -105,14 +111,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
     """[case][rank][leg], all by the same processes."""
-    asked = asked_for(request, pairs())
-    cases = {name: legs_of(model, plans, folder / name) for name, (model, plans) in asked.items()}
-    tiny = pairs()["four devices, then two, then one"][1][1:]
+    cases = {name: legs_of(*pair(name), folder / name) for name in asked_for(request, PAIRS)}
+    tiny = pair("four devices, then two, then one")[1][1:]
     cases["counting"] = legs_of(TINY, tiny, folder / "counting", optimizer="runtime_support.checkpoint_models:Counting")
     return told(cases | refusals(folder / "refused"))
 
 
-@slow_but("name", [*pairs(), "counting"], lambda name: name not in SLOW)
+@slow_but("name", [*PAIRS, "counting"], lambda name: name not in SLOW, "and the other way round".__eq__)
 def test_losses_and_parameters_are_those_of_an_unsplit_run(name: str, reports: Any, folder: Path) -> None:
     for rank in reports[name]:
         first = [leg["first"] for leg in rank]
@@ -122,7 +127,7 @@ def test_losses_and_parameters_are_those_of_an_unsplit_run(name: str, reports: A
 
 
 def test_copies_are_written_once_and_old_checkpoints_removed(reports: Any, folder: Path) -> None:
-    for name in pairs().keys() & reports:
+    for name in PAIRS.keys() & reports:
         kept = CheckpointFolder(str(folder / name))
         assert len(kept.whole()) == 2, "three were written in one case"
         assert {entry.name for entry in kept.path.iterdir()} == {kept.of(step).name for step in kept.whole()} | {
@@ -134,10 +139,10 @@ def test_copies_are_written_once_and_old_checkpoints_removed(reports: Any, folde
             written = sum(file.stat().st_size for file in kept.of(step).glob("*.distcp"))
             assert known == written, "no file has anything that the index does not know"
             names = {index.fqn for index in metadata.storage_data}
-            split = any(stage.shards * stage.sharers > 1 for plan in pairs()[name][1] for stage in plan.stages)
+            split = any(stage.shards * stage.sharers > 1 for plan in pair(name)[1] for stage in plan.stages)
             assert split or len(names) == len(metadata.storage_data)
             tied = {"parameters/b4.layers.0.weight", "parameters/head.output.weight"}
-            assert pairs()[name][0] == UNTIED or not tied & names, "a tied parameter has one name"
+            assert pair(name)[0] == UNTIED or not tied & names, "a tied parameter has one name"
 
 
 @pytest.mark.parametrize("name", list(TOLD))

@@ -27,7 +27,7 @@ from pipeplan.runtime.training.options import RunOutcome, TrainOptions
 from pipeplan.runtime.training.weights import WeightNames, read_weights, write_weights
 from runtime_support import weights_models
 from runtime_support.hugging_face import SEQUENCE, text
-from runtime_support.pairs import TINY, pairs
+from runtime_support.pairs import PAIRS, TINY, pair
 from runtime_support.plans import TRAINING, Unsplit, four_devices, model_plan
 from runtime_support.warm import warm_ranks
 from support.commands import pipeplan
@@ -38,16 +38,28 @@ SEQUENTIAL, CAPTURED = (f"runtime_support.weights_models:{name}" for name in ("s
 STEPS = 3
 
 
-def cases() -> dict[str, tuple[str, list[Plan]]]:
-    """Models and two plans or more of each."""
-    found = {name: (model, plans[:2]) for name, (model, plans) in pairs().items()}
-    for name in (SEQUENTIAL, CAPTURED):
-        model = load_model(name)
-        found[name.partition(":")[2]] = (name, [model_plan(model, [0, 1, 2]), model_plan(model, [1, 0], split=True)])
-    return found
+OWN = {name.partition(":")[2]: name for name in (SEQUENTIAL, CAPTURED)}
+NAMES = [*PAIRS, *OWN]
+
+
+def case_of(name: str) -> tuple[str, list[Plan]]:
+    """A model and two plans."""
+    if name in OWN:
+        model = load_model(OWN[name])
+        return OWN[name], [model_plan(model, [0, 1, 2]), model_plan(model, [1, 0], split=True)]
+    model_name, plans = pair(name)
+    return model_name, plans[:2]
 
 
 QUICK = ("four devices, then two, then one", "sequential", "captured")
+LONG = (
+    "replicas come and go",
+    "and the other way round",
+    "whole, then split over three",
+    "shares divided, then stages, then whole",
+    "branches",
+)
+"""Pairs of which others show the kind."""
 
 
 def options_of(name: str, **changes: Any) -> TrainOptions:
@@ -70,7 +82,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     """What real processes wrote, in a folder for each case."""
     found = tmp_path_factory.mktemp("weights")
     legs: list[tuple[Plan, TrainOptions]] = []
-    for case, (name, plans) in asked_for(request, cases()).items():
+    for case in asked_for(request, dict.fromkeys(NAMES)):
+        name, plans = case_of(case)
         (found / case).mkdir()
         legs += legs_of(found / case, name, plans)
     job = [{"plan": four_devices(p).model_dump_json(), "options": options.as_json()} for p, options in legs]
@@ -93,9 +106,9 @@ def unsplit_state(name: str, plan: Plan) -> dict[str, Tensor]:
     return {name: own[".".join(holder)] for holder, name in names.name_of.items() if ".".join(holder) in own}
 
 
-@slow_but("name", list(cases()), QUICK.__contains__)
+@slow_but("name", NAMES, QUICK.__contains__, LONG.__contains__)
 def test_weights_of_any_plan_are_those_of_an_unsplit_run(name: str, folder: Path) -> None:
-    model, plans = cases()[name]
+    model, plans = case_of(name)
     files = [load_file(folder / name / f"{index}.safetensors") for index in range(len(plans))]
     expected = unsplit_state(model, plans[0])
     for found in files:
@@ -107,7 +120,7 @@ def test_weights_of_any_plan_are_those_of_an_unsplit_run(name: str, folder: Path
             torch.testing.assert_close(found[key], files[0][key], rtol=0, atol=1e-12)
 
 
-@slow_but("name", list(cases()), QUICK.__contains__)
+@slow_but("name", NAMES, QUICK.__contains__, LONG.__contains__)
 def test_what_goes_in_comes_out(name: str, folder: Path) -> None:
     for path in (folder / name).glob("*.safetensors"):
         assert path.read_bytes() == Path(f"{path}.again").read_bytes()

@@ -26,6 +26,12 @@ def hidden_of(shards: Shards) -> Shards:
     return shards.along.get(HIDDEN, WHOLE)
 
 
+def draw(weight: Tensor, std: float) -> None:
+    """Make weights small and random; on the meta device, where torch takes milliseconds for it, they have no values."""
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=std)
+
+
 class RowLinear(nn.Module):
     """A linear layer split by its inputs: [..., inputs of this device] to [..., outputs], summed over the devices.
 
@@ -93,7 +99,7 @@ class WordEmbedding(nn.Module):
         super().__init__()
         self.shards, self.divided, (self.begin, self.end) = shards, divided, shards.range(words)
         self.weight = nn.Parameter(torch.empty(self.end - self.begin, width // hidden_of(shards).count))
-        nn.init.normal_(self.weight, std=std)
+        draw(self.weight, std)
 
     def forward(self, indices: Tensor) -> Tensor:
         """[...] to [..., width of this device]; words of other devices come with the sum."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Model
 from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, require_even
-from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy
+from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy, draw
 
 WORDS = Cut(even=False)
 """Of a table, or an output layer, with a row for each word or class."""
@@ -235,7 +235,7 @@ def layers(
 
 def small(layer: Layer, std: float = 0.02) -> Layer:
     """The layer with small random weights and no offset."""
-    nn.init.normal_(layer.weight, std=std)
+    draw(layer.weight, std)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
     return layer
@@ -323,6 +323,33 @@ def word_head(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *
         collectives=exchanged(shards, loss_exchange(shards, stack.sequence), *entering(stack, shards)),
         split=stack.split(build, {"output.weight": WORDS}),
         divided=stack.divides(shards),
+    )
+
+
+class NextWord(nn.Module):
+    """The logits of the word after the last, by the modules of a :class:`ClassHead`, or of one device's words."""
+
+    def __init__(self, stack: LayerStack, words: int, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
+        self.output = linear(stack.hidden, shards.own(words), biased=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, sequence, hidden] to [samples, words of this device]."""
+        made: Tensor = self.output(self.norm(x[:, -1]))
+        return made
+
+
+def next_word(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *, shared: bool) -> BlockSpec:
+    """The head of a model that writes on; devices gather the logits of all words."""
+    return BlockSpec(
+        "head",
+        "head",
+        partial(NextWord, stack, vocabulary, shards),
+        (source,),
+        dimensions=stack.sizes | {"vocabulary": shards.own(vocabulary)},
+        shared=shared,
+        collectives=exchanged(shards, ("all_gather", "F", vocabulary)),
     )
 
 

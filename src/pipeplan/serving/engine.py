@@ -1,0 +1,210 @@
+"""Continuous batching: after every step finished requests leave and others join, as long as the cache has room.
+
+First come, first served, as vLLM has it: who waits in host memory comes back before anyone new is let in, and where
+the next step has no room the request that was let in last goes to host memory. Prompts are taken as read: only decode
+steps take time, and moves between device and host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pipeplan.serving.paged_cache import PagedCache
+from pipeplan.serving.requests import ServedRequest
+from pipeplan.serving.steps import DecodeTime, StepCosts
+
+_GROWTH = 0.02
+"""Steps are taken together until the mean length has grown by this share: a step's time is nearly linear in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingResult:
+    """How requests were served: ``tokens`` written until ``end_ns``, in ``steps``, whose times add up to ``busy``.
+
+    ``moved_ns`` is what moves to host memory and back took, of ``evictions``. Of several engines ``end_ns`` is the
+    last one's, and ``busy``, ``moved_ns`` and ``steps`` are of that one. ``waited_ns`` is what an engine waits in the
+    mean: for requests, for slower ones in every step, or for the last one at the end.
+    """
+
+    tokens: int
+    end_ns: float
+    busy: DecodeTime
+    moved_ns: float
+    steps: int
+    evictions: int
+    waited_ns: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all requests."""
+        return 1e9 * self.tokens / self.end_ns
+
+    @property
+    def step_ns(self) -> float:
+        """Between two tokens of a request, in the mean, moves included."""
+        return (self.busy.total_ns + self.moved_ns) / self.steps
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request in the engine: its tokens so far, and how many more it is going to write."""
+
+    tokens: int
+    left: int
+
+
+@dataclass(slots=True)
+class _Batching:
+    """One engine: its clock, its cache, and who runs, waits in host memory, or has not begun."""
+
+    costs: StepCosts
+    cache: PagedCache
+    most: int
+    waiting: deque[ServedRequest]
+    now_ns: float = 0.0
+    running: list[_Running] = field(default_factory=list)
+    away: deque[_Running] = field(default_factory=deque)
+    busy: DecodeTime = field(default_factory=DecodeTime)
+    moved_ns: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    evictions: int = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether everyone has left."""
+        return not (self.running or self.away or self.waiting)
+
+    def ready(self) -> int:
+        """Let in who may join, let go who must, and say how many steps can be taken; none where nobody runs yet."""
+        while True:
+            self._admit()
+            if not self.running:
+                return 0
+            steps = self.cache.steps_within([each.tokens for each in self.running], self._until_event())
+            if steps:
+                return steps
+            self._evict()
+
+    def _admit(self) -> None:
+        """Let in who has room, with a block for the next token of everyone."""
+        while self.away and self._takes(self.away[0].tokens):
+            back = self.away.popleft()
+            self._move(back.tokens)
+            self.running.append(back)
+        while not self.away and self.waiting and self.waiting[0].arrival_ns <= self.now_ns:
+            if not self._takes(self.waiting[0].prefix_tokens):
+                return
+            first = self.waiting.popleft()
+            self.running.append(_Running(first.prefix_tokens, first.new_tokens))
+
+    def _takes(self, tokens: int) -> bool:
+        """Let a request in, if it may: alone it always may, beside others where enough stays free."""
+        if not self.running:
+            return self.cache.take(tokens)
+        spare = max(int(self.costs.constants.watermark * self.cache.capacity), len(self.running) + 1)
+        return len(self.running) < self.most and self.cache.take(tokens, spare)
+
+    def _until_event(self) -> int:
+        """Steps until someone is done, or may join, or lengths are another matter."""
+        steps = min(each.left for each in self.running)
+        total = sum(each.tokens for each in self.running)
+        steps = min(steps, max(1, int(_GROWTH * total / len(self.running))))
+        if self.waiting and self.waiting[0].arrival_ns > self.now_ns and len(self.running) < self.most:
+            one = self.costs.step([each.tokens for each in self.running]).total_ns
+            steps = min(steps, max(1, int((self.waiting[0].arrival_ns - self.now_ns) / one)))
+        return steps
+
+    def advance(self, steps: int) -> None:
+        """Take so many steps."""
+        lengths = [each.tokens for each in self.running]
+        self.cache.used += self.cache.growing(lengths, steps)
+        between = self.costs.step([length + (steps - 1) // 2 for length in lengths]).times(steps)
+        self.busy += between
+        self.now_ns += between.total_ns
+        self.steps += steps
+        self.tokens += steps * len(self.running)
+        for each in self.running:
+            each.tokens += steps
+            each.left -= steps
+            if not each.left:
+                self.cache.give_back(each.tokens)
+        self.running = [each for each in self.running if each.left]
+
+    def _evict(self) -> None:
+        """The one that came last makes room; alone it would fit, which was asked before."""
+        last = self.running.pop()
+        self.cache.give_back(last.tokens)
+        self._move(last.tokens)
+        self.away.appendleft(last)
+        self.evictions += 1
+
+    def _move(self, tokens: int) -> None:
+        taken = self.costs.moved_ns(tokens)
+        self.moved_ns += taken
+        self.now_ns += taken
+
+
+def serve(costs: StepCosts, requests: Iterable[ServedRequest], most: int, *, together: bool = False) -> ServingResult:
+    """Serve requests, at most so many at a time on all devices together, and say how long it took.
+
+    Of ``dp`` each request goes to the device with the fewest prompt tokens so far, and stays there. Its devices go on
+    by themselves, or take every step ``together``: as processes of one program do, which wait for the slowest.
+
+    Raises:
+        InfeasibleError: weights leave no room for a cache, or a request does not fit even alone.
+        ValueError: fewer requests at a time than devices with engines of their own, or none at all.
+    """
+    alone = costs.devices if costs.kept == "dp" else 1
+    served = sorted(requests, key=lambda each: each.arrival_ns)
+    if most < alone or not served:
+        raise ValueError(f"{len(served)} requests, {most} at a time, are nothing to serve on {alone} engines")
+    engines = [_engine(costs, own, most // alone) for own in _shared_out(served, alone)]
+    for each in [engines] if together else [[engine] for engine in engines]:
+        _run(each)
+    last = max(engines, key=lambda each: each.now_ns)
+    return ServingResult(
+        tokens=sum(each.tokens for each in engines),
+        end_ns=last.now_ns,
+        busy=last.busy,
+        moved_ns=last.moved_ns,
+        steps=last.steps,
+        evictions=sum(each.evictions for each in engines),
+        waited_ns=sum(last.now_ns - each.busy.total_ns - each.moved_ns for each in engines) / len(engines),
+    )
+
+
+def _run(engines: Sequence[_Batching]) -> None:
+    """Serve all requests of engines that take every step together."""
+    while left := [each for each in engines if not each.done]:
+        able = [(each, steps) for each in left if (steps := each.ready())]
+        if not able:
+            now = min(each.waiting[0].arrival_ns for each in left)
+        else:
+            steps = min(own for _, own in able)
+            for each, _ in able:
+                each.advance(steps)
+            now = 0.0
+        now = max(now, *(each.now_ns for each in engines)) if len(engines) > 1 else max(now, engines[0].now_ns)
+        for each in engines:
+            each.now_ns = now
+
+
+def _shared_out(requests: Sequence[ServedRequest], engines: int) -> list[list[ServedRequest]]:
+    found: list[list[ServedRequest]] = [[] for _ in range(engines)]
+    load = [0] * engines
+    for each in requests:
+        least = load.index(min(load))
+        load[least] += each.prefix_tokens
+        found[least].append(each)
+    return found
+
+
+def _engine(costs: StepCosts, requests: Sequence[ServedRequest], most: int) -> _Batching:
+    block = costs.constants.block_tokens
+    cache = PagedCache(costs.cache_bytes // (block * costs.token_bytes), block, costs.pieces)
+    for each in requests:
+        cache.require_room(each.prefix_tokens + each.new_tokens)
+    return _Batching(costs, cache, most, deque(requests))

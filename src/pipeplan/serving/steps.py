@@ -1,0 +1,219 @@
+"""What a decode step takes on each device: kernels, collectives, and the work of the host that keeps the block table.
+
+One layer is a decoder's as Llama has it; a model is so many of them. Dense products read all weights whatever the
+batch is, and attention reads the cache; both at what the device's preset reaches, attention less where a device has few
+tokens of a request, or few heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from pipeplan.catalog import read_table
+from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
+from pipeplan.costs.devices import DevicePreset
+from pipeplan.costs.operators import Operator, activation, add, linear, norm, sequence_of
+from pipeplan.errors import InfeasibleError
+from pipeplan.serving.paged_cache import blocks_of
+from pipeplan.units import format_bytes
+
+Table = tuple[tuple[int, float], ...]
+"""Pairs of a size and the share of full speed there, sizes ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConstants:
+    """What an engine takes beside kernels: as in ``catalog/serving``, where each has its source.
+
+    Nobody is let in where less than the ``watermark``, a share of all blocks, would stay free. ``table_ns`` and
+    ``table_bytes`` are for an entry of the block table, which every step makes anew and copies; ``attention`` is by
+    cached tokens of a request on the device, ``heads`` by heads of a device of 32.
+    """
+
+    block_tokens: int
+    watermark: float
+    table_ns: float
+    table_bytes: int
+    host_bytes_per_s: float
+    links_bytes_per_s: float
+    step_ns: float
+    launch_ns: float
+    attention: Table
+    heads: Table
+
+
+def engine_constants(name: str = "vllm") -> EngineConstants:
+    """Those of an engine in the catalog."""
+    table = read_table("serving", name)
+    known = {each.name: table[each.name] for each in fields(EngineConstants)}
+    for each in ("attention", "heads"):
+        known[each] = tuple((size, share) for size, share in known[each])
+    return EngineConstants(**known)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLayer:
+    """A decoder layer with a gated feed-forward, ``width`` bytes a number, and how many ``layers`` the model has.
+
+    ``beside_bytes`` are weights outside of the layers: the table of tokens and the head.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    feed_forward: int
+    layers: int = 1
+    width: int = 2
+    beside_bytes: int = 0
+
+    @property
+    def shape(self) -> AttentionShape:
+        """Its attention."""
+        return AttentionShape.of(self.hidden, self.heads, self.kv_heads)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all layers and what is beside them."""
+        shape, hidden = self.shape, self.hidden
+        numbers = hidden * (2 * shape.queries + 2 * shape.keys + 3 * self.feed_forward + 2)
+        return self.layers * numbers * self.width + self.beside_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """Of a token in all layers, on all devices together that split it."""
+        return self.layers * 2 * self.shape.keys * self.width
+
+    def dense(self, requests: int, shards: int) -> Operator:
+        """All but the attention core of one layer, for a token of each request, of a device's share."""
+        shape, hidden, width = self.shape, self.hidden, self.width
+        inner = self.feed_forward // shards
+        return sequence_of(
+            norm(requests, hidden, width, bias=False),
+            linear(requests, hidden, (shape.queries + 2 * shape.keys) // shards, width, bias=False),
+            linear(requests, shape.queries // shards, hidden, width, bias=False),
+            add(requests * hidden, width),
+            norm(requests, hidden, width, bias=False),
+            linear(requests, hidden, 2 * inner, width, bias=False),
+            activation(requests * inner, width, gated=True),
+            linear(requests, inner, hidden, width, bias=False),
+            add(requests * hidden, width),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTime:
+    """Ns of a step on a device: kernels, collectives, and the host's work before them."""
+
+    compute_ns: float = 0.0
+    communication_ns: float = 0.0
+    host_ns: float = 0.0
+
+    @property
+    def total_ns(self) -> float:
+        """One after another, as an engine without overlap runs them."""
+        return self.compute_ns + self.communication_ns + self.host_ns
+
+    def __add__(self, other: DecodeTime) -> DecodeTime:
+        return DecodeTime(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(DecodeTime)))
+
+    def times(self, count: float) -> DecodeTime:
+        """So many of them."""
+        return DecodeTime(*(getattr(self, each.name) * count for each in fields(DecodeTime)))
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """A model on ``devices`` that share its decode steps as ``kept`` says; of ``dp`` each is an engine of its own."""
+
+    kept: Kept
+    layer: ServedLayer
+    devices: int
+    device: DevicePreset
+    constants: EngineConstants
+
+    @property
+    def shards(self) -> int:
+        """Devices that split heads and weights."""
+        return self.devices if self.kept == "tp" else 1
+
+    @property
+    def pieces(self) -> int:
+        """Devices that each have a piece of every request's cache."""
+        return self.devices if self.kept in ("cp", "cp-q") else 1
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes for the cache on each device: what weights and the reserve leave.
+
+        Raises:
+            InfeasibleError: weights leave nothing.
+        """
+        weights = self.layer.weight_bytes // self.shards
+        left = self.device.memory_bytes - self.device.reserve_bytes - weights
+        if left <= 0:
+            raise InfeasibleError(
+                f"weights of {format_bytes(weights)} leave no memory for a cache on {self.device.title}; split them "
+                "over more devices (tp), or give devices with more memory"
+            )
+        return left
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a cached token, on a device that has it."""
+        return self.layer.cached_bytes // self.shards
+
+    def step(self, lengths: Sequence[int]) -> DecodeTime:
+        """The time in which each of these requests, with so many tokens so far, writes another.
+
+        They are all requests, but of ``dp``, where they are those of one device.
+        """
+        most, total = max(lengths), sum(lengths)
+        own = -(-len(lengths) // self.pieces)
+        pieces = -(-total // self.pieces)
+        compute = self._dense_ns(own) + self._core_ns(len(lengths), pieces)
+        communication = 0.0
+        if self.kept != "dp" and self.devices > 1:
+            communication = self._communication_ns(len(lengths))
+        # padded to the longest
+        entries = len(lengths) * blocks_of(most, self.pieces, self.constants.block_tokens)
+        copied = 1e9 * entries * self.constants.table_bytes / self.constants.host_bytes_per_s
+        return DecodeTime(compute, communication, entries * self.constants.table_ns + copied)
+
+    def moved_ns(self, tokens: int) -> float:
+        """Ns to move a request's cache to host memory, or back; each device moves what it has."""
+        held = -(-tokens // self.pieces) * self.token_bytes
+        return 1e9 * held / self.constants.host_bytes_per_s
+
+    @lru_cache  # noqa: B019 - as long-lived as a simulation
+    def _dense_ns(self, requests: int) -> float:
+        kernels = self.layer.dense(requests, self.shards).forward
+        one = sum(self.device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels)
+        return self.layer.layers * one
+
+    def _core_ns(self, requests: int, tokens: int) -> float:
+        shape, width = self.layer.shape, self.layer.width
+        read = 2 * tokens * shape.keys // self.shards * width
+        flops = 4 * tokens * shape.queries // self.shards
+        full = self.device.kernel_ns(flops, read, matrix=True)
+        reached = share_at(self.constants.attention, tokens / requests)
+        reached *= share_at(self.constants.heads, 32 * shape.heads // self.shards // shape.heads)
+        return self.layer.layers * full / reached
+
+    def _communication_ns(self, requests: int) -> float:
+        volume = step_volume(self.kept, self.layer.shape, requests, self.devices)
+        moving = 1e9 * volume.bytes(self.layer.width) / self.constants.links_bytes_per_s
+        waiting = volume.steps * self.constants.step_ns + volume.collectives * self.constants.launch_ns
+        return self.layer.layers * (moving + waiting)
+
+
+def share_at(table: Table, size: float) -> float:
+    """The share of full speed at a size, between two of the table on a line in the logarithm of size."""
+    if size <= table[0][0]:
+        return table[0][1]
+    for (low, before), (high, after) in zip(table, table[1:], strict=False):
+        if size < high:
+            return before + (after - before) * math.log(size / low) / math.log(high / low)
+    return table[-1][1]
