@@ -1213,6 +1213,7 @@ def example(
     *,
     devices: int = 4,
     chunks: int | None = None,
+    inference: bool = False,
     forward: Duration = "1ms",
     backward: Duration | None = None,
     input_grad: Duration | None = None,
@@ -1234,6 +1235,7 @@ def example(
         name: a shape such as ``"shape-v"``, or a model such as ``"gpt2-124m"``; ``pipeplan example --help`` has all.
         devices: number of devices of a shape.
         chunks: stages per device of shape-circular.
+        inference: forwards alone, of a shape or a model.
         forward: forward time of a chain block, as ``"1ms"`` or in seconds.
         backward: backward time of a chain block; by default 3 ms.
         input_grad: input-gradient time of a chain block, instead of ``backward``.

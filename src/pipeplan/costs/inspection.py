@@ -299,7 +299,8 @@ def _without_split(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterat
 def _zero_costs(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
     for blocks in kinds:
         times = {
-            name: [getattr(row, f"{name}_ns") for row in blocks[0].costs] for name in ("forward", "whole_backward")
+            name: [getattr(row, f"{name}_ns") for row in blocks[0].costs]
+            for name in ("forward", "whole_backward")[: 1 if profile.is_inference else 2]
         }
         zero = [name.removeprefix("whole_") for name, each in times.items() if not all(each)]
         if zero:

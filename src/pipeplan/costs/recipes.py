@@ -141,7 +141,7 @@ def step_bytes(state: MemoryBytes, recipe: Recipe) -> int:
         return _moved(state)
     each = bytes_per_parameter(recipe)
     divided = next((kind for kind in (OPTIMIZER, MASTER, GRADIENTS) if each[kind]), GRADIENTS)
-    return state[divided] * _moved(each) // each[divided]
+    return state[divided] * _moved(each) // each[divided] if each[divided] else 0  # of inference nothing steps
 
 
 def step_ns(state: MemoryBytes, recipe: Recipe, bytes_per_s: int | None) -> int:

@@ -13,6 +13,7 @@ from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.columns import MANY, Columns
 from pipeplan.costs.experts import ExpertState, kept_of
+from pipeplan.costs.forwards import held_by_forward
 from pipeplan.costs.kinds import kinds_on, on_kinds
 from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
@@ -162,7 +163,11 @@ def _costs_of_groups(
         taken = map(taken_by, blocks)
         own = [row_of(*each) for each in zip(chosen, asked_again(chosen, recompute), taken, strict=True)]
         state = sum((kept(alike[id_]) for id_ in blocks), MemoryBytes())
-        return _summed(own, state, counted_again(blocks), shared(blocks))
+        if not profile.is_inference:
+            return _summed(own, state, counted_again(blocks), shared(blocks))
+        held = held_by_forward(profile, blocks, own)
+        cost = _summed(own, state, 0, shared(blocks))
+        return replace(cost, activation_bytes=held.given, workspace_bytes=held.inner)
 
     def in_columns() -> Columns | None:
         ids = list(chain.from_iterable(blocks for blocks, _ in groups))
@@ -178,7 +183,7 @@ def _costs_of_groups(
         return Columns.of(chosen, again, taken, microbatch_size, shards, **kept_so)
 
     sizes = [len(blocks) for blocks, _ in groups]
-    if sum(sizes) >= MANY and (columns := in_columns()) is not None:
+    if sum(sizes) >= MANY and not profile.is_inference and (columns := in_columns()) is not None:
         twice = [counted_again(blocks) if len(blocks) > 1 else 0 for blocks, _ in groups]
         return list(columns.stages(sizes, twice, [shared(blocks) for blocks, _ in groups]))
     return [summed(*group) for group in checked(groups, 64)]
@@ -303,7 +308,7 @@ def build_workload(
     _require_alike(placed)
     costs = _costs_of(profile, placed, given or {}, cluster)
     costs = with_gathers(Crossings(profile, placed, whole_messages), costs, given or {}, cluster)
-    operations = _operations(costs, split_backward, split_overhead_ns)
+    operations = _forwards(costs) if profile.is_inference else _operations(costs, split_backward, split_overhead_ns)
     stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
     operations = tuple(_with_parts(profile, stages[each.stage], each, cluster) for each in operations)
     own: dict[int, list[Operation]] = defaultdict(list)
@@ -677,15 +682,19 @@ def _block_groups(
     return tuple(found)
 
 
+def _forwards(costs: Sequence[StageCost]) -> tuple[Operation, ...]:
+    """Forwards alone, in stage order: what each acquires is given back when the last that waits for it has run."""
+    return tuple(
+        _operation("F", stage, cost, cost.forward_ns, acquire_bytes=cost.activation_bytes)
+        for stage, cost in enumerate(costs)
+    )
+
+
 def _operations(costs: Sequence[StageCost], split_backward: bool, overhead_ns: int) -> tuple[Operation, ...]:
     """Forwards in stage order, then backwards in reverse, so that dependencies point forward.
 
     What W needs beyond what F held is taken when I starts, since I makes it while it runs.
     """
-    forwards = [
-        _operation("F", stage, cost, cost.forward_ns, acquire_bytes=cost.activation_bytes)
-        for stage, cost in enumerate(costs)
-    ]
     backwards: list[Operation] = []
     for stage, cost in reversed(list(enumerate(costs))):
         held, deferred = cost.activation_bytes, cost.weight_grad_bytes
@@ -696,7 +705,7 @@ def _operations(costs: Sequence[StageCost], split_backward: bool, overhead_ns: i
             backwards.append(_operation("W", stage, cost, times[1], release_bytes=deferred))
         else:
             backwards.append(_operation("B", stage, cost, cost.backward_ns, release_bytes=held))
-    return (*forwards, *backwards)
+    return (*_forwards(costs), *backwards)
 
 
 def _operation(

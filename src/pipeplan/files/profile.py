@@ -708,6 +708,14 @@ class Profile(File):
             found.setdefault(edge.target, []).append(edge)
         return found
 
+    @cached_property
+    def edges_from(self) -> dict[str, list[Edge]]:
+        """{block: the edges that lead away from it}; blocks without any are left out."""
+        found: dict[str, list[Edge]] = {}
+        for edge in self.edges:
+            found.setdefault(edge.source, []).append(edge)
+        return found
+
     def topological_order(self) -> tuple[str, ...]:
         """Block ids such that every edge points forward, keeping the file's order where it can.
 

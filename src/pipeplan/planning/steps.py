@@ -45,6 +45,7 @@ from pipeplan.planning.candidates import (
     placed,
     strategy_choices,
 )
+from pipeplan.planning.divided_state import DivideState
 from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
@@ -888,6 +889,7 @@ STEPS: tuple[SearchStep, ...] = (
     EvenCut(),
     LookAtCandidates(),
     LargerGroups(),
+    DivideState(),
     KeepAll(),
     Moves(),
     EveryWidth(),

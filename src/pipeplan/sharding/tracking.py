@@ -154,11 +154,13 @@ _MANY_SUMS = 300_000
 
 def fewer(whole: Whole, bounds: Bounds) -> ReducedPart:
     """The part without configurations that the bounds rule out; equal operators keep the same."""
-    kept = {}
+    known: dict[int, IntArray] = {}
     for node in whole.part.graph.nodes:
-        points = np.flatnonzero(bounds.useful(whole.rows[node.name].key, node.costs))
-        kept[node.name] = np.unique(np.searchsorted(node.costs.starts, points, side="right") - 1)
-    return whole.part.fewer(kept)
+        key = whole.rows[node.name].key
+        if key not in known:
+            points = np.flatnonzero(bounds.useful(key, node.costs))
+            known[key] = np.unique(np.searchsorted(node.costs.starts, points, side="right") - 1)
+    return whole.part.fewer({name: known[row.key] for name, row in whole.rows.items()})
 
 
 def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float, *, as_far: bool = False) -> list[PartFrontier]:

@@ -178,7 +178,7 @@ def _until_release(problem: OneMicrobatch, device: int, work: int) -> int:
     them is a bounded knapsack, here by its linear relaxation.
     """
     capacity = problem.capacity[device]
-    if capacity is None:
+    if capacity is None or problem.apart_on(device):  # others' actions may free memory before its own do
         return 0
     operations = problem.on_device[device]
     net = {x: problem.acquire[x] - problem.release[x] for x in operations}
@@ -323,7 +323,7 @@ def memory_recurrences(problem: OneMicrobatch) -> list[Recurrence]:
         for target in checked(problem.on_device[device], 4):
             begun = [hold for hold in holds if problem.path(hold.source, target) >= 0]
             room = capacity - problem.workspace[target]
-            if problem.acquire[target] + problem.workspace[target] == 0:
+            if not any(hold.source == target for hold in begun) and problem.workspace[target] == 0:
                 continue
             for source in dict.fromkeys(hold.target for hold in begun):
                 distance = _distance(problem, begun, target, source, room)

@@ -89,8 +89,11 @@ class OneMicrobatch:
 
     @cached_property
     def acquire(self) -> tuple[int, ...]:
-        """[operation] bytes taken on each of its devices at its start."""
-        return tuple(effect.acquire for effect in self.workload.effects)
+        """[operation] bytes taken on each of its devices at its start; those of holds :meth:`apart` left out."""
+        taken = [effect.acquire for effect in self.workload.effects]
+        for hold in self.workload.holds:
+            taken[hold.source] -= 0 if self.workload.is_local(hold) else hold.size
+        return tuple(taken)
 
     @cached_property
     def release(self) -> tuple[int, ...]:
@@ -101,6 +104,19 @@ class OneMicrobatch:
     def workspace(self) -> tuple[int, ...]:
         """[operation] bytes held while it runs."""
         return tuple(effect.workspace for effect in self.workload.effects)
+
+    def apart_on(self, device: int) -> list[Hold]:
+        """What a device holds until actions have ended that others run, or several: its order does not tell when."""
+        return self._apart_on.get(device, [])
+
+    @cached_property
+    def _apart_on(self) -> dict[int, list[Hold]]:
+        found: dict[int, list[Hold]] = {}
+        for hold in self.workload.holds:
+            if hold.targets and not self.workload.is_local(hold):
+                for device in self.workload.holders[hold.source]:
+                    found.setdefault(device, []).append(hold)
+        return found
 
     def holds_on(self, device: int) -> list[Hold]:
         """What a device holds until one action has ended; what waits for several, or for none, searches leave out."""
