@@ -12,7 +12,7 @@ from pipeplan.checker.facts import _Job, _on_networks
 from pipeplan.costs.stages import group_costs
 from pipeplan.costs.zero import WHOLE, Exchanging, Experts, Zero
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Edge, LinkLevel, Profile, Recipe, Source
+from pipeplan.files import Block, Cluster, CostRow, Edge, LinkLevel, PhaseRow, Profile, Recipe, Source
 from pipeplan.files.cluster import DeviceKind
 from pipeplan.files.profile import TiedParameter
 from pipeplan.planning.request import Request
@@ -126,6 +126,12 @@ def test_blocks_that_differ_in_anything_are_not_alike() -> None:
             "master_bytes": 4,
             "optimizer_bytes": 5,
             "shared": True,
+            "cache_bytes_per_token": 1,
+            "cache_heads": 2,
+            "cache_window_tokens": 1,
+            "query_bytes_per_token": 1,
+            "mixture_bytes_per_token": 1,
+            "phases": (PhaseRow(phase="decode", microbatch_size=1, context_tokens=1, forward_ns=1),),
         }.items()
     ]
     rows = {

@@ -14,6 +14,7 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Block, Edge, PlacedStage, Placement, Plan, Profile
+from pipeplan.interop.export import exported
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.schedule.classic import CLASSIC
@@ -46,14 +47,14 @@ def require_zero_bubble(name: str, num_devices: int) -> None:
     assert least.bound_ns == max(problem.work) == min(filter(None, problem.work))
 
 
-@pytest.mark.parametrize("num_devices", [4, 16])
+@pytest.mark.parametrize("num_devices", [4])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_repeat_without_bubbles(name: str, num_devices: int) -> None:
     require_zero_bubble(name, num_devices)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_devices", [64, 256])
+@pytest.mark.parametrize("num_devices", [8, 16, 32, 64, 128, 256])
 @pytest.mark.parametrize("name", SHAPES)
 def test_large_shapes_repeat_without_bubbles(name: str, num_devices: int) -> None:
     require_zero_bubble(name, num_devices)
@@ -130,7 +131,7 @@ def starts_of(problem: OneMicrobatch, period: int) -> Iterator[tuple[int, ...]]:
     return after(())
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(small_problems())
 def test_the_least_period_in_memory_is_that_of_all_starts(problem: OneMicrobatch) -> None:
     most = sum(problem.durations) + sum(lag for _, _, lag in problem.edges)
@@ -155,8 +156,7 @@ def test_what_a_forward_gives_is_held_until_the_next_has_run() -> None:
     assert [memory.peak_bytes for memory in peak_memory(graph, orders)] == [20, 20, 20, 10]
 
 
-@pytest.mark.parametrize("memory", [None, 20])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "memory"), [*((name, None) for name in SHAPES), ("nn", 20), ("k", 20), ("zbv", 20)])
 def test_plans_of_shapes_are_checked(name: str, memory: int | None) -> None:
     profile = shape(name, 4, costs=ShapeCosts(inference=True, activation_bytes=10))
     request = Request.of(profile, num_microbatches=6, memory_bytes=memory, time_limit=2.0)
@@ -225,6 +225,12 @@ def test_what_only_training_has_is_refused(asked: dict[str, object], flag: str) 
     profile = shape("v", 4, costs=ShapeCosts(inference=True))
     with pytest.raises(UsageError, match=f"^{flag} is of training, and profile 'shape-v' is of inference"):
         Request.of(profile, num_microbatches=4, **asked)
+
+
+def test_trainers_are_not_told_of_forwards() -> None:
+    plan = plan_of(shape("v", 4, costs=ShapeCosts(inference=True)))
+    with pytest.raises(UsageError, match=r"^plan 'shape-v' is of inference, and Megatron-LM trains; choose vllm"):
+        exported(plan, "megatron")
 
 
 def test_a_plan_of_training_is_none_of_inference_and_the_other_way_round() -> None:

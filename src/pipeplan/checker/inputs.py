@@ -359,24 +359,29 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
 
     Of what blocks of one stage split unlike it holds a part for each way. Levels 2 and 3 are for what is not tied.
     """
-    parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
+    held = {
+        place: _parts_held(known, stage, place)
+        for place, block in enumerate(stage.blocks)
+        if stage.configurations or not place or any(block in tied.blocks for tied in profile.tied)
+    }
+    share = cache(lambda state, parts: _share(state, parts, stage, known))
     for tied in profile.tied if stage.zero > 1 and _sharers(stage) > 1 else ():
         if known.kept_tied[tied.name].total and _uses(stage, tied):
             text = f"is {stage.zero}, which exchanges state block by block, and {tied.name!r} is of several blocks"
             findings.add("profile", f"stages[{number}].zero", text)
     expected = MemoryBytes()
-    for block, held in zip(stage.blocks, parts, strict=True):
+    for place, block in enumerate(stage.blocks):
         own = _of_experts(block, stage, known)
         rest = known.kept[block] - own if own.total else known.kept[block]
-        expected += _share(rest, held[0].num_parts, stage, known)
+        expected += share(rest, held.get(place, held[0])[0].num_parts)  # all are cut alike where none says how
         if own.total:
             expected += _share(own, stage.expert, _as_on_experts(stage), known)
     for tied in profile.tied:
         before: set[tuple[HeldPart, ...]] = set()
-        for block, held in zip(stage.blocks, parts, strict=True):
-            if block in tied.blocks and held in before:
-                expected -= _share(known.kept_tied[tied.name], held[0].num_parts, stage, known, least=True)
-            before |= {held} if block in tied.blocks else set()
+        for place in (place for place, block in enumerate(stage.blocks) if block in tied.blocks):
+            if held[place] in before:
+                expected -= _share(known.kept_tied[tied.name], held[place][0].num_parts, stage, known, least=True)
+            before.add(held[place])
     _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
 
 

@@ -187,10 +187,14 @@ def state_table(parts: Sequence[Block], recipe: Recipe) -> NDArray[np.int64]:
 
 def states_of(profile: Profile) -> dict[str, MemoryBytes]:
     """{block: what training keeps of it}, as :func:`state_of`; one object of blocks that are alike."""
-    kinds = profile.kinds
-    table = state_table(kinds, profile.recipe).tolist()
-    firsts = {block.id: MemoryBytes.of_state(state) for block, state in zip(kinds, table, strict=True)}
-    return {id_: firsts[first] for id_, first in profile.alike.items()}
+
+    def made() -> dict[str, MemoryBytes]:
+        kinds = profile.kinds
+        table = state_table(kinds, profile.recipe).tolist()
+        firsts = {block.id: MemoryBytes.of_state(state) for block, state in zip(kinds, table, strict=True)}
+        return {id_: firsts[first] for id_, first in profile.alike.items()}
+
+    return profile.once("states", made)
 
 
 def expert_state_of(block: Block, recipe: Recipe) -> MemoryBytes:

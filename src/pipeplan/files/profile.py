@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, cached_property
 from operator import attrgetter
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -264,8 +264,9 @@ class Block(Parts):
             _fields_but(type(self), "id", "modules", "dimensions", "costs", "phases"),
             _fields_but(CostRow, "spread"),
         )
-        rows = [(of_row(row), *sorted(row.spread.items())) for row in self.costs]
-        phases = [(row.key, row.forward_ns, row.core_ns, row.activation_bytes) for row in self.phases]
+        rows = [(of_row(row), *sorted(row.spread.items())) if row.spread else of_row(row) for row in self.costs]
+        of_phase = _fields_but(PhaseRow, "repeats", "spread")
+        phases = list(map(of_phase, self.phases))
         return own(self), tuple(sorted(self.dimensions.items())), tuple(rows), tuple(phases)
 
     def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
@@ -446,6 +447,8 @@ def _tied_parameters_have_bytes(profile: Content) -> Content:
 
 
 MIGRATIONS["profile", 1] = lambda profile: _recipe_is_named(_tied_parameters_have_bytes(profile))
+
+Made = TypeVar("Made")
 
 
 class Profile(File):
@@ -665,8 +668,15 @@ class Profile(File):
 
     @cached_property
     def made_once(self) -> dict[Hashable, Any]:
-        """{key: what was made of it and of its kinds'}: for whoever asks again and again."""
+        """{key: what :meth:`once` has made}"""
         return {}
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What is made of it and of its kinds', for whoever asks again and again; the ``key`` says what, and how."""
+        if key not in self.made_once:
+            self.made_once[key] = make()
+        found: Made = self.made_once[key]
+        return found
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy; with changes it stands alone: those of kinds would have to change, too."""
@@ -695,10 +705,10 @@ class Profile(File):
         firsts: dict[Hashable, str] = {}
         return {block.id: firsts.setdefault(block.meaning, block.id) for block in self.blocks}
 
-    @property
-    def kinds(self) -> list[Block]:
+    @cached_property
+    def kinds(self) -> tuple[Block, ...]:
         """One of all blocks that are alike, for each of these."""
-        return [self.by_id[id_] for id_ in dict.fromkeys(self.alike.values())]
+        return tuple(self.by_id[id_] for id_ in dict.fromkeys(self.alike.values()))
 
     @cached_property
     def edges_into(self) -> dict[str, list[Edge]]:

@@ -226,10 +226,7 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
     asked = request.shards, request.context, request.expert
     if None not in asked or request.placement != "auto" or request.spread:
         return (SplitSizes(*(count or 1 for count in asked)),)
-    blocks = {
-        (bool(block.expert_parameters), tuple((row.shards, row.context, row.expert) for row in block.costs))
-        for block in request.profile.kinds
-    }
+    blocks = request.profile.once("splits", lambda: _splits_of(request.profile))
     sizes = sorted({expert for _, rows in blocks for _, _, expert in rows})
     known = (
         {
@@ -248,6 +245,14 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
         and each.expert <= request.num_devices
     ]
     return tuple(common) or (SplitSizes(*(count or 1 for count in asked)),)
+
+
+def _splits_of(profile: Profile) -> set[tuple[bool, tuple[tuple[int, int, int], ...]]]:
+    """Of each block whether it has experts, and for how many shards, parts of a sequence and of experts it has rows."""
+    return {
+        (bool(block.expert_parameters), tuple((row.shards, row.context, row.expert) for row in block.costs))
+        for block in profile.kinds
+    }
 
 
 def uniform_choices(request: Request) -> list[BoundedChoice]:

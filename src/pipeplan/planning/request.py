@@ -30,6 +30,7 @@ from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.decoding import OPEN, ServingAsked
 from pipeplan.planning.restrictions import (
     Restrictions,
     groups_of,
@@ -242,6 +243,7 @@ class Request:
     free: Request | None = None
     imported: str = ""
     priced: Request | None = None
+    serving: ServingAsked = OPEN
 
     def __post_init__(self) -> None:
         require_recipe_of_mode(self.profile)
@@ -398,10 +400,12 @@ class Request:
             devices = len(start.devices) if devices is None and cluster is None else devices
             if mini_batch is None and num_microbatches is None:
                 mini_batch = start.mini_batch
-        free, settled = None, dict[str, Any]()
+        free, settled, serving = None, dict[str, Any](), others.pop("serving", OPEN)
         if profile.is_inference:
             _refuse_training(profile, others)
         target = None if for_ is None else target_named(for_)
+        if serving.flag is not None and (target is None or target.trains):
+            raise UsageError(f"{serving.flag} is for servers (--for vllm, sglang or tensorrt-llm); leave it out")
         if for_ is not None and target is not None:
             if rules is not None and (target.schedules is not None or not target.trains):
                 raise UsageError(
@@ -477,6 +481,7 @@ class Request:
             stated=stated if overhead or together is not None else None,
             start=start,
             joined=together,
+            serving=serving,
             only=None if for_ is None or target is None else Restrictions.of(for_, target, stated),
             free=free,
             samples_assumed=mini_batch is None and num_microbatches is None,

@@ -330,6 +330,7 @@ def least_period(
     max_span: int | None = None,
     below: Fraction | None = None,
     on_pattern: Callable[[Pattern], None] | None = None,
+    known: Fraction = Fraction(0),
 ) -> LeastPeriod:
     """The least repetend time for this unroll: the bound first, then bisection between proof and pattern.
 
@@ -339,10 +340,11 @@ def least_period(
     multiples of ``unit / q`` with q <= (all durations and lags) / T. The solver is asked where
     :func:`~pipeplan.schedule.modulo.modulo_schedule` finds nothing. ``limit`` in seconds; ``on_pattern`` hears
     of every improvement. If the solver finds none in time, the pattern is one micro-batch after another, where
-    that fits. With ``below`` only periods (ns per micro-batch) less than that are of interest, and none may be found.
+    that fits. With ``below`` only periods (ns per micro-batch) less than that are of interest, and none may be
+    found. None is below the ``known`` one.
     """
     begun, used = budget.elapsed, budget.used
-    low = max(period_bound(problem) * unroll, Fraction(max(problem.durations)))
+    low = max(max(known, period_bound(problem)) * unroll, Fraction(max(problem.durations)))
     search = _Bisection(problem, unroll, low, None if below is None else below * unroll)
     while (candidate := search.next_candidate()) is not None and not budget.expired:
         left = limit - (budget.used - used)
