@@ -173,7 +173,7 @@ def test_a_first_plan_is_that_of_blocks_that_are_each_of_their_own(seed: int) ->
     for each in (profile, apart(profile)):
         request = Request.of(each, cluster=CLUSTER, mini_batch=64, memory_bytes=(6 if seed % 2 else 30) * 10**6)
         search = PlanSearch(request, Budget(1000.0), None, STEPS)
-        EvenCut(growth=0.0).run(search)
+        EvenCut().run(search)
         assert search.made is not None
         plans.append(search.made.plan)
     first, second = (plan.model_dump(exclude={"provenance"}) for plan in plans)

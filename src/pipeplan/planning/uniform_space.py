@@ -26,7 +26,7 @@ from pipeplan.costs.columns import Columns
 from pipeplan.costs.recipes import state_of
 from pipeplan.costs.stages import require_apart
 from pipeplan.costs.states import States
-from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanging, Experts, Zero, cuts
+from pipeplan.costs.zero import IN_ACTIONS, TOGETHER, WHOLE, Exchanging, Experts, Zero, cuts
 from pipeplan.errors import UsageError
 from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
@@ -35,6 +35,7 @@ from pipeplan.partition.recomputation import Kind, Option, kept_whole, savings, 
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
@@ -83,6 +84,14 @@ class Choice:
         return (self.chunks or 2) if STRATEGIES[self.strategy].chunked else 1
 
     @property
+    def actions_looked_at(self) -> int:
+        """About how many actions a look at it schedules: of a very long run those of a shorter one."""
+        positions, every = self.positions or 1, self.batch.num_microbatches
+        each = 3 * positions * self.per_position * (1 + STRATEGIES[self.strategy].two_ways)
+        shorter = max(ShorterRun.tasks // each, 2 * positions)
+        return each * (shorter if each * every > ShorterRun.most and 2 * shorter <= every else every)
+
+    @property
     def pricing(self) -> Pricing:
         """What a device's costs are for."""
         samples = self.batch.microbatch_size // self.replicas
@@ -112,7 +121,8 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     of them; else a choice is there once, with the best of its schedules.
     """
     splits = request.split_backward is not False and can_split(request.profile)
-    keys = dict.fromkeys((one.pricing, one.levels) for one in checked(choices))
+    each_key = [(one.pricing, one.levels) for one in checked(choices)]
+    keys = dict.fromkeys(each_key)
     whole = {
         key: _Sums.of(request, blocks, *key)
         for key in checked(dict.fromkeys((_undivided(pricing), levels) for pricing, levels in keys), 1)
@@ -130,16 +140,17 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     }
     kinds = dict.fromkeys((choice.strategy, choice.per_position) for choice in checked(choices))
     usual = {kind: usual_of(*kind, splits, request.scheduler) for kind in kinds}
+    fewest = _fewer(choices, [pricing for pricing, _ in each_key])
     known = [
         (choice, each, own)
-        for choice in checked(choices)
-        if (own := sums[choice.pricing, choice.levels]) is not None
+        for choice, key in checked(zip(choices, each_key, strict=True))
+        if (own := sums[key]) is not None
         for each in usual[choice.strategy, choice.per_position]
     ]
     if not known:
         return []
     table = _BoundTable.of(request, blocks, *map(list, zip(*known, strict=True)))
-    fewer = np.array(_fewer([choice for choice, _, _ in known]))
+    fewer = np.array([fewest[id(choice)] for choice, _, _ in known])
     order = np.lexsort((table.usual, fewer, ~table.fits))
     found: list[BoundedChoice] = []
     seen: set[int] = set()
@@ -164,16 +175,19 @@ def _dividing(pricing: Pricing) -> tuple[int, Zero, Experts]:
     return pricing.shards, pricing.zero, pricing.experts
 
 
-def _fewer(choices: Sequence[Choice]) -> list[bool]:
-    """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
+def _fewer(choices: Sequence[Choice], pricings: Sequence[Pricing]) -> dict[int, bool]:
+    """{id of a choice: whether the same with more positions is another of them}.
+
+    That is seldom longer, and looked at first.
+    """
     likes = [
-        (each.strategy, each.chunks, each.pricing, each.replicas, each.batch, each.levels, each.backwards)
-        for each in checked(choices)
+        (each.strategy, each.chunks, pricing, each.replicas, each.batch, each.levels, each.backwards)
+        for each, pricing in checked(zip(choices, pricings, strict=True))
     ]
     most: dict[tuple[object, ...], int] = {}
     for like, each in checked(zip(likes, choices, strict=True)):
         most[like] = max(most.get(like, 0), each.positions or 0)
-    return [(each.positions or 0) < most[like] for like, each in zip(likes, choices, strict=True)]
+    return {id(each): (each.positions or 0) < most[like] for like, each in zip(likes, choices, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -594,6 +608,7 @@ def _together(speeds: Sequence[float], positions: FloatArray, each: FloatArray) 
 def _working(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
     """[choice] how much its positions have of the speed of one, each being as fast as the slowest of its devices."""
     speeds, known = request.speeds, dict[tuple[int, bool], list[float]]()
+    least = min(speeds)
     for choice in choices:
         each, count = choice.width * choice.replicas, choice.positions or 1
         if (key := (each, choice.backwards)) not in known:
@@ -603,7 +618,7 @@ def _working(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
             known[key] = list(accumulate(slowest, initial=0.0))
         sums = known[key]
         there = min(count, len(sums) - 1)
-        yield sums[there] + (count - there) * min(speeds)
+        yield sums[there] + (count - there) * least
 
 
 def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[Usual, NDArray[np.int64]]]:
@@ -727,7 +742,7 @@ def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
     slices = cache(lambda shards: 1 if middling is None else places_divided(by_id[middling.target], shards))
     for choice in choices:
         parts, apart = choice.context * slices(choice.shards), choice.width * choice.replicas
-        samples = choice.pricing.samples
+        samples = choice.batch.microbatch_size // choice.replicas
         if apart >= request.num_devices:
             yield 0.0
             continue
@@ -751,7 +766,7 @@ def _after_ns(request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]
     of_experts = after.of_experts
     known: dict[tuple[object, ...], int] = {}
     for choice, own in zip(choices, sums, strict=True):
-        positions, experts = choice.positions or 1, choice.pricing.experts
+        positions, experts = choice.positions or 1, choice.pricing.experts if of_experts else TOGETHER
         apart = of_experts // experts.size if experts.size > 1 else 0
         apart //= experts.zero.group if experts.zero.level >= IN_ACTIONS else 1
         each = (max(0, own.gradient_bytes - apart) // positions, choice.shards, choice.copies, choice.zero)

@@ -219,11 +219,14 @@ def repeated_block(steps: tuple[int, int, int, int]) -> Orderer:
         trial = replace(problem, workload=problem.workload.with_microbatches(enough))
         short = task_graph(trial.workload)
 
-        def worth(block: _Block) -> tuple[int, int]:
+        held: dict[int, list[tuple[_Block, Orders]]] = {}
+        for block in _blocks(problem.num_devices, steps):
             found = _repeated(trial, block)
-            return max(device.peak_bytes for device in peak_memory(short, found)), makespan(short, found)
-
-        return _repeated(problem, min(_blocks(problem.num_devices, steps), key=worth))
+            peak = max(device.peak_bytes for device in peak_memory(short, found))
+            held.setdefault(peak, []).append((block, found))
+        least = held[min(held)]
+        best, _ = min(least, key=lambda each: makespan(short, each[1])) if len(least) > 1 else least[0]
+        return _repeated(problem, best)
 
     return orders
 
