@@ -103,7 +103,8 @@ class Hosts:
         """Start a command on a host, which prints into a file."""
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
         with output.open("wb") as file:
-            words = ["ip", "netns", "exec", self.names[number], *command]
+            named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names[number]]
+            words = ["ip", "netns", "exec", self.names[number], *named, *command]
             self._started.append(subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=environment))
         return self._started[-1]
 

@@ -2,14 +2,17 @@
 
 Tessel's construction is the best repetend, then time-optimal warmup and cooldown around one repetition (IV-B, IV-C),
 as benchmarks/time_optimal.py composes it. 1F1B+ is VI-A's; it does not exist for K. Forward 1, backward 3, shared 1
-and 1, no memory cap.
+and 1, no memory cap. With ``--memory`` the search alone, with room for a quarter, a half and all of the micro-batches
+that the repetend reaches over (1.5 times the devices, 0.75 for K).
 
-    python benchmarks/shared_shapes.py [--limit 20]
+    python benchmarks/shared_shapes.py [--limit 20] [--memory [--devices 4,8,16,32] [--shapes m,mllm,nn,k]]
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+from dataclasses import replace
 
 from tables import machine, markdown, note
 from time_optimal import composed
@@ -56,11 +59,42 @@ def row(name: str, devices: int, microbatches: int, limit: float) -> tuple[str, 
     return cells
 
 
+def limited_row(name: str, devices: int, part: float, limit: float) -> tuple[str, ...]:
+    """A search within a part of the span's memory."""
+    microbatches = (3 if devices <= 8 else 2) * devices
+    room = max(1, math.ceil(part * devices * (0.75 if name == "k" else 1.5)))
+    profile = shape(name, devices, costs=replace(COSTS, activation_bytes=1))
+    assert profile.placement is not None
+    workload = build_workload(
+        profile,
+        profile.placement,
+        num_microbatches=microbatches,
+        microbatch_size=1,
+        memory_bytes=[room] * devices,
+    )
+    found = search_schedule(workload, Budget(limit))
+    gap = found.makespan_ns / found.bound_ns - 1
+    numbers = (devices, microbatches, room, found.makespan_ns, found.bound_ns)
+    cells = (name.upper(), *map(str, numbers), f"{gap:.1%}", f"{found.seconds:.1f}")
+    note(" | ".join(cells))
+    return cells
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=float, default=20.0, help="seconds per search, and for the construction")
-    limit = parser.parse_args().limit
+    parser.add_argument("--memory", action="store_true", help="with little memory")
+    parser.add_argument("--devices", default="4,8,16,32", help="with --memory")
+    parser.add_argument("--shapes", default="m,mllm,nn,k", help="with --memory")
+    options = parser.parse_args()
+    limit = options.limit
     load_solver()
+    if options.memory:
+        sizes, names = [*map(int, options.devices.split(","))], options.shapes.split(",")
+        limited = [limited_row(name, d, part, limit) for name in names for d in sizes for part in (0.25, 0.5, 1.0)]
+        print(markdown(("shape", "devices", "micro-batches", "room", "ours", "bound", "gap", "seconds"), limited))
+        print(f"\nMakespans in units of a chain block's forward, {limit:g} s per search; {machine()}.")
+        return
     rows = [row(name, d, n, limit) for name in ("m", "mllm", "nn", "k") for d in (4, 8) for n in (16, 64)]
     header = ("shape", "devices", "micro-batches", "1F1B+", "Tessel's", "ours", "bound", "gap", "seconds")
     print(markdown(header, rows))

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
+    from pipeplan.planning.decoding import ServingAsked as ServingAsked
     from pipeplan.planning.frontier import FrontierResult as FrontierResult
     from pipeplan.planning.frontier import Mode as Mode
     from pipeplan.planning.frontier import frontier_notes as frontier_notes
@@ -104,6 +105,7 @@ _PARTS = {
     "pipeplan.planning.frontier_file": ("read_frontier",),
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.restrictions": ("search_targets",),
+    "pipeplan.planning.decoding": ("ServingAsked",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
@@ -383,6 +385,48 @@ def estimate(
     how["reference"] = reference_model(model, how.get("calibration"))
     dtype, recipe = profiled_recipe(ESTIMATED, preset.dtype, dtype, precision, gradient_dtype, optimizer)
     return estimate_model(model, microbatch_sizes, device=preset, dtype=dtype_of(dtype), recipe=recipe, **how)
+
+
+def profile_inference(
+    model: Model,
+    batches: Sequence[int],
+    contexts: Sequence[int] = (),
+    *,
+    shards: Sequence[int] = (1,),
+    dtype: str | None = None,
+    threads: int | None = None,
+    **how: Any,
+) -> Profile:
+    """Measure forwards: :func:`pipeplan.runtime.profiling.inference.measure_inference`, also for errors."""
+    from pipeplan.runtime.profiling.build_profile import dtype_of, on_threads
+    from pipeplan.runtime.profiling.inference import InferenceRequest, measure_inference
+
+    asked = InferenceRequest(tuple(batches), tuple(contexts), tuple(shards))
+    with on_threads(threads):
+        return measure_inference(model, asked, dtype=dtype_of(dtype or "float32"), **how)
+
+
+def estimate_inference(
+    model: Model,
+    batches: Sequence[int],
+    contexts: Sequence[int] = (),
+    *,
+    device: str,
+    shards: Sequence[int] = (1,),
+    dtype: str | None = None,
+    weights: Any = None,
+    kv_cache_dtype: str = "auto",
+    **how: Any,
+) -> Profile:
+    """Estimate forwards: :func:`pipeplan.runtime.profiling.inference.estimate_inference`, also for errors."""
+    from pipeplan.costs.devices import device_preset
+    from pipeplan.costs.quantized import CACHES
+    from pipeplan.runtime.profiling.build_profile import dtype_of
+    from pipeplan.runtime.profiling.inference import InferenceRequest, estimate_inference
+
+    preset = device_preset(device)
+    asked = InferenceRequest(tuple(batches), tuple(contexts), tuple(shards), weights, CACHES.get(kv_cache_dtype))
+    return estimate_inference(model, asked, device=preset, dtype=dtype_of(dtype or preset.dtype), **how)
 
 
 # Links ------------------------------------------------------------------------------------------------------------

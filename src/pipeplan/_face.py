@@ -232,6 +232,9 @@ def search(
     rules: Rules | Path | None = None,
     start: Plan | Path | None = None,
     for_: str | None = None,
+    objective: Literal["cache", "time"] | None = None,
+    batch: int | None = None,
+    context: int | str | None = None,
     keep_together: str | Sequence[str] | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
@@ -303,6 +306,11 @@ def search(
             mini-batch are its own unless said.
         for_: a tool, such as ``"megatron"``: the plan stays inside what it can run, and ``.cost`` says what that costs
             (``--for`` of the command line).
+        objective: with ``for_`` a server, what its cut is best for: most tokens in the ``"cache"``, or the ``"time"``
+            of the busiest stage. By default the cache where a profile of inference says what it keeps and memory is
+            limited.
+        batch: requests of a decode step, for a server's cut; by default the most profiled.
+        context: tokens of each request's text by then; by default the most profiled.
         keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
             layers; or several of these.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
@@ -777,6 +785,9 @@ def profile(
     granularity: Granularity | None = None,
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
+    inference: bool = False,
+    batch: Counts = 1,
+    context: Counts = 1,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -804,6 +815,9 @@ def profile(
         granularity: how much of a captured model is one block; by default half a layer.
         shared: blocks to spread over all devices, by id or operator; ``*`` is a wildcard.
         shards: numbers of devices that split each block.
+        inference: forwards alone.
+        batch: of inference, requests at once, as ``microbatch`` is of training.
+        context: of inference, tokens of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
         recompute: include costs with activation checkpointing.
         dtype: number format; by default that of ``precision``, else float32.
         precision: number formats of weights, gradients and state; by default those of a plain loop in ``dtype``.
@@ -849,6 +863,10 @@ def estimate(
     context: Counts = 1,
     expert: Counts = 1,
     etp: int = 1,
+    inference: bool = False,
+    batch: Counts = 1,
+    weights: Literal["int8", "int4", "fp8"] | None = None,
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto",
     load_factor: float = 1.0,
     recompute: bool = False,
     dtype: Dtype | None = None,
@@ -866,10 +884,13 @@ def estimate(
     Args:
         model: see :func:`profile`, as for every argument not listed here.
         device: the preset whose rates to use, as ``"a100-80gb"``.
-        context: numbers of devices that share each sequence; whole sequences are always included.
+        context: numbers of devices that share each sequence; whole sequences are always included. Of inference tokens
+            of texts, as in :func:`profile`.
         expert: numbers of devices that share the experts, each holding whole ones; experts that are split like
             everything else are always included.
         etp: how many of these devices split each expert, instead of holding whole ones.
+        weights: of inference, the format of the layers' weights; by default ``dtype``.
+        kv_cache_dtype: of inference, the format of the cache; ``"auto"`` is ``dtype``.
         load_factor: load of the busiest of these devices, as a multiple of the average.
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: number formats of weights, gradients and state; by default ``"bf16-mixed"`` for bfloat16,
@@ -1213,6 +1234,7 @@ def example(
     *,
     devices: int = 4,
     chunks: int | None = None,
+    inference: bool = False,
     forward: Duration = "1ms",
     backward: Duration | None = None,
     input_grad: Duration | None = None,
@@ -1234,6 +1256,7 @@ def example(
         name: a shape such as ``"shape-v"``, or a model such as ``"gpt2-124m"``; ``pipeplan example --help`` has all.
         devices: number of devices of a shape.
         chunks: stages per device of shape-circular.
+        inference: forwards alone, of a shape or a model.
         forward: forward time of a chain block, as ``"1ms"`` or in seconds.
         backward: backward time of a chain block; by default 3 ms.
         input_grad: input-gradient time of a chain block, instead of ``backward``.

@@ -82,6 +82,9 @@ def test_a_zero_backward_is_not_the_default() -> None:
         (["shape-v", "--shared-forward", "1ms"], "--shared-forward does not apply to shape-v"),
         (["shape-zbv", "--shared-backward", "1ms"], "--shared-backward does not apply to shape-zbv"),
         (["shape-m", "--chunks", "2"], "--chunks does not apply to shape-m"),
+        (["shape-v", "--inference", "--backward", "2ms"], "--inference is of forwards alone, and --backward"),
+        (["shape-m", "--inference", "--shared-backward", "2ms"], "--shared-backward is of training, and --inference"),
+        (["testbed-tessel", "--inference"], "--inference is for shapes and models, not for testbed-tessel"),
         (["shape-v", "--device", "a100-80gb"], "--device is for models, not for shape-v"),
         (["mmt", "--devices", "4"], "--devices is for shapes and clusters, not for mmt"),
         (["mmt", "--device", "tpu"], "--device 'tpu' is not a preset"),
@@ -111,6 +114,13 @@ def test_refused_with_exit_2(
     assert words in " ".join(output.err.split())
 
 
+@pytest.mark.parametrize("name", ["shape-k", "tessel-flava"])
+def test_forwards_alone(name: str) -> None:
+    profile = written(name, "--inference")
+    assert profile.is_inference
+    assert not any(row.has_backward for block in profile.blocks for row in block.costs)
+
+
 def test_flags_are_the_documented_ones() -> None:
     flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
     assert flags == {
@@ -120,6 +130,7 @@ def test_flags_are_the_documented_ones() -> None:
             "--chunks",
             "--vp",
             "--virtual-stages",
+            "--inference",
             "--forward",
             "--backward",
             "--input-grad",

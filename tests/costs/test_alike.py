@@ -12,7 +12,7 @@ from pipeplan.checker.facts import _Job, _on_networks
 from pipeplan.costs.stages import group_costs
 from pipeplan.costs.zero import WHOLE, Exchanging, Experts, Zero
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Edge, LinkLevel, Profile, Recipe, Source
+from pipeplan.files import Block, Cluster, CostRow, Edge, LinkLevel, PhaseRow, Profile, Recipe, Source
 from pipeplan.files.cluster import DeviceKind
 from pipeplan.files.profile import TiedParameter
 from pipeplan.planning.request import Request
@@ -126,6 +126,12 @@ def test_blocks_that_differ_in_anything_are_not_alike() -> None:
             "master_bytes": 4,
             "optimizer_bytes": 5,
             "shared": True,
+            "cache_bytes_per_token": 1,
+            "cache_heads": 2,
+            "cache_window_tokens": 1,
+            "query_bytes_per_token": 1,
+            "mixture_bytes_per_token": 1,
+            "phases": (PhaseRow(phase="decode", microbatch_size=1, context_tokens=1, forward_ns=1),),
         }.items()
     ]
     rows = {
@@ -167,7 +173,7 @@ def test_a_first_plan_is_that_of_blocks_that_are_each_of_their_own(seed: int) ->
     for each in (profile, apart(profile)):
         request = Request.of(each, cluster=CLUSTER, mini_batch=64, memory_bytes=(6 if seed % 2 else 30) * 10**6)
         search = PlanSearch(request, Budget(1000.0), None, STEPS)
-        EvenCut(growth=0.0).run(search)
+        EvenCut().run(search)
         assert search.made is not None
         plans.append(search.made.plan)
     first, second = (plan.model_dump(exclude={"provenance"}) for plan in plans)

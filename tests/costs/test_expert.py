@@ -24,6 +24,7 @@ from pipeplan.files.profile import Recipe
 from pipeplan.simulator.recost import relinked
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
 from pipeplan.workload.workload import Workload
+from support.marks import slow_but
 
 DENSE, SPARSE = 800, 64_000
 LINKS = Cluster(
@@ -151,8 +152,8 @@ def test_gradients_are_summed_by_those_that_have_them(expert: int) -> None:
     assert (own == 0) == (expert == 8)
 
 
-@pytest.mark.parametrize(
-    ("expert", "how"),
+@slow_but(
+    "expert, how",
     [
         *product([2, 4, 8], [{}, {"zero": 1}, {"shards": 2}, {"shards": 2, "zero": 1}, {"zero": 1, "zero_group": 4}]),
         (2, {"zero": 2}),
@@ -160,6 +161,7 @@ def test_gradients_are_summed_by_those_that_have_them(expert: int) -> None:
         (4, {"shards": 2, "zero": 3, "zero_group": 2}),
         (4, {"zero": 3, "unshard_every": 1, "reduce_every": 2}),
     ],
+    lambda case: case not in [(2, {"zero": 2}), (8, {"zero": 3})],
 )
 def test_plans_are_checked(expert: int, how: dict[str, int]) -> None:
     known = profile(expert)

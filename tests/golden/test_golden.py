@@ -74,7 +74,7 @@ CLOCKLESS = ("tessel-x/auto", "gpt2-124m/recompute")
 
 
 @pytest.mark.parametrize("name", [*CLOCKLESS, *map(slow, sorted({*FAST, "flava/auto"} - {*CLOCKLESS}))])
-@pytest.mark.parametrize("pace", [0, 10**6])
+@pytest.mark.parametrize("pace", [pytest.param(0, marks=pytest.mark.long), 10**6])
 def test_no_clock_decides_in_a_deterministic_search(name: str, pace: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether none passes any time, or a million seconds at each look: the plan is the same."""
     now = [0.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -57,5 +58,5 @@ def test_a_host_that_is_cut_off_ends_the_run_with_its_name() -> None:
     """Or, where it is cut off just when losses are added up, with what was going on and who is left alone."""
     ended = hosts.cut(2, timeout_s=20.0)  # no step takes as long on a busy machine
     assert ended.codes != [0]
-    named = "rank 1 hangs on another machine; rank 0 got nothing from rank 1" in ended.said
+    named = re.search(r"rank 1 hangs on machine pipeplan-\d+-1; rank 0 got nothing from rank 1", ended.said)
     assert named or "rank 0 lost the others in step" in ended.said

@@ -43,7 +43,7 @@ from pipeplan.planning.candidates import PlacementCandidate, even_cuts, fitting_
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.steps import STEPS, EvenCut, search_plan, without
+from pipeplan.planning.steps import STEPS, EvenCut, LargerGroups, search_plan, without
 from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.tuning import tune
 from pipeplan.planning.uniform_space import longest_stages
@@ -281,7 +281,7 @@ def test_a_first_plan_does_not_grow_with_the_number_of_microbatches() -> None:
     def first(num_microbatches: int) -> tuple[int, Plan]:
         asked = of(96, 48, num_microbatches=num_microbatches, microbatch_size=1, time_limit=1000.0)
         search = PlanSearch(asked, Budget(asked.time_limit), None, STEPS)
-        calls = counted(lambda: EvenCut(growth=0.0).run(search))
+        calls = counted(lambda: EvenCut().run(search))
         assert search.made is not None
         return calls.all, search.made.plan
 
@@ -289,6 +289,23 @@ def test_a_first_plan_does_not_grow_with_the_number_of_microbatches() -> None:
     assert many <= 1.3 * few
     assert plan.num_microbatches == 12_000
     assert sum(map(len, plan.programs)) <= 3 * MOST_ENTRIES
+
+
+def test_groups_grow_only_while_nothing_is_better() -> None:
+    asked = of(96, 48, num_microbatches=600, microbatch_size=1, time_limit=10.0)
+    search = PlanSearch(asked, Budget(asked.time_limit, clock=Hand()), None, STEPS)
+    EvenCut().run(search)
+    first = search.best
+    assert first is not None
+    before = first.value_ns
+    assert before is not None
+    LargerGroups(share=0.0).run(search)
+    assert first.value_ns == before
+    LargerGroups().run(search)
+    assert first.value_ns is not None
+    assert first.value_ns < before
+    assert search.made is not None
+    assert search.made.plan.predicted.iteration_ns == first.value_ns
 
 
 def test_making_a_plan_asks_for_the_time() -> None:
@@ -308,7 +325,7 @@ def test_a_first_plan_of_few_actions_on_many_devices_asks_for_the_time() -> None
     calls = Calls()
     search = PlanSearch(asked, Budget(asked.time_limit, clock=calls), None, STEPS)
     with search.budget.enforced(), calls.counting():
-        EvenCut(growth=0.0).run(search)
+        EvenCut().run(search)
         assert search.made is not None
         assert search.made.schedule.graph.num_tasks < planning_steps._FEW
     assert calls.all > 5 * MOST_CALLS
@@ -702,7 +719,7 @@ def test_on_a_busy_machine_a_first_plan_is_not_given_up_half_made(
     monkeypatch.setattr(time, "process_time", lambda: worked[0])
     asked = of(2_000, 8, time_limit=20.0)
     search = PlanSearch(asked, Budget(asked.time_limit, clock=slowly), None, STEPS)
-    EvenCut(growth=0.0, working=working).run(search)
+    EvenCut(working=working).run(search)
     assert clock.now > 4.0, "its share of the time"
     assert (search.best is not None) == (working > 0)
 

@@ -22,14 +22,12 @@ from pipeplan.costs.launches import with_launches
 from pipeplan.costs.throughput import Yardstick
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, PlacedStage, Placement, Plan, Profile, Source, to_json
-from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_layouts
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import search_plan
-from pipeplan.planning.trials import Trial
 from pipeplan.simulator.recost import recosted, relinked
-from planning.test_unlike_devices import FIXED, MINI_BATCH, cluster_of
+from planning.test_unlike_devices import MINI_BATCH, cluster_of
 from references.unlike_devices import Kind, every_layout
+from support.layouts import FIXED, require_best, require_rows_below_plans
 from support.marks import slow_but
 
 TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
@@ -81,16 +79,11 @@ def asked(seed: int, most_blocks: int, most_devices: int) -> tuple[Request, int 
 def compare(seed: int, most_blocks: int, most_devices: int) -> None:
     """The iteration found is that of the best layout, no bound is above it, and ``check`` accepts the plan."""
     request, best = asked(seed, most_blocks, most_devices)
-    if best is None:
-        return
-    found = search_plan(request)
-    assert found.plan.predicted.iteration_ns == best
-    assert found.lower_bound_ns <= best
-    assert request_bound(request) <= best
-    check(found.plan, request.profile, request.cluster).require()
+    if best is not None:
+        check(require_best(request, best), request.profile, request.cluster).require()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@slow_but("seed", range(10), lambda seed: seed < 6)
 def test_search_finds_the_best_of_all_layouts(seed: int) -> None:
     compare(seed, 4, 3)
 
@@ -105,18 +98,7 @@ def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
 def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
     """Of every uniform layout, cut for the levelled profile and run by the profiles of its devices."""
     request, _ = asked(seed, 4, 3)
-    request = replace(request, scheduler="auto", positions=None)
-    seen = 0
-    for row in uniform_layouts(request):
-        candidate = placed(request, row.choice)
-        if isinstance(candidate, PlacementCandidate):
-            trial = Trial.of(request, candidate)
-            trial.look(thorough=True)
-            if trial.value_ns is not None:
-                seen += 1
-                assert row.least_ns <= trial.value_ns
-                assert request_bound(request) <= trial.bound_ns
-    assert seen
+    require_rows_below_plans(request)
 
 
 @slow_but("factor, speed", [(2, "0.5"), (4, "0.25")], lambda each: each[0] == 2)

@@ -16,24 +16,15 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, Source, parse
 from pipeplan.files.cluster import DeviceKind
-from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_layouts
 from pipeplan.planning.frontier import frontier_request
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
-from pipeplan.planning.trials import Trial
 from pipeplan.simulator.recost import recosted, relinked
 from references.unlike_devices import Kind, every_layout
+from support.layouts import FIXED, require_best, require_rows_below_plans
+from support.marks import slow_but
 
 MINI_BATCH = 6
-FIXED: dict[str, Any] = {
-    "scheduler": "1f1b",
-    "num_parted": 0,
-    "split_backward": False,
-    "time_limit": 1.0,
-    "deterministic": True,
-    "sizes": (1, 2),
-}
 
 
 def cluster_of(*kinds: Kind) -> Cluster:
@@ -62,15 +53,11 @@ def asked(seed: int, most_blocks: int, most_devices: int) -> tuple[Request, int 
 def compare(seed: int, most_blocks: int, most_devices: int) -> None:
     """The iteration found is that of the best layout, and no bound is above it."""
     request, best = asked(seed, most_blocks, most_devices)
-    if best is None:
-        return
-    found = search_plan(request)
-    assert found.plan.predicted.iteration_ns == best
-    assert found.lower_bound_ns <= best
-    assert request_bound(request) <= best
+    if best is not None:
+        require_best(request, best)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@slow_but("seed", range(16), lambda seed: seed < 10)
 def test_search_finds_the_best_of_all_layouts(seed: int) -> None:
     compare(seed, 4, 3)
 
@@ -85,18 +72,7 @@ def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
 def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
     """Of every uniform layout, cut by its own rule and run with each known schedule; also of its bound by work."""
     request, _ = asked(seed, 4, 3)
-    request = replace(request, scheduler="auto", positions=None)
-    seen = 0
-    for row in uniform_layouts(request):
-        candidate = placed(request, row.choice)
-        if isinstance(candidate, PlacementCandidate):
-            trial = Trial.of(request, candidate)
-            trial.look(thorough=True)
-            if trial.value_ns is not None:
-                seen += 1
-                assert row.least_ns <= trial.value_ns
-                assert request_bound(request) <= trial.bound_ns
-    assert seen
+    require_rows_below_plans(request)
 
 
 def test_kinds_that_are_all_as_fast_as_the_profile_change_nothing() -> None:

@@ -15,13 +15,17 @@ from pipeplan.costs import build_workload
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning import trials
 from pipeplan.planning.alternatives import _is_fsdp, _why, choice_words
-from pipeplan.planning.candidates import uniform_choices
-from pipeplan.planning.request import Request
-from pipeplan.planning.steps import search_plan
+from pipeplan.planning.candidates import PlacementCandidate, quick_first, uniform_choices
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import STEPS, search_plan
+from pipeplan.planning.trials import PlanSearch, Trial
+from pipeplan.planning.uniform_space import BoundedChoice, Choice
 from pipeplan.planning.usual import USUAL, Usual, excess, usual_of
 from pipeplan.reporting.terminal import print_explanation
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.units import format_ns
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -161,3 +165,46 @@ def test_reasons_do_not_refute_themselves_and_fsdp_is_a_common_layout() -> None:
     result = search_plan(replace(request, time_limit=0.3, deterministic=True), explain=True)
     assert result.explanation is not None
     assert result.explanation.common[0].what.endswith("FSDP")
+
+
+def test_rows_that_are_quick_to_look_at_come_first() -> None:
+    """Every row once: the best of few actions, better ones of four times as many, and so on; then all others."""
+    rows = [
+        BoundedChoice(
+            Choice("one-to-one", 1, Batch(3 * count, 1), False, False, positions=count), 1, 100.0 + place, 0.0, 0.0
+        )
+        for place, count in enumerate([115, 100, 55, 8, 18, 10, 4, 36, 11, 14])
+    ]
+    found = list(quick_first(rows))
+    assert [each.choice.positions for each in found] == [8, 18, 10, 55, 115, 100, 4, 36, 11, 14]
+    assert list(quick_first(rows[3:7])) == rows[3:7]
+    long = Batch(10**6, 10**6)
+    assert Choice("one-to-one", 1, long, False, False, positions=10).actions_looked_at == 30 * 66
+    assert Choice("v-shape", 1, long, False, False, positions=40).actions_looked_at == 240 * 80
+    much = [replace(rows[0], usual_ns=10.0), *(replace(each, usual_ns=13.0) for each in rows[1:])]
+    assert list(quick_first(much)) == much
+    assert not list(quick_first([]))
+
+
+def test_of_many_actions_only_the_schedules_of_a_strategy_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none of these fits there may be no plan at all: then all are."""
+    request = Request.of(chain(4), devices=2, mini_batch=8)
+    candidate = PlacementCandidate(place(chain(4), "one-to-one", 2, microbatch_size=1), request.batch, False, "by hand")
+    v_half = next(each for each in USUAL if each.name == "v-half")
+    trial = Trial.of(request, candidate)
+    trial.look(usual=v_half, others=False)
+    assert trial.best is None
+    monkeypatch.setattr(trials, "FEW_ACTIONS", trial.num_actions - 1)
+    trial.look(usual=v_half)
+    assert trial.best is None
+    search = PlanSearch(request, Budget(1.0, deterministic=True), None, STEPS)
+    monkeypatch.setattr(trials, "is_large", lambda request: True)
+    search.look(trial, replace(candidate, usual=v_half))
+    assert trial.best is not None
+    other = Trial.of(request, candidate)
+    search.trials.append(trial)
+    search.look(other, replace(candidate, usual=v_half))
+    assert other.best is None
+    monkeypatch.undo()
+    other.look(usual=v_half)
+    assert other.best is not None

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from builders.profiles import joined, uneven_chain
 from builders.requests import request_of
 from pipeplan.files import Block, CostRow
-from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan, without
 from pipeplan.planning.widths import _Widths
 from references.every_width import every_width, one_f_one_b
+from support.layouts import FIXED, require_best
 
 MINI_BATCH = 12
-FIXED: dict[str, Any] = {
-    "scheduler": "1f1b",
-    "num_parted": 0,
-    "split_backward": False,
-    "time_limit": 1.0,
-    "deterministic": True,
-    "sizes": (1, 2),
-}
 
 
 def compare(seed: int, most_blocks: int, most_devices: int) -> None:
@@ -38,11 +29,7 @@ def compare(seed: int, most_blocks: int, most_devices: int) -> None:
     if best is None:
         return
     request = request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, memory_bytes=memory, zero=int(zero), **FIXED)
-    request = replace(request, recompute=None if recompute else False)
-    found = search_plan(request)
-    assert found.plan.predicted.iteration_ns == best
-    assert found.lower_bound_ns <= best
-    assert request_bound(request) <= best
+    require_best(replace(request, recompute=None if recompute else False), best)
 
 
 @pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")

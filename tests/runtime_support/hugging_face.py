@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from pipeplan.runtime.models.huggingface import LoadedModel, load, load_configuration
 from pipeplan.runtime.models.huggingface.families import FAMILIES
 from pipeplan.runtime.models.spec import Grain, Model
+from pipeplan.runtime.training.options import TrainOptions
 
 HIDDEN, HEADS, FFN, WORDS, SEQUENCE, LAYERS = 32, 4, 64, 63, 12, 2
+SEED = 3
 LLAMA: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "num_hidden_layers": LAYERS,
@@ -150,6 +152,20 @@ def text(name: str, **changes: Any) -> str:
     """A configuration as it stands on the command line."""
     arguments = {**(ARGUMENTS | FURTHER)[name], **changes}
     return f"{FAMILIES[name].config}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def training_of(name: str) -> TrainOptions:
+    """Two clipped steps in float64."""
+    return TrainOptions(
+        text(name),
+        SEQUENCE,
+        num_steps=2,
+        seed=SEED,
+        dtype="float64",
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        clip_norm=0.1,
+    )
 
 
 @cache

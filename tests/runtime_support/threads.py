@@ -27,6 +27,7 @@ from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Clock
 from pipeplan.runtime.parallel.sharding import Cut, Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
+from pipeplan.runtime.training.evaluation import evaluating
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import travelling
 from runtime_support.plans import Unsplit
@@ -163,7 +164,7 @@ def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
 
 
 def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
-    """Run every rank's program once, in fp64."""
+    """Run every rank's program once, in fp64; of a plan of inference as a run does it."""
     programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
     specs = travelling(programs[0], model, torch.float64)
     batch = model.mini_batch(plan.mini_batch, 0, seed, dtype=torch.float64)
@@ -171,7 +172,7 @@ def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
     ranks = [_Rank(program, model, specs, mail, seed) for program in programs]
     with ThreadPoolExecutor(len(ranks)) as pool:
         for rank in ranks:
-            pool.submit(rank.run, samples)
+            pool.submit(rank.infer if plan.is_inference else rank.run, samples)
     if mail.failure is not None:
         raise mail.failure
     buffers = [buffer for rank in ranks for module in rank.modules.values() for buffer in module.buffers()]
@@ -218,6 +219,11 @@ class _Rank:
         channels = MailChannels(program, specs, mail)
         self._mail = mail
         self._executor = Executor(program, stages, channels, specs, progress, Clock(CPU))
+
+    def infer(self, samples: MiniBatch) -> None:
+        """Forwards alone of one mini-batch, with nothing kept."""
+        with evaluating(self._executor.runners.values(), self.modules.values()):
+            self.run(samples)
 
     def run(self, samples: MiniBatch) -> None:
         """One mini-batch; gradients are left in the parameters."""

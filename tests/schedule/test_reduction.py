@@ -14,13 +14,15 @@ from builders import profiles
 from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, PlacedStage, Placement, Profile
+from pipeplan.partition.placement import place
+from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import first_look, search_schedule
 from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.elements import Bucket, TiedState
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import GRADIENT_ROLES
-from pipeplan.workload.one_microbatch import OneMicrobatch, Reduction
+from pipeplan.workload.one_microbatch import IDLE, OneMicrobatch, Reduction
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -95,7 +97,8 @@ def test_orders_mean_the_same_in_both(workload: Workload) -> None:
     starts = earliest_starts(graph, with_links(graph, reduced))
     assert max(map(sum, zip(starts, graph.durations, strict=True))) == found.makespan_ns
     static = [workload.static_bytes(device) for device in range(len(workload.devices))]
-    assert static == [reduction.reduced.static_bytes(group) for group in reduction.groups]
+    groups = reduction.groups
+    assert static == [0 if group == IDLE else reduction.reduced.static_bytes(group) for group in groups]
 
 
 @st.composite
@@ -212,3 +215,32 @@ def test_parts_are_not_searched() -> None:
     workload = build_workload(profile_of([3], []), placement, num_microbatches=2, microbatch_size=2)
     with pytest.raises(UsageError, match="leave out num_parted"):
         OneMicrobatch.of(workload)
+
+
+@pytest.mark.parametrize("strategy", ["one-to-one", "circular", "v-shape", "bidirectional"])
+def test_devices_that_run_nothing_change_no_schedule(strategy: str) -> None:
+    """Every classic schedule applies as without them, and its actions run at the same times."""
+    profile, applied = profile_of([3] * 8, [(i, i + 1) for i in range(7)]), 0
+    placement = place(profile, strategy, 4, microbatch_size=1)
+    alone, beside = (
+        build_workload(
+            profile,
+            placement.model_copy(update={"num_devices": count}),
+            num_microbatches=10,
+            microbatch_size=1,
+            split_backward=True,
+        )
+        for count in (4, 6)
+    )
+    problems = [OneMicrobatch.of(workload) for workload in (alone, beside)]
+    assert [problem.num_devices for problem in problems] == [4, 4]
+    for name, classic in CLASSIC.items():
+        reasons = [classic.applies(problem) for problem in problems]
+        assert reasons[0] == reasons[1]
+        if reasons[0] is None:
+            applied += 1
+            budget = Budget(1.0, deterministic=True)
+            found = [search_schedule(workload, budget, scheduler=name) for workload in (alone, beside)]
+            assert found[0].starts == found[1].starts
+            assert [*map(list, found[0].orders), [], []] == list(map(list, found[1].orders))
+    assert applied > 2

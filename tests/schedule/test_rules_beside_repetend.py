@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from builders.shapes import shape_workload
@@ -12,6 +14,7 @@ from pipeplan.schedule.search import search_schedule
 from pipeplan.workload.memory import fits
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
+from support.marks import slow_but
 
 MS = 1_000_000
 
@@ -22,8 +25,11 @@ def workload_of(name: str, count: int, *, split: bool) -> Workload:
     return shape_workload(name, 4, count, costs=costs, split=split, memory=80)
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("name", ["mllm", "m", "nn"])
+@slow_but(
+    "name, split",
+    list(itertools.product(["mllm", "m", "nn"], [False, True])),
+    lambda case: case in [("mllm", False), ("m", True), ("nn", False)],
+)
 def test_the_automatic_search_returns_the_better_one(name: str, split: bool) -> None:
     workload = workload_of(name, 6, split=split)
     rules = sweep(workload)

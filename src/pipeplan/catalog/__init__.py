@@ -163,7 +163,8 @@ class ExportTarget:
     modules that have a model's beginning, its layer N, and its end, where it has names; ``tied`` says what becomes of a
     table that stages on several ranks share, and ``sums_tied`` whether its gradients are summed as a plan has it.
     It needs a ``folder`` of files, or one file. ``names_everywhere`` are modules that every stage has, too; with
-    ``top_level`` all are children of the model, or items of lists that are.
+    ``top_level`` all are children of the model, or items of lists that are. A server's cache has blocks of
+    ``cache_block_tokens`` tokens; 0 of single ones.
     """
 
     title: str
@@ -190,6 +191,7 @@ class ExportTarget:
     by_layer: bool = False
     first_layers: bool = False
     experts: bool = False
+    cache_block_tokens: int = 0
 
     @property
     def schedule_names(self) -> list[str]:

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from pipeplan.checker.exchanges import check_exchanges
 from pipeplan.checker.facts import RULES, Facts, Figures, Findings, Report, Violation, check_figures, figures_of
+from pipeplan.checker.forwards import given_spans
 from pipeplan.checker.inputs import check_cluster, check_profile
 from pipeplan.checker.loop import check_loop
 from pipeplan.checker.programs import Messages, check_messages, check_waits, read_programs
@@ -49,7 +50,8 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
         check_timeline(facts, programs, links, exchanges.least, findings)
         if findings.has("transfer-order", "inputs", "order") and not findings.has("deadlock"):
             check_waits(facts, programs, findings)
-        peaks, busy, sums = check_memory(facts, programs, findings, exchanges.spans), exchanges.busy, exchanges.sums
+        spans = given_spans(facts) if plan.is_inference else exchanges.spans
+        peaks, busy, sums = check_memory(facts, programs, findings, spans), exchanges.busy, exchanges.sums
         if plan.repetend is not None and not findings.has("inputs", "links", "order", "exclusive"):
             rate = check_repetend(facts, programs, links, findings)
     timed = {problem.rule for problem in findings.problems} <= {"memory", "figures"}

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
+from pipeplan.checker.forwards import check_forward
 from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
 from pipeplan.costs.communication import Exchange, all_gather_time, all_reduce_time, time_of_groups
 from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe
@@ -55,6 +56,9 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     Without ``cluster`` the times of messages are compared only for plans made without one.
     """
     _check_fingerprint("profile", sha256_of(profile), plan.provenance.profile_sha256, findings)
+    if plan.mode != profile.mode:
+        findings.add("profile", "mode", f"is {plan.mode}, the profile is of {profile.mode}")
+        return
     _check_origin(plan, profile, findings)
     if not _has_its_kinds(plan, profile, findings) or not _has_its_blocks(plan, profile, findings):
         return
@@ -81,7 +85,11 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
             again, overhead_ns = _held_by_others(stage, known), plan.split_overhead_ns
             rows, timed = _exchanging(stage, rows, known, cluster), _times_known(plan, stage, cluster)
             gathers = ends.get(number, (0, 0)) if timed else (None, None)
-            _check_operations(own, rows, again, overhead_ns, gathers, findings, timed=timed)
+            if plan.is_inference:
+                for operation in own:
+                    check_forward(profile, stage, operation, rows, gathers[0], findings)
+            else:
+                _check_operations(own, rows, again, overhead_ns, gathers, findings, timed=timed)
             if stage.block_groups:
                 _check_groups(number, stage, own, rows, known, cluster, findings, timed=timed)
             for operation in own:
@@ -104,7 +112,7 @@ def _launched(profile: Profile, overhead_ns: int) -> Profile:
 
     def longer(row: CostRow) -> CostRow:
         whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0) if row.backward_ns is None else row.backward_ns
-        times = {"forward_ns": row.forward_ns, "backward_ns": whole}
+        times = {"forward_ns": row.forward_ns} | ({} if profile.is_inference else {"backward_ns": whole})
         if row.input_grad_ns is not None and row.weight_grad_ns is not None:
             times |= {"input_grad_ns": row.input_grad_ns, "weight_grad_ns": row.weight_grad_ns}
         return row.model_copy(update={key: time + overhead_ns for key, time in times.items()})
@@ -351,24 +359,29 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
 
     Of what blocks of one stage split unlike it holds a part for each way. Levels 2 and 3 are for what is not tied.
     """
-    parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
+    held = {
+        place: _parts_held(known, stage, place)
+        for place, block in enumerate(stage.blocks)
+        if stage.configurations or not place or any(block in tied.blocks for tied in profile.tied)
+    }
+    share = cache(lambda state, parts: _share(state, parts, stage, known))
     for tied in profile.tied if stage.zero > 1 and _sharers(stage) > 1 else ():
         if known.kept_tied[tied.name].total and _uses(stage, tied):
             text = f"is {stage.zero}, which exchanges state block by block, and {tied.name!r} is of several blocks"
             findings.add("profile", f"stages[{number}].zero", text)
     expected = MemoryBytes()
-    for block, held in zip(stage.blocks, parts, strict=True):
+    for place, block in enumerate(stage.blocks):
         own = _of_experts(block, stage, known)
         rest = known.kept[block] - own if own.total else known.kept[block]
-        expected += _share(rest, held[0].num_parts, stage, known)
+        expected += share(rest, held.get(place, held[0])[0].num_parts)  # all are cut alike where none says how
         if own.total:
             expected += _share(own, stage.expert, _as_on_experts(stage), known)
     for tied in profile.tied:
         before: set[tuple[HeldPart, ...]] = set()
-        for block, held in zip(stage.blocks, parts, strict=True):
-            if block in tied.blocks and held in before:
-                expected -= _share(known.kept_tied[tied.name], held[0].num_parts, stage, known, least=True)
-            before |= {held} if block in tied.blocks else set()
+        for place in (place for place, block in enumerate(stage.blocks) if block in tied.blocks):
+            if held[place] in before:
+                expected -= _share(known.kept_tied[tied.name], held[place][0].num_parts, stage, known, least=True)
+            before.add(held[place])
     _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
 
 

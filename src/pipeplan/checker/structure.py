@@ -7,11 +7,12 @@ import math
 from collections.abc import Collection
 
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, goes_with, period_of, shares_evenly
+from pipeplan.checker.forwards import check_gives_back
 from pipeplan.files import Plan
 from pipeplan.files.placement import configuration_problem
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Operation, context_problem
-from pipeplan.workload.kinds import BACKWARD_ROLES, COMPUTE_KINDS, PASSES, Role, in_order, role_of
+from pipeplan.workload.kinds import BACKWARD_ROLES, COMPUTE_KINDS, FORWARDS, PASSES, Role, in_order, role_of
 
 _FEEDS = {Role.FORWARD: (Role.FORWARD,), Role.BACKWARD: BACKWARD_ROLES, Role.INPUT_GRAD: BACKWARD_ROLES}
 """Role -> the roles of other stages that hand something to it."""
@@ -29,18 +30,22 @@ def check_structure(plan: Plan, findings: Findings) -> None:
     for stage, operations in enumerate(by_stage):
         if _check_kinds(plan, stage, operations, findings):
             _check_own_order(stage, operations, pairs, findings)
-            _check_balance(stage, operations, findings)
+            if not plan.is_inference:
+                _check_balance(stage, operations, findings)
+    if plan.is_inference:
+        check_gives_back(plan, findings)
     _check_shares(plan, findings)
     _check_blocks(plan, findings)
     _check_dependencies(plan, findings)
 
 
 def _check_kinds(plan: Plan, stage: int, operations: dict[str, Operation], findings: Findings) -> bool:
-    """A stage with blocks runs F and B, or F, I and W; one without runs an instruction."""
+    """A stage with blocks runs F and B, or F, I and W, and of inference F alone; one without runs an instruction."""
     has = ", ".join(operations) or "none"
     roles = tuple(operations[kind].role for kind in in_order(operations))
     if plan.stages[stage].blocks:
-        right, text = roles in PASSES, f"a stage runs {', or '.join(map(_named, PASSES))}"
+        passes = (FORWARDS,) if plan.is_inference else PASSES
+        right, text = roles in passes, f"a stage of {plan.mode} runs {', or '.join(map(_named, passes))}"
     else:
         right, text = roles == (Role.CUSTOM,), "a stage without blocks runs one instruction"
     if not right:

@@ -217,6 +217,8 @@ def check_memory(
 ) -> tuple[int, ...]:
     """Every device stays within its memory and its predicted parts are right; returns the peaks [device] in bytes.
 
+    Of inference what forwards give is among the ``spans``, and they give back nothing themselves.
+
     An action takes ``acquire_bytes`` at its start and gives ``release_bytes`` back at its end, a part of a forward
     takes half; workspace is held while it runs. A device runs one action at a time, so all follows from its order, but
     for what stages keep for each micro-batch. Call it with complete programs only.
@@ -225,7 +227,7 @@ def check_memory(
     keeping = [number for number, stage in enumerate(facts.plan.stages) if stage.kept.total]
     peaks: list[int] = []
     for device, entries in checked(enumerate(programs.compute), 1):
-        if spans and spans[device]:
+        if facts.plan.is_inference or (spans and spans[device]):
             peaks.append(_peak_in_time(facts, device, entries, state[device], spans[device], findings))
             continue
         kept = _kept(facts, device, entries, keeping)
@@ -255,8 +257,9 @@ def _peak_in_time(
     for operation, number in entries:
         start, end = facts.starts[operation][number], facts.end(operation, number)
         effect = facts.plan.operations[operation]
-        changes[start][ACTIVATIONS] += facts.acquired(operation, number)
-        changes[end][ACTIVATIONS] -= effect.release_bytes
+        if not facts.plan.is_inference:
+            changes[start][ACTIVATIONS] += facts.acquired(operation, number)
+            changes[end][ACTIVATIONS] -= effect.release_bytes
         changes[start][WORKSPACE] += effect.workspace_bytes
         changes[end][WORKSPACE] -= effect.workspace_bytes
     for begin, end, kind, size in spans:

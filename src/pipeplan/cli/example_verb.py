@@ -24,6 +24,7 @@ _OF_ALL = ("name", "output")
 _TAKERS = {
     **dict.fromkeys(("device", "microbatch", "shards", "cluster"), ("models",)),
     "devices": ("shapes", "clusters"),
+    "inference": ("shapes", "models"),
     "nominal": ("clusters",),
 }
 """Parameter -> the kinds of examples that take it; all others are of shapes."""
@@ -65,6 +66,7 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
     type=NUMBER,
     help="Virtual stages: stages per device of shape-circular.  [default: 2]",
 )
+@click.option("--inference", is_flag=True, help="Forwards alone, of a shape or a model.")
 @click.option("--forward", "forward_ns", type=DURATION, default="1ms", help="Forward time of a chain block.")
 @_duration("--backward", "Backward time of a chain block.  [default: 3ms]")
 @click.option(
@@ -119,9 +121,9 @@ def example_command(ctx: click.Context, /, name: str, output: str, **_: Any) -> 
     Shapes: shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv. Costs are for one
     micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
 
-    Models take only --device, --microbatch, --shards and --cluster. Clusters are nodes of a maker's devices, with
-    links at the share of their nominal rates that published runs reach; --nominal leaves those as they are. Testbeds
-    are the machines of papers. --devices cuts or extends them.
+    Models take only --device, --microbatch, --shards, --cluster and --inference. Clusters are nodes of a maker's
+    devices, with links at the share of their nominal rates that published runs reach; --nominal leaves those as they
+    are. Testbeds are the machines of papers. --devices cuts or extends them.
     """
     with Outputs({"-o": output}) as outputs:
         outputs.write(made_example(ctx), output)
@@ -140,9 +142,11 @@ def made_example(ctx: click.Context) -> Profile | Cluster:
         asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
         return _api.make_cluster(name, asked, nominal=nominal)
     if kind == "models":
-        how = {"device": device, "microbatch_sizes": sizes, "shards": shards or (1,)}
+        how = {"device": device, "microbatch_sizes": sizes, "shards": shards or (1,), "inference": given["inference"]}
         return _api.make_model(name, **how, cluster=cluster)
     _require_shared(ctx, name, given)
+    if given["inference"] and given["shared_backward_ns"] is not None:
+        raise UsageError("--shared-backward is of training, and --inference runs forwards alone; leave one of them out")
     return _api.make_shape(name, devices, chunks=chunks, **given)
 
 

@@ -25,6 +25,7 @@ from pipeplan.cli.shared import (
     NUMBER,
     SEED,
     SEQUENCE,
+    TOKENS,
     FiniteRange,
     OneOf,
     Shown,
@@ -174,9 +175,10 @@ def _read_text(path: str) -> str:
 @click.option("--shards", type=COUNTS, default="1", help="Numbers of devices that split each block.")
 @click.option(
     "--context",
-    type=COUNTS,
+    type=TOKENS,
     default="1",
-    help="With --estimate: numbers of devices that share each sequence; whole sequences are always included.",
+    help="With --estimate: numbers of devices that share each sequence; whole sequences are always included. With "
+    "--inference: tokens of texts (8k is 8192) to add prefill, decode and the cache for.",
 )
 @click.option(
     "--expert",
@@ -189,6 +191,21 @@ def _read_text(path: str) -> str:
     type=NUMBER,
     default=1,
     help="With --expert: how many of these devices split each expert, instead of holding whole ones.",
+)
+@click.option(
+    "--inference", is_flag=True, help="Forwards alone; with --context also prefill and decode with a KV cache."
+)
+@click.option("--batch", type=COUNTS, default="1", help="With --inference: requests at once.")
+@click.option(
+    "--weights",
+    type=OneOf(["int8", "int4", "fp8"]),
+    help="With --inference --estimate: format of the layers' weights.  [default: that of --dtype]",
+)
+@click.option(
+    "--kv-cache-dtype",
+    type=OneOf(["auto", "fp8"]),
+    default="auto",
+    help="With --inference --estimate: format of the cache; auto is that of --dtype.",
 )
 @click.option(
     "--load-factor",
@@ -274,6 +291,8 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
     """
     use = _require_one_use(ctx)
     given = ctx.params
+    if given["inference"] and _given(ctx, "microbatch"):
+        raise UsageError("--microbatch is of training; with --inference give --batch, the requests at once")
     if use == "show":
         asked = given["microbatch"] if _given(ctx, "microbatch") else ()
         _show(given["show"], asked, as_json=given["as_json"], details=given["details"])
@@ -296,7 +315,7 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
 _RECIPE = ("precision", "gradient_dtype", "optimizer")
 _MODEL = {
     *("name", "microbatch", "sequence", "grain", "shared", "shards", "recompute", "dtype", "device", "output"),
-    "details",
+    *("details", "inference", "batch", "context"),
     *_RECIPE,
 }
 _USES = {
@@ -308,9 +327,13 @@ _USES = {
     ),
     "estimate": (
         {"name", "output", "estimate"},
-        _MODEL | {"calibrate", "kernels", "context", "expert", "etp", "load_factor", "cluster", "as_json"},
+        _MODEL
+        | {"calibrate", "kernels", "expert", "etp", "load_factor", "cluster", "as_json", "weights", "kv_cache_dtype"},
     ),
-    "name": ({"name", "output"}, _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "as_json"}),
+    "name": (
+        {"name", "output"},
+        _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "as_json", "weights", "kv_cache_dtype"},
+    ),
 }
 """What says which use is meant -> the parameters it needs, and those it may have."""
 
@@ -453,6 +476,8 @@ def measured(
     given: Mapping[str, Any], tell: Callable[[str], None], *, progress: OnBlock | None = None, **how: Any
 ) -> Profile:
     """The profile of the model that the parameters name; ``tell`` gets what a reader must know of it."""
+    if _of_inference(given, estimates=False):
+        return _forwards(given, tell, progress, **how)
     remarks = _Remarks(tell, progress)
     model, shards = _model(given, remarks.keep)
     profile = _api.profile(
@@ -471,6 +496,8 @@ def estimated(
     given: Mapping[str, Any], tell: Callable[[str], None], *, progress: OnBlock | None = None, **how: Any
 ) -> Profile:
     """The same, estimated for a device preset, and calibrated by a measured profile or published runs if given."""
+    if _of_inference(given, estimates=True):
+        return _forwards(given, tell, progress)
     remarks = _Remarks(tell, progress)
     calibration = given["calibrate"]
     if isinstance(calibration, str):
@@ -493,6 +520,55 @@ def estimated(
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
         **how,
+    )
+    remarks.say()
+    return profile
+
+
+_OF_TRAINING = {
+    "recompute": "--recompute is of backward",
+    "precision": "--precision is what training keeps; give --dtype or --weights",
+    "gradient_dtype": "--gradient-dtype is of training",
+    "optimizer": "--optimizer is of training",
+    "calibrate": "--calibrate fits forward and backward of training",
+}
+
+
+def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
+    """Whether forwards alone are asked for. Raises UsageError where flags do not go together."""
+    is_asked: bool = given["inference"]
+    if is_asked:
+        for name, why in _OF_TRAINING.items():
+            if given[name]:
+                raise UsageError(f"{why}, and --inference runs forwards alone; leave it out")
+        if given["etp"] > 1:
+            raise UsageError("--etp splits experts in training; with --inference each device has whole ones")
+    elif given["batch"] != (1,):
+        raise UsageError("--batch is of --inference; for training give --microbatch")
+    elif given["weights"] or given["kv_cache_dtype"] != "auto":
+        flag = "--weights" if given["weights"] else "--kv-cache-dtype"
+        raise UsageError(f"{flag} is of inference; add --inference")
+    elif not estimates and given["context"] != (1,):
+        raise UsageError("--context is of estimates, or with --inference of texts; add --estimate or --inference")
+    if not estimates and (given["weights"] or given["kv_cache_dtype"] != "auto"):
+        raise UsageError("--weights and --kv-cache-dtype are of estimates; add --estimate and --device PRESET")
+    return is_asked
+
+
+def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: OnBlock | None, **how: Any) -> Profile:
+    """The profile of forwards alone of the model that the parameters name."""
+    remarks, estimates = _Remarks(tell, progress), given["estimate"] or given["device"] not in ("cpu", "cuda")
+    model, shards = _model(given, remarks.keep, meta=estimates)
+    of_estimates = ("weights", "kv_cache_dtype", "expert", "load_factor", "kernels")
+    names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed")
+    profile = (_api.estimate_inference if estimates else _api.profile_inference)(
+        model,
+        given["batch"],
+        given["context"] if given["context"] != (1,) else (),
+        shards=shards,
+        cluster=given_file("cluster", given["cluster"]),
+        progress=remarks.update,
+        **{name: given[name] for name in (*names, "dtype", "device")},
     )
     remarks.say()
     return profile

@@ -14,6 +14,8 @@ from pipeplan import _api
 from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import (
     FILE,
+    LARGE_NUMBER,
+    NUM_TOKENS,
     RULES_OPTION,
     SCHEDULER,
     SEARCH_TARGET,
@@ -55,6 +57,25 @@ if TYPE_CHECKING:
     metavar="TARGET",
     help="Stay inside what a tool can run, and say what that costs: torchtitan, automodel, megatron, deepspeed, "
     "galvatron, vllm, sglang or tensorrt-llm. export --to TARGET then writes the plan.",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["cache", "time"]),
+    help="With --for vllm, sglang or tensorrt-llm, what a cut is best for: most tokens in the cache, or the quickest "
+    "busiest stage.  [default: cache where a profile of inference says what it keeps and memory is limited, else time]",
+)
+@click.option(
+    "--batch",
+    type=LARGE_NUMBER,
+    metavar="N",
+    help="Requests of a decode step, for a server's cut.  [default: the most profiled]",
+)
+@click.option(
+    "--context",
+    "context_tokens",
+    type=NUM_TOKENS,
+    metavar="TOKENS",
+    help="Tokens of each request's text by then, as 8192 or 8k.  [default: the most profiled]",
 )
 @click.option(
     "--keep-together",
@@ -171,7 +192,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
     start = given_file("plan", flags["start_path"])
-    more = {"for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
+    serving = _api.ServingAsked(flags["objective"], flags["batch"], flags["context_tokens"])
+    more = {"serving": serving, "for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
     request = read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
     if start is not None and flags["for_"] is not None:
         _require_runs(start, flags["for_"])

@@ -107,12 +107,12 @@ def _is_number(text: str, least: int, most: int) -> bool:
 
 
 class _Counts(click.ParamType[tuple[int, ...]]):
-    """Numbers from 1 to some ``most``, ascending and each once: ``1,2,4``."""
+    """Numbers from 1 to some ``most``, ascending and each once: ``1,2,4``; those of ``tokens`` also as ``8k``."""
 
     name = "numbers"
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, *, tokens: bool = False) -> None:
+        self._most, self._tokens = most, tokens
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """The numbers."""
@@ -120,9 +120,34 @@ class _Counts(click.ParamType[tuple[int, ...]]):
             value if isinstance(value, str) else ",".join(map(str, value if isinstance(value, Iterable) else [value]))
         )
         parts = [part.strip() for part in text.split(",")]
+        if self._tokens:
+            parts = [_in_tokens(part) for part in parts]
         if not all(part.isascii() and _is_number(part, 1, self._most) for part in parts):
             self.fail(f"{value!r} is not a list of numbers from 1 to {self._most}; write them as 1,2,4", param, ctx)
         return tuple(sorted({int(part) for part in parts}))
+
+
+_THOUSAND = 1024
+"""Tokens of the k of lengths of texts, which models have positions for by powers of two."""
+
+
+def _in_tokens(part: str) -> str:
+    """``8k`` as the number that it means; anything else as it is."""
+    number = part[:-1]
+    is_short = part[-1:].lower() == "k" and number.isascii() and number.isdecimal() and len(number) < _MOST_DIGITS
+    return str(int(number) * _THOUSAND) if is_short else part
+
+
+_MOST_DIGITS = 10
+
+
+class TokenCount(click.IntRange):
+    """A number of tokens, also as ``8k``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        number: Any = _in_tokens(value) if isinstance(value, str) else value
+        return super().convert(number, param, ctx)
 
 
 class _OfKind(click.ParamType[tuple[str, Any]]):
@@ -209,6 +234,8 @@ AUTOPIPE_SLICES: Literal["autopipe"] = "autopipe"
 DURATION = _Quantity("duration", ns_of)
 BYTES = _Quantity("size", bytes_of)
 COUNTS = _Counts(_MOST)
+TOKENS = _Counts(_MOST_BY_FAR, tokens=True)
+NUM_TOKENS = TokenCount(1, _MOST_BY_FAR)
 DEVICE_COUNTS = _Counts(_MOST_DEVICES)
 FILE = click.Path(readable=False)  # which whoever reads it finds out, and says
 FOLDER = click.Path(file_okay=False, readable=False)
@@ -525,6 +552,7 @@ def read_request(
     start: Plan | None = None,
     for_: str | None = None,
     keep_together: tuple[str, ...] = (),
+    **more: Any,
 ) -> Request:
     """The request that the flags of :func:`planning_options` make, with the files that they name.
 
@@ -556,6 +584,7 @@ def read_request(
         start=start,
         for_=for_,
         keep_together=keep_together,
+        **more,
         unroll=_number(flags["unroll"]),
         max_span=flags["max_span"],
         split_overhead_ns=flags["split_overhead"],

@@ -8,12 +8,13 @@ from pipeplan.costs.blocks import UNLIMITED, StageCost, TiedShare, block_costs, 
 from pipeplan.costs.communication import transfer_time
 from pipeplan.costs.recipes import state_of, step_bytes, with_recipe
 from pipeplan.costs.shared import sum_time, with_syncs
-from pipeplan.costs.stages import build_workload, can_split, group_costs, stage_costs
+from pipeplan.costs.stages import block_columns, build_workload, can_split, group_costs, stage_costs
 
 __all__ = [
     "UNLIMITED",
     "StageCost",
     "TiedShare",
+    "block_columns",
     "block_costs",
     "build_workload",
     "can_split",

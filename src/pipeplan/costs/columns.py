@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,11 @@ from pipeplan.costs.blocks import StageCost, TiedShare
 from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.states import States
 from pipeplan.costs.zero import Exchanging, Experts, Zero
-from pipeplan.files import Block, CostRow, Recipe
+from pipeplan.files import Block, CostRow
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_TOTAL
 from pipeplan.workload.elements import Again
-from pipeplan.workload.kinds import MemoryBytes
+from pipeplan.workload.kinds import STATE_KINDS, MemoryBytes
 
 Column = NDArray[np.int64]
 
@@ -34,6 +35,7 @@ _NAMES = (
     *("activation_bytes", "weight_grad_bytes", "workspace_bytes", "selective_activation_bytes"),
 )
 _NUMBERS = attrgetter(*_NAMES)
+_SUMMED = (*_TIMES, "activation_bytes", "weight_grad_bytes")
 _NONE = -1
 """In a column: the row does not say it."""
 
@@ -43,17 +45,20 @@ _EXACT = 2**53
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """[block] ns and bytes on each device, and [kind of state][block] bytes kept; ``split``: has a split backward."""
+    """[block] ns and bytes on each device, and [block, kind of state] bytes kept.
 
-    forward_ns: list[int]
-    backward_ns: list[int]
-    input_grad_ns: list[int]
-    weight_grad_ns: list[int]
-    split: list[bool]
-    activation_bytes: list[int]
-    weight_grad_bytes: list[int]
-    workspace_bytes: list[int]
-    state: list[list[int]]
+    ``split``: has input and weight gradients apart, whose times say nothing elsewhere.
+    """
+
+    forward_ns: Column
+    backward_ns: Column
+    input_grad_ns: Column
+    weight_grad_ns: Column
+    split: NDArray[np.bool_]
+    activation_bytes: Column
+    weight_grad_bytes: Column
+    workspace_bytes: Column
+    state: Column
 
     @classmethod
     def of(
@@ -65,7 +70,7 @@ class Columns:
         shards: int,
         *,
         context: int,
-        recipe: Recipe,
+        states: States,
         zero: Zero,
         exchanging: Exchanging,
         experts: Experts,
@@ -73,7 +78,7 @@ class Columns:
     ) -> Columns | None:
         """Of blocks that run so ``again`` and have inputs of ``taken`` bytes; None where rows must say what is wrong.
 
-        What actions of programs exchange is not among it.
+        ``states`` are what training keeps of each. What actions of programs exchange is not among it.
         """
         chosen = [
             _chosen(*each, microbatch_size, shards, context, experts.size)
@@ -87,15 +92,24 @@ class Columns:
         _run_again(numbers, again, np.array([each is not None and each[2] for each in chosen]), taken)
         for name in _TIMES if speed != 1 else ():
             numbers[name] = np.array([ns if ns == _NONE else at_speed(ns, speed) for ns in numbers[name].tolist()])
-        states = States.of(blocks, recipe)
         numbers["workspace_bytes"] += states.cast(shards, experts)
         split = numbers["input_grad_ns"] != _NONE
         halves = np.where(split, numbers["input_grad_ns"] + numbers["weight_grad_ns"], 0)  # of inference neither
         numbers["backward_ns"] = np.where(numbers["backward_ns"] == _NONE, halves, numbers["backward_ns"])
         _exchange(numbers, states, shards, zero, exchanging, experts)
-        said = {name: numbers[name].tolist() for name in cls.__dataclass_fields__ if name in numbers}
-        kept = states.kept(shards, zero, experts)
-        return cls(**said, split=split.tolist(), state=kept.T.tolist())
+        said = {name: numbers[name] for name in cls.__dataclass_fields__ if name in numbers}
+        return cls(**said, split=split, state=states.kept(shards, zero, experts))
+
+    @classmethod
+    def of_costs(cls, costs: Sequence[StageCost]) -> Columns:
+        """The same of what is known row by row."""
+        said = {name: [getattr(cost, name) for cost in costs] for name in cls.__dataclass_fields__ if name in _NAMES}
+        numbers = {
+            name: np.array([_NONE if each is None else each for each in column], dtype=np.int64)
+            for name, column in said.items()
+        }
+        state = np.array([[cost.state[kind] for kind in STATE_KINDS] for cost in costs], dtype=np.int64)
+        return cls(**numbers, split=numbers["input_grad_ns"] != _NONE, state=state)
 
     def stages(
         self, sizes: Sequence[int], counted_again: Sequence[int], shared: Sequence[Mapping[TiedShare, int]]
@@ -104,25 +118,32 @@ class Columns:
 
         Less the bytes that several of them count again, and what they have of what they share; each as it is there.
         """
-        begin = 0
-        for size, again, tied in checked(zip(sizes, counted_again, shared, strict=True), 64):
-            own = slice(begin, begin + size)
-            begin += size
-            split = all(self.split[own])
-            state = MemoryBytes.of_state([sum(kind[own]) for kind in self.state])
+        begins = np.cumsum([0, *sizes[:-1]])
+        summed = [np.add.reduceat(_summable(getattr(self, name)), begins).tolist() for name in _SUMMED]
+        workspaces = np.maximum.reduceat(self.workspace_bytes, begins).tolist()
+        split = np.logical_and.reduceat(self.split, begins).tolist()
+        states = np.add.reduceat(_summable(self.state), begins).tolist()
+        every = zip(*summed, workspaces, split, states, counted_again, shared, strict=True)
+        for forward, backward, inputs, weights, held, owed, workspace, splits, kept, again, tied in checked(every, 64):
+            state = MemoryBytes.of_state(kept)
             for share, count in tied.items():
                 state -= share.state * (count - 1)
             yield StageCost(
-                sum(self.forward_ns[own]),
-                sum(self.backward_ns[own]),
-                sum(self.input_grad_ns[own]) if split else None,
-                sum(self.weight_grad_ns[own]) if split else None,
-                max(0, sum(self.activation_bytes[own]) - again),
-                sum(self.weight_grad_bytes[own]),
-                max(self.workspace_bytes[own]),
+                forward,
+                backward,
+                inputs if splits else None,
+                weights if splits else None,
+                max(0, held - again),
+                owed,
+                workspace,
                 state,
                 frozenset(tied),
             )
+
+
+def _summable(column: Column) -> NDArray[Any]:
+    """A column whose sums are right however large they are: beyond 64 bits of Python's own numbers."""
+    return column if len(column) * int(column.max()) <= MAX_TOTAL else column.astype(object)
 
 
 _Chosen = tuple[CostRow, CostRow, bool]

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
-from typing import Literal
+from typing import Any, Literal
 
+from pipeplan.costs.decoding import cached_bytes
 from pipeplan.costs.recipes import state_of
 from pipeplan.display import Displayed
 from pipeplan.files import Block, CostRow, Profile
@@ -299,7 +300,8 @@ def _without_split(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterat
 def _zero_costs(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
     for blocks in kinds:
         times = {
-            name: [getattr(row, f"{name}_ns") for row in blocks[0].costs] for name in ("forward", "whole_backward")
+            name: [getattr(row, f"{name}_ns") for row in blocks[0].costs]
+            for name in ("forward", "whole_backward")[: 1 if profile.is_inference else 2]
         }
         zero = [name.removeprefix("whole_") for name, each in times.items() if not all(each)]
         if zero:
@@ -363,6 +365,7 @@ class Inspection(Displayed):
             **counts(profile),
             "microbatch_sizes": list(sizes),
             "sizes": _sums_by_size(profile),
+            **_phase_figures(profile),
             "operators": [asdict(share) for share in operator_shares(profile, self.size)] if self.size else [],
             "blocks": [_block_figures(blocks) for blocks in alike(profile)],
             "warnings": [asdict(caution) for caution in cautions(profile, self.asked)],
@@ -387,8 +390,32 @@ class ProfileResult:
             "recipe": profile.recipe.model_dump(mode="json"),
             **found,
             "sizes": _sums_by_size(profile),
+            **_phase_figures(profile),
             "seconds": round(self.seconds, 3),
         }
+
+
+def _phase_figures(profile: Profile) -> dict[str, object]:
+    """Of a profile with a cache what it takes, and what prefill and decode do."""
+    per_token = sum(block.cache_bytes_per_token for block in profile.blocks)
+    return {"cache_bytes_per_token": per_token, "phases": phase_sums(profile)} if per_token else {}
+
+
+def phase_sums(profile: Profile) -> list[dict[str, Any]]:
+    """What prefill and decode of the whole model take, one row for each case that every block has."""
+    rows_of = {block.id: {row.key: row for row in block.phases} for block in profile.blocks}
+    found = list[dict[str, Any]]()
+    for key in sorted({key for rows in rows_of.values() for key in rows}):
+        phase, context, batch, shards, expert = key
+        own = [rows_of[block.id].get(key if block.expert_parameters else (*key[:-1], 1)) for block in profile.blocks]
+        rows = [row for row in own if row is not None]
+        if len(rows) < len(own):
+            continue
+        case = {"phase": phase, "context_tokens": context, "batch": batch, "shards": shards, "expert": expert}
+        times = {"forward_ns": sum(row.forward_ns for row in rows), "core_ns": sum(row.core_ns for row in rows)}
+        cached = batch * sum(cached_bytes(block, context, shards) for block in profile.blocks)
+        found.append({**case, **times, "cache_bytes": cached})
+    return found
 
 
 def kept_state(profile: Profile) -> MemoryBytes:

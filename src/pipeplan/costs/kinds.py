@@ -121,10 +121,7 @@ def on_kinds(profile: Profile, kinds: Sequence[str]) -> Profile:
     if len(every) == 1:
         return every[0]
     key = "on", *sorted(kinds)
-    if key not in profile.made_once:
-        profile.made_once[key] = _together(every, _slowest, min)
-    found: Profile = profile.made_once[key]
-    return found
+    return profile.once(key, lambda: _together(every, _slowest, min))
 
 
 _Joined = Callable[[Sequence[CostRow]], CostRow]
@@ -166,8 +163,8 @@ def levelled(profile: Profile, cluster: Cluster, num_devices: int, *, roomy: boo
 
     ``roomy``: of the most, for cuts; with the least, times and bytes are below those of every kind.
     """
-    key = "levelled", roomy, num_devices, id(cluster)
-    if key not in profile.made_once:
+
+    def made() -> tuple[Profile, Cluster, Cluster]:
         kinds = cluster.first(min(num_devices, cluster.num_devices)).devices
         own = {kind.name: profile.of_kinds.get(kind.name, profile) for kind in kinds}
         counts = {name: sum(kind.count for kind in kinds if kind.name == name) for name in own}
@@ -176,9 +173,9 @@ def levelled(profile: Profile, cluster: Cluster, num_devices: int, *, roomy: boo
         with_speeds = cluster.model_copy(
             update={"devices": tuple(_at(kind, speeds.get(kind.name, 1.0)) for kind in cluster.devices)}
         )
-        profile.made_once[key] = found, with_speeds, cluster  # which keeps its id
-    pair: tuple[Profile, Cluster, Cluster] = profile.made_once[key]
-    return pair[:2]
+        return found, with_speeds, cluster  # which keeps its id
+
+    return profile.once(("levelled", roomy, num_devices, id(cluster)), made)[:2]
 
 
 def same_bytes(profile: Profile) -> bool:

@@ -199,6 +199,8 @@ def dependencies(
     for (source, target), edges in checked(sorted(crossing.items()), 16):
         forth = crossings.outputs(source, target, edges)
         found.append(joined((f"{source}F", f"{target}F"), source, target, forth))
+        if not back:  # forwards alone
+            continue
         upward = crossings.gradients(source, target, edges)
         if upward or not edges:
             found.append(joined((f"{target}{back[target]}", f"{source}{back[source]}"), target, source, upward))

@@ -141,7 +141,7 @@ def step_bytes(state: MemoryBytes, recipe: Recipe) -> int:
         return _moved(state)
     each = bytes_per_parameter(recipe)
     divided = next((kind for kind in (OPTIMIZER, MASTER, GRADIENTS) if each[kind]), GRADIENTS)
-    return state[divided] * _moved(each) // each[divided]
+    return state[divided] * _moved(each) // each[divided] if each[divided] else 0  # of inference nothing steps
 
 
 def step_ns(state: MemoryBytes, recipe: Recipe, bytes_per_s: int | None) -> int:
@@ -187,10 +187,14 @@ def state_table(parts: Sequence[Block], recipe: Recipe) -> NDArray[np.int64]:
 
 def states_of(profile: Profile) -> dict[str, MemoryBytes]:
     """{block: what training keeps of it}, as :func:`state_of`; one object of blocks that are alike."""
-    kinds = profile.kinds
-    table = state_table(kinds, profile.recipe).tolist()
-    firsts = {block.id: MemoryBytes.of_state(state) for block, state in zip(kinds, table, strict=True)}
-    return {id_: firsts[first] for id_, first in profile.alike.items()}
+
+    def made() -> dict[str, MemoryBytes]:
+        kinds = profile.kinds
+        table = state_table(kinds, profile.recipe).tolist()
+        firsts = {block.id: MemoryBytes.of_state(state) for block, state in zip(kinds, table, strict=True)}
+        return {id_: firsts[first] for id_, first in profile.alike.items()}
+
+    return profile.once("states", made)
 
 
 def expert_state_of(block: Block, recipe: Recipe) -> MemoryBytes:
@@ -252,6 +256,12 @@ def profiled_recipe(
         flag = f"--gradient-dtype {gradient_dtype}" if gradient_dtype else f"--optimizer {optimizer}"
         raise UsageError(f"{flag} changes a recipe, and there is none for {dtype}; give --precision, too")
     return dtype, Recipe()
+
+
+def inference_recipe(dtype: str) -> Recipe:
+    """The recipe of inference in a number format; ``custom`` where the catalog has none."""
+    found = next((name for name in INFERENCE_RECIPES if state_recipe(name).dtype == dtype), None)
+    return Recipe() if found is None else Recipe(name=found)
 
 
 def measurable(recipe: Recipe) -> Recipe:

@@ -13,11 +13,13 @@ from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.columns import MANY, Columns
 from pipeplan.costs.experts import ExpertState, kept_of
+from pipeplan.costs.forwards import held_by_forward
 from pipeplan.costs.kinds import kinds_on, on_kinds
 from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.speeds import at_speed
+from pipeplan.costs.states import States
 from pipeplan.costs.zero import (
     ALONE,
     IN_ACTIONS,
@@ -52,7 +54,8 @@ from pipeplan.workload.workload import Workload
 
 def can_split(profile: Profile) -> bool:
     """Whether some block has input and weight gradients apart, so that a plan can split backward there."""
-    return any(row.input_grad_ns is not None for block in profile.kinds for row in block.costs)
+    rows = (row for block in profile.kinds for row in block.costs)
+    return profile.once("can_split", lambda: any(row.input_grad_ns is not None for row in rows))
 
 
 def stage_costs(
@@ -144,8 +147,7 @@ def _costs_of_groups(
             rows[key] = exchanged(block, own)
         return rows[key]
 
-    parts = cache(lambda first: context * places_divided(by_id[first], shards))
-    tied = _tied_in(profile, shards, cut)
+    parts, tied = _parts_in(profile, shards, context), _tied_in(profile, shards, cut)
 
     def taken_by(id_: str) -> int:
         return sum(edge_bytes(edge, microbatch_size, parts(alike[id_])) for edge in into.get(id_, ()))
@@ -162,26 +164,89 @@ def _costs_of_groups(
         taken = map(taken_by, blocks)
         own = [row_of(*each) for each in zip(chosen, asked_again(chosen, recompute), taken, strict=True)]
         state = sum((kept(alike[id_]) for id_ in blocks), MemoryBytes())
-        return _summed(own, state, counted_again(blocks), shared(blocks))
+        if not profile.is_inference:
+            return _summed(own, state, counted_again(blocks), shared(blocks))
+        held = held_by_forward(profile, blocks, own)
+        cost = _summed(own, state, 0, shared(blocks))
+        return replace(cost, activation_bytes=held.given, workspace_bytes=held.inner)
 
-    def in_columns() -> Columns | None:
-        ids = list(chain.from_iterable(blocks for blocks, _ in groups))
-        chosen = [by_id[id_] for id_ in ids]
-        if len({recompute for _, recompute in groups}) == 1 and not isinstance(groups[0][1], tuple):
-            again = asked_again(chosen, groups[0][1])
-        else:
-            each = (asked_again([by_id[id_] for id_ in blocks], recompute) for blocks, recompute in groups)
-            again = tuple(chain.from_iterable(each))
-        taken = [taken_by(id_) if each is True else 0 for id_, each in zip(ids, again, strict=True)]
-        kept_so: dict[str, Any] = {"recipe": recipe, "zero": zero, "exchanging": exchanging, "experts": experts}
-        kept_so |= {"context": context, "speed": speed}
-        return Columns.of(chosen, again, taken, microbatch_size, shards, **kept_so)
-
-    sizes = [len(blocks) for blocks, _ in groups]
-    if sum(sizes) >= MANY and (columns := in_columns()) is not None:
+    kept_so: dict[str, Any] = {"zero": zero, "exchanging": exchanging, "experts": experts}
+    same = profile, groups, microbatch_size, shards
+    if (columns := _columns_of(*same, context=context, speed=speed, **kept_so)) is not None:
+        sizes = [len(blocks) for blocks, _ in groups]
         twice = [counted_again(blocks) if len(blocks) > 1 else 0 for blocks, _ in groups]
         return list(columns.stages(sizes, twice, [shared(blocks) for blocks, _ in groups]))
     return [summed(*group) for group in checked(groups, 64)]
+
+
+def block_columns(
+    profile: Profile,
+    blocks: Sequence[str],
+    microbatch_size: int,
+    shards: int = 1,
+    *,
+    context: int = 1,
+    recompute: Recompute = False,
+    zero: Zero = WHOLE,
+    exchanging: Exchanging = ALONE,
+    experts: Experts = TOGETHER,
+    speed: float = 1.0,
+) -> Columns:
+    """:func:`stage_costs` of each of some blocks alone, as columns; what several of them share is there with each.
+
+    Raises:
+        UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
+    """
+    if zero.level >= IN_ACTIONS:
+        require_apart(profile, zero.level, set(blocks))
+    how: dict[str, Any] = {"context": context, "zero": zero, "exchanging": exchanging, "experts": experts}
+    given = profile, [((block,), recompute) for block in blocks], microbatch_size, shards
+    known = _columns_of(*given, **how, speed=speed)
+    return Columns.of_costs(_costs_of_groups(*given, **how, speed=speed)) if known is None else known
+
+
+def _columns_of(
+    profile: Profile,
+    groups: Sequence[tuple[Sequence[str], Recompute]],
+    microbatch_size: int,
+    shards: int,
+    *,
+    context: int,
+    zero: Zero,
+    exchanging: Exchanging,
+    experts: Experts,
+    speed: float,
+) -> Columns | None:
+    """[block] what each block of the groups costs; None of few, of inference, and where rows must say what is wrong."""
+    ids = list(chain.from_iterable(blocks for blocks, _ in groups))
+    if len(ids) < MANY or profile.is_inference:
+        return None
+    by_id, into, alike = profile.by_id, profile.edges_into, profile.alike
+    parts, chosen = _parts_in(profile, shards, context), [by_id[id_] for id_ in ids]
+    if len({recompute for _, recompute in groups}) == 1 and not isinstance(groups[0][1], tuple):
+        again = asked_again(chosen, groups[0][1])
+    else:
+        each = (asked_again([by_id[id_] for id_ in blocks], recompute) for blocks, recompute in groups)
+        again = tuple(chain.from_iterable(each))
+    taken = [
+        sum(edge_bytes(edge, microbatch_size, parts(alike[id_])) for edge in into.get(id_, ())) if each is True else 0
+        for id_, each in zip(ids, again, strict=True)
+    ]
+    states, place_of = profile.once("columns", lambda: (States.of(profile.blocks, profile.recipe), _places(profile)))
+    how: dict[str, Any] = {"zero": zero, "exchanging": exchanging, "experts": experts, "speed": speed}
+    how["states"] = states.of_some([place_of[id_] for id_ in ids])
+    return Columns.of(chosen, again, taken, microbatch_size, shards, context=context, **how)
+
+
+def _places(profile: Profile) -> dict[str, int]:
+    """{block: its place in the file}"""
+    return {block.id: place for place, block in enumerate(profile.blocks)}
+
+
+def _parts_in(profile: Profile, shards: int, context: int) -> Callable[[str], int]:
+    """Into how many parts devices divide the sequences that a block takes."""
+    by_id = profile.by_id
+    return cache(lambda id_: context * places_divided(by_id[id_], shards))
 
 
 def require_apart(profile: Profile, level: int, blocks: Set[str]) -> None:
@@ -303,7 +368,7 @@ def build_workload(
     _require_alike(placed)
     costs = _costs_of(profile, placed, given or {}, cluster)
     costs = with_gathers(Crossings(profile, placed, whole_messages), costs, given or {}, cluster)
-    operations = _operations(costs, split_backward, split_overhead_ns)
+    operations = _forwards(costs) if profile.is_inference else _operations(costs, split_backward, split_overhead_ns)
     stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
     operations = tuple(_with_parts(profile, stages[each.stage], each, cluster) for each in operations)
     own: dict[int, list[Operation]] = defaultdict(list)
@@ -318,6 +383,8 @@ def build_workload(
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
     reserve = known if reserve_bytes is None else reserve_bytes
+    called = () if cluster is None else cluster.names
+    contention = 0.0 if cluster is None else cluster.contention_among([range(placement.num_devices)])
     workload = Workload(
         name=profile.name,
         placement=placement.strategy,
@@ -325,10 +392,10 @@ def build_workload(
         microbatch_size=microbatch_size,
         devices=tuple(
             Device(
-                name="device" if cluster is None else cluster.names[index],
+                name=called[index] if called else "device",
                 memory_bytes=memory[index],
                 reserve_bytes=reserve[index],
-                contention=0.0 if cluster is None else cluster.contention_among([range(placement.num_devices)]),
+                contention=contention,
             )
             for index in range(placement.num_devices)
         ),
@@ -453,10 +520,10 @@ def require_totals(profile: Profile, num_microbatches: int, microbatch_size: int
 
     def iteration(of_row: Callable[[CostRow], int]) -> int:
         """What the blocks come to, each by the row that says most for an iteration."""
-        mini_batch = num_microbatches * microbatch_size
+        mini_batch, counts = num_microbatches * microbatch_size, Counter(profile.alike.values())
         return sum(
-            max(of_row(row) * -(-mini_batch // row.microbatch_size) for row in block.costs)
-            for block in checked(profile.blocks, 1000)
+            counts[block.id] * max(of_row(row) * -(-mini_batch // row.microbatch_size) for row in block.costs)
+            for block in checked(profile.kinds, 1000)
         )
 
     sent = sum(edge.bytes_per_sample for edge in profile.edges) * microbatch_size * num_microbatches
@@ -677,15 +744,19 @@ def _block_groups(
     return tuple(found)
 
 
+def _forwards(costs: Sequence[StageCost]) -> tuple[Operation, ...]:
+    """Forwards alone, in stage order: what each acquires is given back when the last that waits for it has run."""
+    return tuple(
+        _operation("F", stage, cost, cost.forward_ns, acquire_bytes=cost.activation_bytes)
+        for stage, cost in enumerate(costs)
+    )
+
+
 def _operations(costs: Sequence[StageCost], split_backward: bool, overhead_ns: int) -> tuple[Operation, ...]:
     """Forwards in stage order, then backwards in reverse, so that dependencies point forward.
 
     What W needs beyond what F held is taken when I starts, since I makes it while it runs.
     """
-    forwards = [
-        _operation("F", stage, cost, cost.forward_ns, acquire_bytes=cost.activation_bytes)
-        for stage, cost in enumerate(costs)
-    ]
     backwards: list[Operation] = []
     for stage, cost in reversed(list(enumerate(costs))):
         held, deferred = cost.activation_bytes, cost.weight_grad_bytes
@@ -696,7 +767,7 @@ def _operations(costs: Sequence[StageCost], split_backward: bool, overhead_ns: i
             backwards.append(_operation("W", stage, cost, times[1], release_bytes=deferred))
         else:
             backwards.append(_operation("B", stage, cost, cost.backward_ns, release_bytes=held))
-    return (*forwards, *backwards)
+    return (*_forwards(costs), *backwards)
 
 
 def _operation(

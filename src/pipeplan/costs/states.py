@@ -52,6 +52,11 @@ class States:
             )
         return cls(recipe, whole, own, running, cast)
 
+    def of_some(self, places: Sequence[int]) -> States:
+        """Of the blocks at these places."""
+        columns = (each[places] for each in (self.whole, self.experts, self.running, self.running_experts))
+        return States(self.recipe, *columns)
+
     def cast(self, shards: int, experts: Experts) -> Bytes:
         """[block] bytes of the copy on each device that is there only while the block runs."""
         if experts.size == 1:

@@ -9,7 +9,7 @@ from pipeplan.costs.devices import peak_flops_per_s
 from pipeplan.files import Block, CostRow, Plan, Profile
 from pipeplan.workload.workload import Workload
 
-_PASSES = 3
+PASSES = 3
 """Forward, input gradients and weight gradients: as many products each. Recomputation is not counted."""
 
 
@@ -48,7 +48,8 @@ class Yardstick:
     """What a sample is, and for which device and number format times are; empty or None where that is not known.
 
     ``estimated``: nobody measured the times, and a reader must not take them for measured ones. ``peaks`` is what the
-    devices' peaks come to, over that of as many of the named one: 1 unless some have profiles of their own.
+    devices' peaks come to, over that of as many of the named one: 1 unless some have profiles of their own. ``passes``
+    is how often a sample takes the FLOPs of its forward: once in inference.
     """
 
     device: str
@@ -57,6 +58,7 @@ class Yardstick:
     forward_flops_per_sample: int | None
     estimated: bool = False
     peaks: float | None = 1.0
+    passes: int = PASSES
 
     @classmethod
     def of(cls, profile: Profile, names: Sequence[str] = ()) -> Yardstick:
@@ -64,7 +66,8 @@ class Yardstick:
         source, tokens, flops = profile.source, profile.tokens_per_sample, profile.forward_flops_per_sample
         others = {kind: (own.source.device, own.source.dtype) for kind, own in profile.of_kinds.items()}
         peaks = _peaks((source.device, source.dtype), others, names)
-        return cls(source.device, source.dtype, tokens, flops, source.method == "estimated", peaks)
+        passes = 1 if profile.is_inference else PASSES
+        return cls(source.device, source.dtype, tokens, flops, source.method == "estimated", peaks, passes)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Yardstick:
@@ -73,7 +76,9 @@ class Yardstick:
         flops = made.forward_flops_per_sample
         others = {kind: (own.device, own.dtype) for kind, own in made.profiles.items()}
         peaks = _peaks((made.device, made.dtype), others, [device.name for device in plan.devices])
-        return cls(made.device, made.dtype, made.tokens_per_sample, flops, made.method == "estimated", peaks)
+        passes = 1 if plan.is_inference else PASSES
+        tokens = made.tokens_per_sample
+        return cls(made.device, made.dtype, tokens, flops, made.method == "estimated", peaks, passes)
 
     def on(self, device: str, dtype: str, *, estimated: bool = False) -> Yardstick:
         """The same samples on another device, or in another number format."""
@@ -92,7 +97,7 @@ class Yardstick:
         return Throughput(
             rate,
             None if self.tokens_per_sample is None else rate * self.tokens_per_sample,
-            None if peak is None or flops is None else _PASSES * flops * rate / (num_devices * peak),
+            None if peak is None or flops is None else self.passes * flops * rate / (num_devices * peak),
         )
 
 

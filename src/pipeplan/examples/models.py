@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from pipeplan.catalog import ModelSize, model_sizes, require_known
 from pipeplan.costs.communication import prices_in
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.forwards import as_inference
 from pipeplan.costs.operators import Operator, activation, linear, norm, sequence_of
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.examples.layout import (
@@ -384,11 +385,17 @@ MODELS: Mapping[str, ModelSize] = {name: size for name, size in model_sizes().it
 _MOST_SAMPLES = 65_536
 _MOST_SHARDS = 1024
 
+_TIMES = (
+    "Times by a roofline whose efficiency grows with a kernel's size up to 70 % of the peak FLOP/s and 85 % of the "
+    "bandwidth, both assumed; causal masks halve attention, no dropout, fused attention."
+)
 _ESTIMATE = (
     "Estimated by closed forms, not measured. Parameters, gradients and activations in 16 bits, statistics and loss in "
-    "float32; a float32 copy and Adam's moments, 12 bytes per parameter. Times by a roofline whose efficiency "
-    "grows with a kernel's size up to 70 % of the peak FLOP/s and 85 % of the bandwidth, both assumed; causal masks "
-    "halve attention, no dropout, fused attention."
+    f"float32; a float32 copy and Adam's moments, 12 bytes per parameter. {_TIMES}"
+)
+_FORWARDS = (
+    "Estimated by closed forms, not measured. Forwards alone, with parameters and activations in 16 bits; heads "
+    f"compute the loss of training, too. {_TIMES}"
 )
 
 _SPLIT = (
@@ -412,10 +419,12 @@ def model(
     microbatch_sizes: Sequence[int] | None = None,
     shards: Sequence[int] = (1,),
     cluster: Cluster | None = None,
+    inference: bool = False,
 ) -> Profile:
     """The profile of a paper's model, with a cost row per number of shards and micro-batch size.
 
-    Costs are for a ``device`` preset, by default the one that the catalog says.
+    Costs are for a ``device`` preset, by default the one that the catalog says. Of ``inference`` they are of forwards
+    alone (:func:`pipeplan.costs.forwards.as_inference`).
 
     ``shards`` are how many devices split a block; a row's collectives are in its times, over the device's own links
     or among the first devices of ``cluster``.
@@ -434,15 +443,16 @@ def model(
     layout = ModelLayout(preset, sizes, shards=groups, prices=None if cluster is None else prices_in(cluster))
     dimensions = family_of(name)
     dimensions.build(layout)
+    source = f"Device: {preset.source}."
     split = _SPLIT.format(cluster.name if cluster is not None else preset.title) if groups[-1] > 1 else ""
-    return Profile(
+    found = Profile(
         name=name,
         source=Source(
             method="estimated",
             device=preset.title,
             dtype=preset.dtype,
             reference=paper.reference,
-            notes=" ".join(filter(None, [_ESTIMATE, split, f"Device: {preset.source}.", paper.notes])),
+            notes=" ".join(filter(None, [_FORWARDS if inference else _ESTIMATE, split, source, paper.notes])),
         ),
         tokens_per_sample=dimensions.sequence if isinstance(dimensions, Decoder | Encoder) else None,
         forward_flops_per_sample=layout.forward_flops or None,
@@ -451,6 +461,7 @@ def model(
         edges=tuple(layout.edges),
         tied=layout.tied,
     )
+    return as_inference(found) if inference else found
 
 
 def _usable(shards: Sequence[int], cluster: Cluster | None) -> list[int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.files.profile import INFERENCE, TRAINING
 from pipeplan.units import MAX_NS, format_ns
 
 MAX_DEVICES = 4096
@@ -23,7 +24,8 @@ class ShapeCosts:
     A chain block has ``backward_ns``, or ``input_grad_ns`` and ``weight_grad_ns``. For shapes with chunks these,
     and the bytes, are per device and divided among its chunks, so that shapes with and without chunks describe the
     same model. ``comm_ns`` is the latency of every chain edge that changes device; with ``edge_bytes`` instead, which
-    are not divided, a cluster's links say what the tensors on all edges take.
+    are not divided, a cluster's links say what the tensors on all edges take. For ``inference`` there are forwards
+    alone, and ``activation_bytes`` are what a block gives.
     """
 
     forward_ns: int = 1_000_000
@@ -36,19 +38,23 @@ class ShapeCosts:
     activation_bytes: int = 1_000_000_000
     weight_grad_bytes: int = 0
     edge_bytes: int = 0
+    inference: bool = False
 
     def full_backward_ns(self) -> int:
-        """The whole backward of a chain block: the sum of its parts, as given, or 3 ms."""
+        """The whole backward of a chain block: the sum of its parts, as given, or 3 ms; 0 of inference."""
+        if self.inference:
+            return 0
         if self.input_grad_ns is not None and self.weight_grad_ns is not None:
             return self.input_grad_ns + self.weight_grad_ns
         return 3_000_000 if self.backward_ns is None else self.backward_ns
 
     def part(self, index: int, parts: int) -> ShapeCosts:
         """The share of one of a device's chunks; the shares add up exactly, the first ones are the larger."""
+        whole = self.input_grad_ns is None and not self.inference
         return replace(
             self,
             forward_ns=_share(self.forward_ns, index, parts),
-            backward_ns=None if self.input_grad_ns is not None else _share(self.full_backward_ns(), index, parts),
+            backward_ns=_share(self.full_backward_ns(), index, parts) if whole else None,
             input_grad_ns=None if self.input_grad_ns is None else _share(self.input_grad_ns, index, parts),
             weight_grad_ns=None if self.weight_grad_ns is None else _share(self.weight_grad_ns, index, parts),
             activation_bytes=_share(self.activation_bytes, index, parts),
@@ -98,7 +104,7 @@ class _ShapeLayout:
             microbatch_size=1,
             shards=self.num_devices,
             forward_ns=self.costs.shared_forward_ns,
-            backward_ns=self.costs.shared_backward_ns,
+            backward_ns=None if self.costs.inference else self.costs.shared_backward_ns,
             activation_bytes=self.costs.activation_bytes if holds else 0,
         )
         self._add(id_, "shared", tuple(range(self.num_devices)), row, shared=True)
@@ -114,7 +120,8 @@ class _ShapeLayout:
         )
 
     def _add(self, id_: str, operator: str, devices: tuple[int, ...], row: CostRow, *, shared: bool = False) -> None:
-        self.blocks.append(Block(id=id_, operator=operator, shared=shared, costs=(row,)))
+        gradients = 0 if self.costs.inference else None
+        self.blocks.append(Block(id=id_, operator=operator, shared=shared, gradient_bytes=gradients, costs=(row,)))
         self.stages.append(PlacedStage(blocks=(id_,), devices=devices, shards=len(devices)))
 
 
@@ -136,6 +143,7 @@ def shape(name: str, num_devices: int, *, chunks: int | None = None, costs: Shap
     kind.build(layout)
     return Profile(
         name=f"shape-{name}",
+        mode=INFERENCE if costs.inference else TRAINING,
         source=Source(method="literature", reference=kind.reference, notes=kind.notes),
         blocks=tuple(layout.blocks),
         edges=tuple(layout.edges),
@@ -161,6 +169,12 @@ def _require(name: str, kind: _ShapeKind, num_devices: int, chunks: int | None, 
 
 
 def _require_backward(costs: ShapeCosts) -> None:
+    given = (costs.backward_ns, costs.input_grad_ns, costs.weight_grad_ns, costs.weight_grad_bytes or None)
+    if costs.inference and any(each is not None for each in given):
+        raise UsageError(
+            "--inference is of forwards alone, and --backward, --input-grad, --weight-grad and --weight-grad-bytes are "
+            "of training; leave these out"
+        )
     if (costs.input_grad_ns is None) != (costs.weight_grad_ns is None):
         raise UsageError("--input-grad and --weight-grad come together or not at all; give the other one too")
     if costs.backward_ns is not None and costs.input_grad_ns is not None:
@@ -184,7 +198,7 @@ def _row(costs: ShapeCosts) -> CostRow:
     return CostRow(
         microbatch_size=1,
         forward_ns=costs.forward_ns,
-        backward_ns=costs.full_backward_ns(),
+        backward_ns=None if costs.inference else costs.full_backward_ns(),
         input_grad_ns=costs.input_grad_ns,
         weight_grad_ns=costs.weight_grad_ns,
         activation_bytes=costs.activation_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -181,28 +182,28 @@ class Cluster(File):
         """Devices of all kinds together."""
         return sum(kind.count for kind in self.devices)
 
-    @property
+    @cached_property
     def memory_bytes(self) -> tuple[int | None, ...]:
         """Memory of each device; None is no limit."""
         return tuple(kind.memory_bytes for kind in self.devices for _ in range(kind.count))
 
-    @property
+    @cached_property
     def reserve_bytes(self) -> tuple[int, ...]:
         """What plans leave alone of each device's memory."""
         return tuple(kind.memory_reserve_bytes for kind in self.devices for _ in range(kind.count))
 
-    @property
+    @cached_property
     def usable_bytes(self) -> tuple[int | None, ...]:
         """What plans may use of each device's memory; None is no limit."""
         reserved = zip(self.memory_bytes, self.reserve_bytes, strict=True)
         return tuple(None if size is None else size - reserve for size, reserve in reserved)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """What kind of device each is."""
         return tuple(kind.name for kind in self.devices for _ in range(kind.count))
 
-    @property
+    @cached_property
     def speeds(self) -> tuple[float, ...]:
         """How much each device computes in the time in which one that a profile's times are of computes 1."""
         return tuple(kind.speed for kind in self.devices for _ in range(kind.count))

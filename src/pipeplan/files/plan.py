@@ -26,7 +26,7 @@ from pipeplan.files.base import (
     said_only,
 )
 from pipeplan.files.placement import PlacedStage, Placement
-from pipeplan.files.profile import FlopsPerSample, TokensPerSample
+from pipeplan.files.profile import INFERENCE, TRAINING, FlopsPerSample, Mode, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
 from pipeplan.units import format_ns
 from pipeplan.workload.action import ACTION_PATTERN, Action, StateAction, operation_of
@@ -206,6 +206,9 @@ class Plan(File):
     schema_version: Annotated[int, CurrentVersion("plan")] = current_version("plan")
     kind: Literal["plan"] = "plan"
     name: Name
+    mode: Annotated[
+        Mode, said_only(TRAINING, "what its programs run: training, or inference, which is forwards alone")
+    ] = TRAINING
     placement: Annotated[Name, Field(description="strategy: one-to-one, circular, v-shape, ...")]
     num_microbatches: Count
     microbatch_size: Annotated[Count, Field(description="mini-batch / num_microbatches")]
@@ -629,7 +632,13 @@ class Plan(File):
     @classmethod
     def of_workload(cls, workload: Workload, **rest: Any) -> Plan:
         """A plan that runs a workload; ``rest`` are its other fields."""
-        return cls(**{each.name: getattr(workload, each.name) for each in fields(workload)}, **rest)
+        mode: Mode = INFERENCE if workload.is_inference else TRAINING
+        return cls(**{each.name: getattr(workload, each.name) for each in fields(workload)}, mode=mode, **rest)
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether it is of forwards alone."""
+        return self.mode == INFERENCE
 
     @property
     def workload(self) -> Workload:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, cached_property
 from operator import attrgetter
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -175,8 +175,51 @@ def _fields_but(model: type[FileModel], *left_out: str) -> Callable[[FileModel],
     return attrgetter(*(name for name in model.model_fields if name not in left_out))
 
 
+Phase = Literal["prefill", "decode"]
+
+
+class PhaseRow(FileModel):
+    """What one block takes of inference with a cache, for so many requests whose texts are as long as each other.
+
+    In ``prefill`` it takes all ``context_tokens`` of each, and caches what later ones need of them; in ``decode`` one
+    token of each, which attends to ``context_tokens``, its own among them. Of ``forward_ns`` the attention
+    core (scores, softmax and mixture, for which the cache is read) takes ``core_ns``, the rest does not depend on the
+    cache. Collectives of ``shards`` are part of it. ``activation_bytes`` is what the block gives, ``workspace_bytes``
+    what it needs beside that while it runs; the cache is in neither.
+
+    With ``expert`` e the block's experts are on e devices, each of which has as many requests of its own.
+    """
+
+    phase: Phase
+    microbatch_size: Annotated[Count, Field(description="requests in the batch")]
+    context_tokens: Annotated[Count, Field(description="tokens of each request's text, those of this step included")]
+    shards: Annotated[Count, Field(description="devices that split the block")] = 1
+    expert: Annotated[Count, said_only(1, "devices that share the block's experts, each with whole ones")] = 1
+    forward_ns: Nanoseconds
+    core_ns: Annotated[Nanoseconds, said_only(0, "of these the attention core, which reads the cache")] = 0
+    activation_bytes: Bytes = 0
+    workspace_bytes: Bytes = 0
+    repeats: Annotated[Index, said_only(0, "timed runs that each median is of; 0 if not measured")] = 0
+    spread: Annotated[float, said_only(0.0, "interquartile range of forward_ns divided by its median", ge=0)] = 0.0
+
+    @model_validator(mode="after")
+    def _core_is_part(self) -> PhaseRow:
+        if self.core_ns > self.forward_ns:
+            raise ValueError(f"core_ns {self.core_ns} is part of forward_ns, and more than its {self.forward_ns}")
+        return self
+
+    @property
+    def key(self) -> tuple[str, int, int, int, int]:
+        """What the row is for: phase, tokens of the text, requests, shards, expert."""
+        return (self.phase, self.context_tokens, self.microbatch_size, self.shards, self.expert)
+
+
 class Block(Parts):
-    """The smallest piece of the model that is placed."""
+    """The smallest piece of the model that is placed.
+
+    One with attention of a causal language model may say what inference caches of every token for those after it, and
+    what its attention core takes and gives of one: of all heads, unsplit.
+    """
 
     id: Name
     operator: Annotated[Name, Field(description="operator kind: attention, ffn, embedding, head, ...")]
@@ -199,13 +242,32 @@ class Block(Parts):
         Items[Name], said_only((), "of the model that it was taken from, those that it is: names such as layers.3.mlp")
     ] = ()
     costs: Annotated[Items[CostRow], Field(min_length=1)]
+    cache_bytes_per_token: Annotated[
+        Bytes, said_only(0, "what inference caches of a token: keys and values, or the latent of both")
+    ] = 0
+    cache_heads: Annotated[
+        Count, said_only(1, "heads of these, of which a device that splits the block has its part, but at least one")
+    ] = 1
+    cache_window_tokens: Annotated[
+        Count | None, said_only(None, "the most tokens that are looked back at, and so cached; null: all")
+    ] = None
+    query_bytes_per_token: Annotated[Bytes, said_only(0, "queries that meet the cache, of one token")] = 0
+    mixture_bytes_per_token: Annotated[Bytes, said_only(0, "what attention makes of the cache for one token")] = 0
+    phases: Annotated[
+        Items[PhaseRow], said_only((), "costs of prefill and decode; only in a profile of inference")
+    ] = ()
 
     @property
     def meaning(self) -> Hashable:
         """All that it says but for its names."""
-        own, of_row = _fields_but(type(self), "id", "modules", "dimensions", "costs"), _fields_but(CostRow, "spread")
-        rows = [(of_row(row), *sorted(row.spread.items())) for row in self.costs]
-        return own(self), tuple(sorted(self.dimensions.items())), tuple(rows)
+        own, of_row = (
+            _fields_but(type(self), "id", "modules", "dimensions", "costs", "phases"),
+            _fields_but(CostRow, "spread"),
+        )
+        rows = [(of_row(row), *sorted(row.spread.items())) if row.spread else of_row(row) for row in self.costs]
+        of_phase = _fields_but(PhaseRow, "repeats", "spread")
+        phases = list(map(of_phase, self.phases))
+        return own(self), tuple(sorted(self.dimensions.items())), tuple(rows), tuple(phases)
 
     def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
         """Its costs with each sequence in ``context`` parts and ``expert`` devices sharing experts; by default neither.
@@ -288,6 +350,14 @@ class Block(Parts):
             seen[row.key] = index
             if row.expert > 1 and not self.expert_parameters:
                 raise ValueError(f"costs[{index}] has expert {row.expert}, and the block has no expert_parameters")
+        cases: dict[object, int] = {}
+        for index, phase in enumerate(self.phases):
+            if (before := cases.setdefault(phase.key, index)) != index:
+                raise ValueError(
+                    f"phases[{index}] is for the same case as phases[{before}]: {phase.phase} of "
+                    f"{phase.microbatch_size} requests with context_tokens {phase.context_tokens} on {phase.shards} "
+                    "shards"
+                )
         if self.expert_parameters > self.parameters + self.frozen_parameters:
             raise ValueError(
                 f"expert_parameters {self.expert_parameters} are more than the "
@@ -377,6 +447,8 @@ def _tied_parameters_have_bytes(profile: Content) -> Content:
 
 
 MIGRATIONS["profile", 1] = lambda profile: _recipe_is_named(_tied_parameters_have_bytes(profile))
+
+Made = TypeVar("Made")
 
 
 class Profile(File):
@@ -468,6 +540,9 @@ class Profile(File):
                     )
                 if self.is_inference and (key := row.of_training) is not None:
                     raise ValueError(f"{place} states {key}, which the mode {INFERENCE!r} does not have; leave it out")
+            if not self.is_inference and (block.phases or block.cache_bytes_per_token):
+                key = "phases" if block.phases else "cache_bytes_per_token"
+                raise ValueError(f"blocks[{index}] states {key}, which only the mode {INFERENCE!r} has; leave it out")
         if self.is_inference and self.step_bytes_per_s is not None:
             raise ValueError(f"step_bytes_per_s is of the optimizer, which the mode {INFERENCE!r} does not have")
         for place, parts in (("blocks", self.blocks), ("tied", self.tied)):
@@ -593,8 +668,15 @@ class Profile(File):
 
     @cached_property
     def made_once(self) -> dict[Hashable, Any]:
-        """{key: what was made of it and of its kinds'}: for whoever asks again and again."""
+        """{key: what :meth:`once` has made}"""
         return {}
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What is made of it and of its kinds', for whoever asks again and again; the ``key`` says what, and how."""
+        if key not in self.made_once:
+            self.made_once[key] = make()
+        found: Made = self.made_once[key]
+        return found
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy; with changes it stands alone: those of kinds would have to change, too."""
@@ -623,10 +705,10 @@ class Profile(File):
         firsts: dict[Hashable, str] = {}
         return {block.id: firsts.setdefault(block.meaning, block.id) for block in self.blocks}
 
-    @property
-    def kinds(self) -> list[Block]:
+    @cached_property
+    def kinds(self) -> tuple[Block, ...]:
         """One of all blocks that are alike, for each of these."""
-        return [self.by_id[id_] for id_ in dict.fromkeys(self.alike.values())]
+        return tuple(self.by_id[id_] for id_ in dict.fromkeys(self.alike.values()))
 
     @cached_property
     def edges_into(self) -> dict[str, list[Edge]]:
@@ -634,6 +716,14 @@ class Profile(File):
         found: dict[str, list[Edge]] = {}
         for edge in self.edges:
             found.setdefault(edge.target, []).append(edge)
+        return found
+
+    @cached_property
+    def edges_from(self) -> dict[str, list[Edge]]:
+        """{block: the edges that lead away from it}; blocks without any are left out."""
+        found: dict[str, list[Edge]] = {}
+        for edge in self.edges:
+            found.setdefault(edge.source, []).append(edge)
         return found
 
     def topological_order(self) -> tuple[str, ...]:

@@ -57,9 +57,18 @@ def exported(plan: Plan, to: str, template: Sequence[str] = (), base: str | None
         raise UsageError(f"--names is for targets that take module names, and {target.title} is not")
     if base is not None and to != "torchtitan":
         raise UsageError(f"--base names a recipe of torchtitan, and {target.title} takes none; leave it out")
+    if plan.is_inference and target.trains and to not in _OF_ANY_ACTIONS:
+        raise UsageError(
+            f"plan {plan.name!r} is of inference, and {target.title} trains; choose vllm, sglang or tensorrt-llm, or "
+            "search a profile of training"
+        )
     written = write(plan, target, Asked(template, base))
     notes = written.notes if written.ranks is None else (*written.notes, *_notes(plan, written.ranks, target))
     return Export(to, written.text, notes, written.beside, written.files)
+
+
+_OF_ANY_ACTIONS = ("torch", "chakra")
+"""Targets that are told a plan's actions, whatever these are."""
 
 
 def _notes(plan: Plan, ranks: PlanRanks, target: ExportTarget) -> Iterator[str]:

@@ -21,7 +21,8 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import Any, NamedTuple
 
-from pipeplan.costs import StageCost, group_costs
+from pipeplan.costs import StageCost, block_columns, group_costs
+from pipeplan.costs.columns import Columns
 from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.zero import ALONE, TOGETHER, WHOLE, Exchanging, Experts, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
@@ -67,10 +68,17 @@ class Pricing(NamedTuple):
         Raises:
             UsageError: a block was not profiled so.
         """
-        how: dict[str, Any] = {"context": self.context, "recompute": self.recompute, "zero": self.zero}
-        how |= {"exchanging": exchanging, "experts": self.experts, "speed": self.speed}
         own = on_kinds(profile, self.kinds)
-        return group_costs(own, [(block,) for block in blocks], self.samples, self.shards, **how)
+        return group_costs(own, [(block,) for block in blocks], self.samples, self.shards, **self._how(exchanging))
+
+    def columns(self, profile: Profile, blocks: Sequence[str]) -> Columns:
+        """The same as columns, without what is exchanged. Raises as :meth:`costs`."""
+        own = on_kinds(profile, self.kinds)
+        return block_columns(own, blocks, self.samples, self.shards, **self._how(ALONE))
+
+    def _how(self, exchanging: Exchanging) -> dict[str, Any]:
+        how: dict[str, Any] = {"context": self.context, "recompute": self.recompute, "zero": self.zero}
+        return how | {"exchanging": exchanging, "experts": self.experts, "speed": self.speed}
 
 
 class Way(NamedTuple):

@@ -17,7 +17,7 @@ and recomputation are chosen together.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, reduce
 from itertools import islice, pairwise
@@ -63,7 +63,13 @@ Counts = tuple[int, ...]
 
 def kind_of(costs: Sequence[tuple[Again, StageCost]]) -> Kind:
     """The ways of a block with these costs."""
-    options = [Option(each.compute_ns, each.activation_bytes, each.workspace_bytes, again) for again, each in costs]
+    return undominated(
+        [Option(each.compute_ns, each.activation_bytes, each.workspace_bytes, again) for again, each in costs]
+    )
+
+
+def undominated(options: Iterable[Option]) -> Kind:
+    """Those that no other beats in time and both sizes, the quickest first."""
     kept: list[Option] = []
     for option in sorted(options, key=lambda option: option[:3]):
         if not any(
@@ -73,13 +79,13 @@ def kind_of(costs: Sequence[tuple[Again, StageCost]]) -> Kind:
     return tuple(kept)
 
 
-def savings(kinds: Sequence[Kind]) -> tuple[FloatArray, FloatArray]:
-    """Bytes that blocks of these kinds hold less for a micro-batch, ascending from 0, and the ns that takes at least.
+def savings(kinds: Mapping[Kind, int]) -> tuple[FloatArray, FloatArray]:
+    """Bytes that so many blocks of these kinds hold less for a micro-batch, ascending from 0, and the least ns for it.
 
     The relaxed knapsack: between two points a part of a block is recomputed. Least ns per byte come first.
     """
     steps: list[tuple[float, int, int]] = []
-    for kind, count in Counter(kinds).items():
+    for kind, count in kinds.items():
         hull = [kind[0]]
         for option in sorted(kind, key=lambda each: -each.held_bytes):
             while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
@@ -297,7 +303,8 @@ class ChoosingBlocks:
 
 def levels_of(profile: Profile) -> tuple[Again, ...]:
     """What can be computed again of some block of a profile."""
-    has_cores = any(row.selective_ns is not None for block in profile.kinds for row in block.costs)
+    rows = (row for block in profile.kinds for row in block.costs)
+    has_cores = profile.once("has_cores", lambda: any(row.selective_ns is not None for row in rows))
     return (False, "selective", True) if has_cores else (False, True)
 
 

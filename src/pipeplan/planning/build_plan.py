@@ -324,10 +324,13 @@ class TargetCost:
     def said(self) -> str:
         """In a sentence."""
         serves = self.measure != "iteration"
-        measure = "the busiest stage's forward of a micro-batch" if serves else "an iteration"
+        step = "decode step" if self.measure == "decode step" else "forward of a micro-batch"
+        measure = f"the busiest stage's {step}" if serves else "an iteration"
         bound = "stages of equal work would take" if serves else "the bound over everything is"
         beside = f"{bound} {format_ns(self.bound_ns)} ({self.over_bound:.1%} away)"
-        why = "; no profile says what inference keeps in a cache, so that the busiest stage decides" if serves else ""
+        why = ""
+        if self.measure == "busiest stage":
+            why = "; the profile says nothing of what inference keeps in a cache, so that the busiest stage decides"
         if self.over_free is None:
             free = "no plan without its limits was met in this time"
         elif self.over_free > 0:
@@ -340,6 +343,53 @@ class TargetCost:
     def figures(self) -> dict[str, object]:
         """As in JSON."""
         return {**asdict(self), "over_free": self.over_free, "over_bound": self.over_bound}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCost:
+    """What a server's cut has for its cache: tokens of the cut, at most, and of blocks cut anywhere, if that is known.
+
+    Requests of ``context`` tokens, of which a step takes ``batch``; its busiest stage takes ``busiest_ns``. Where the
+    server has blocks of ``block_tokens`` tokens, as many of these as are whole.
+    """
+
+    title: str
+    own_tokens: int
+    bound_tokens: int
+    free_tokens: int | None
+    context: int
+    batch: int
+    busiest_ns: int
+    block_tokens: int
+
+    @property
+    def max_requests(self) -> int:
+        """Requests of ``context`` tokens that fit at once."""
+        return self.own_tokens // self.context
+
+    @property
+    def blocks(self) -> int | None:
+        """Whole blocks of the server's; None where it has none."""
+        return self.own_tokens // self.block_tokens if self.block_tokens else None
+
+    @property
+    def said(self) -> str:
+        """In a sentence."""
+        blocks = f" ({self.blocks:,} blocks of {self.block_tokens})" if self.blocks is not None else ""
+        free = "blocks cut anywhere have room for no more"
+        if self.free_tokens is not None and self.free_tokens > self.own_tokens:
+            free = f"{1 - self.own_tokens / self.free_tokens:.1%} fewer than if blocks were cut anywhere"
+        away = f"{1 - self.own_tokens / self.bound_tokens:.1%} fewer than if all stages had room alike"
+        return (
+            f"for {self.title} the cache of every stage has room for {self.own_tokens:,} tokens{blocks}, "
+            f"{self.max_requests} requests of {self.context:,}: {free}; {away}. A decode step of {self.batch} of "
+            f"them takes {format_ns(self.busiest_ns)} in the busiest stage"
+            + (", and not all fit at once" if self.batch > self.max_requests else "")
+        )
+
+    def figures(self) -> dict[str, object]:
+        """As in JSON."""
+        return {"measure": "cache", **asdict(self), "max_requests": self.max_requests, "blocks": self.blocks}
 
 
 _NAMED = 4
@@ -382,7 +432,7 @@ class Result(Displayed):
     sizes_left: tuple[int, ...] = ()
     tie: EqualPlan | None = None
     request: Request | None = field(default=None, repr=False, compare=False)
-    cost: TargetCost | None = None
+    cost: TargetCost | CacheCost | None = None
     start_ns: int | None = None
 
     def __repr__(self) -> str:

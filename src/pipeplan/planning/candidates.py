@@ -226,10 +226,7 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
     asked = request.shards, request.context, request.expert
     if None not in asked or request.placement != "auto" or request.spread:
         return (SplitSizes(*(count or 1 for count in asked)),)
-    blocks = {
-        (bool(block.expert_parameters), tuple((row.shards, row.context, row.expert) for row in block.costs))
-        for block in request.profile.kinds
-    }
+    blocks = request.profile.once("splits", lambda: _splits_of(request.profile))
     sizes = sorted({expert for _, rows in blocks for _, _, expert in rows})
     known = (
         {
@@ -248,6 +245,14 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
         and each.expert <= request.num_devices
     ]
     return tuple(common) or (SplitSizes(*(count or 1 for count in asked)),)
+
+
+def _splits_of(profile: Profile) -> set[tuple[bool, tuple[tuple[int, int, int], ...]]]:
+    """Of each block whether it has experts, and for how many shards, parts of a sequence and of experts it has rows."""
+    return {
+        (bool(block.expert_parameters), tuple((row.shards, row.context, row.expert) for row in block.costs))
+        for block in profile.kinds
+    }
 
 
 def uniform_choices(request: Request) -> list[BoundedChoice]:
@@ -607,7 +612,7 @@ def any_stages(request: Request) -> bool:
 def _chains(request: Request) -> Iterator[Proposal]:
     """Every choice with the balanced cut, and with AutoPipe's where that is for: one stage per device."""
     uniform = uniform_choices(request)
-    for each in uniform:
+    for each in quick_first(uniform) if is_large(request) else uniform:
         yield BoundedProposal(partial(_tried, _chain, request, each.choice, "balanced", None), each.least_ns)
         if _is_for_autopipe(request, each.choice):
             yield BoundedProposal(partial(_autopipe, request, each.choice), each.least_ns)
@@ -620,6 +625,28 @@ def _chains(request: Request) -> Iterator[Proposal]:
             yield partial(_tried, _chain, request, choice, "balanced", None)
             if _is_for_autopipe(request, choice):
                 yield partial(_autopipe, request, choice)
+
+
+def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
+    """The rows, best first, but before all others the best few of those whose schedules are quick to make.
+
+    Of the best rows of many devices a look takes seconds each, and what they should be shorter by is often less than
+    what closed forms are off by: first come the best :data:`_QUICK` of at most :data:`_FEW_ACTIONS` actions, then of
+    four times as many, and so on; none that should take :data:`_MUCH` times as long as the best.
+    """
+    taken = dict[int, BoundedChoice]()
+    much = _MUCH * rows[0].usual_ns if rows else 0.0
+    near = [(each.choice.actions_looked_at, each) for each in checked(rows) if each.usual_ns <= much]
+    most, all_of_them = _FEW_ACTIONS, max((actions for actions, _ in near), default=0)
+    while most < all_of_them:
+        able = (each for actions, each in near if actions <= most)
+        taken.update((id(each), each) for each in islice(able, _QUICK))
+        most *= 4
+    yield from taken.values()
+    yield from (each for each in rows if id(each) not in taken)
+
+
+_FEW_ACTIONS, _QUICK, _MUCH = 4_000, 3, 1.25
 
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:

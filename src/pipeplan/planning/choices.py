@@ -31,6 +31,8 @@ def choices_of(request: Request, source: str, scheduler: str, *, late_inputs: bo
         "backward": said.get("split_backward", whole),
         "slices": said.get("num_parted") or _slices_by(request, whole),
     }
+    if request.profile.is_inference:  # there is nothing to choose
+        found = {name: by for name, by in found.items() if name not in ("recompute", "backward", "slices")}
     if late_inputs or "late_inputs" in said:
         found["late_inputs"] = said.get("late_inputs", SEARCHED)
     return found
@@ -45,7 +47,8 @@ def choices_of_known(
     """
     flag = f"--rules {schedule.removeprefix(OF_RULES)}" if schedule.startswith(OF_RULES) else f"--scheduler {schedule}"
     backward = f"--split-backward {'yes' if split_backward else 'no'}" if varied else flag
-    return {**searched, "schedule": flag, "backward": backward, "slices": flag}
+    own = {"schedule": flag, "backward": backward, "slices": flag}
+    return {**searched, **{name: by for name, by in own.items() if name in searched}}
 
 
 def found_as(searched: Mapping[str, str], schedule: str) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pipeplan.errors import PipeplanError
 from pipeplan.files import File, Placement, Plan, Profile
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate, has_table, is_large, sharing, uniform_choices
+from pipeplan.planning.divided_state import divides_by_default
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import placement_bound
 from pipeplan.simulator.simulation import Simulation, simulate
@@ -175,7 +176,8 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
         return
     if all(stage.copies == 1 for stage in workload.stages):
         recomputed = sum(stage.recomputes for stage in workload.stages)
-        if recomputed and request.replicas is None and not isinstance(request.placement, Placement):
+        asks = request.replicas is None and not isinstance(request.placement, Placement)
+        if recomputed and asks and not divides_by_default(request):
             brings = f"replicas that divide state may fit where now {counted(recomputed, 'stage')} recompute"
             yield NextStep("--zero auto", brings + "s" * (recomputed == 1))
         return
@@ -213,13 +215,13 @@ def _no_splits(request: Request, result: Result, simulation: Simulation) -> Iter
 
 
 def _more_sharing(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """What ZeRO 2 and 3 may bring, which a search of whole blocks leaves out unless it is asked for them: by the table.
+    """What ZeRO 2 and 3 may bring where a search of whole blocks leaves them out unless it is asked: by the table.
 
     Of large requests that table takes a second or more, so that it is only said that they were left out.
     """
     if request.zero is not None or request.num_devices < 2 or request.least_memory is None or has_table(request):
         return
-    if request.scheduler != "auto":
+    if request.scheduler != "auto" or divides_by_default(request):
         return
     if is_large(request):
         yield NextStep("--zero auto", "looks at ZeRO 2 and 3 (FSDP) as well")
@@ -254,7 +256,7 @@ def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
     lacks = [f"several tensors of one block ({several[0]})"] if several else []
     lacks += ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
     lacks += ["shared experts"] if any(stage.expert > 1 for stage in stages) else []
-    if recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
+    if recipe is not None and not (plan.is_inference or recipe.is_custom or recipe.name in _TRAINABLE):
         lacks.append(str(recipe.name))
     return lacks
 

@@ -30,6 +30,7 @@ from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.decoding import OPEN, ServingAsked
 from pipeplan.planning.restrictions import (
     Restrictions,
     groups_of,
@@ -141,6 +142,22 @@ class Splitting:
     mesh_dimensions: int = 3
 
 
+def _refuse_training(profile: Profile, asked: Mapping[str, Any]) -> None:
+    """Refuse what is asked of inference and only training has. Raises UsageError."""
+    flags = {
+        "split_backward": "--split-backward yes",
+        "recompute": f"--recompute {'all' if asked.get('recompute') is True else asked.get('recompute')}",
+        "zero": f"--zero {asked.get('zero')}",
+        "zero_group": f"--zero-group {asked.get('zero_group')}",
+        "num_parted": f"--slices {asked.get('num_parted')}",
+        "late_inputs": "--late-inputs yes",
+    }
+    if said := next((flag for name, flag in flags.items() if asked.get(name) not in (None, False, 0, AUTO)), None):
+        raise UsageError(
+            f"{said} is of training, and {profile.where} is of inference, which runs forwards alone; leave it out"
+        )
+
+
 @dataclass(frozen=True)  # without slots: what is derived is kept
 class Request:
     """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
@@ -157,7 +174,8 @@ class Request:
     and each weight gradient takes longer, being launched apart. ``profile`` has ``launch_overhead_ns`` in every action
     of every block beside what is ``stated`` (None: nothing). ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
-    in a table of uniform layouts any, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
+    and then what may be shorter (:mod:`pipeplan.planning.divided_state`), in a table of uniform layouts any, and AUTO
+    where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
     of a chain, ``context`` how many of them, or groups, share each sequence, ``expert`` how many devices of a stage
     share experts, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared
@@ -225,11 +243,12 @@ class Request:
     free: Request | None = None
     imported: str = ""
     priced: Request | None = None
+    serving: ServingAsked = OPEN
 
     def __post_init__(self) -> None:
         require_recipe_of_mode(self.profile)
         if self.profile.is_inference:
-            raise UsageError(f"{self.profile.where} is of inference, which is not planned yet")
+            self._forwards_alone()
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
         if self.reserve_bytes:
             self._require_reserve(self.reserve_bytes)
@@ -253,6 +272,12 @@ class Request:
                 f"--chunks {self.chunks} would do nothing: {own} of profile {self.profile.name!r} say how many stages "
                 "each device has; leave --chunks out, or choose a --placement strategy such as circular"
             )
+
+    def _forwards_alone(self) -> None:
+        """Settle what inference does not have."""
+        nothing = {"split_backward": False, "recompute": False, "zero": 0, "num_parted": 0, "late_inputs": False}
+        for field, value in nothing.items():
+            object.__setattr__(self, field, value)
 
     def _require_span(self, most: int) -> None:
         """That a repetend is searched, whose actions run whole."""
@@ -375,8 +400,12 @@ class Request:
             devices = len(start.devices) if devices is None and cluster is None else devices
             if mini_batch is None and num_microbatches is None:
                 mini_batch = start.mini_batch
-        free, settled = None, dict[str, Any]()
+        free, settled, serving = None, dict[str, Any](), others.pop("serving", OPEN)
+        if profile.is_inference:
+            _refuse_training(profile, others)
         target = None if for_ is None else target_named(for_)
+        if serving.flag is not None and (target is None or target.trains):
+            raise UsageError(f"{serving.flag} is for servers (--for vllm, sglang or tensorrt-llm); leave it out")
         if for_ is not None and target is not None:
             if rules is not None and (target.schedules is not None or not target.trains):
                 raise UsageError(
@@ -452,6 +481,7 @@ class Request:
             stated=stated if overhead or together is not None else None,
             start=start,
             joined=together,
+            serving=serving,
             only=None if for_ is None or target is None else Restrictions.of(for_, target, stated),
             free=free,
             samples_assumed=mini_batch is None and num_microbatches is None,

@@ -45,6 +45,7 @@ from pipeplan.planning.candidates import (
     placed,
     strategy_choices,
 )
+from pipeplan.planning.divided_state import DivideState
 from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
@@ -66,6 +67,7 @@ from pipeplan.planning.trials import (
     preferred,
     workloads,
 )
+from pipeplan.planning.usual import USUAL
 from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, processes
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
@@ -566,15 +568,13 @@ class EvenCut(PlanStep):
     all the same, and until the process has worked ``working`` seconds, or half of what is left: what was begun for it
     would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds are left it
     takes so little that it is made however late it is. If nothing fits with what replicas may divide by default,
-    something with more of it is kept for when nothing else is found. Pipelines so deep that such a plan runs group by
-    group get larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
+    something with more of it is kept for when nothing else is found.
     """
 
     seconds: float = 2.0
     share: float = 0.2
     working: float = 3.0
     hurry: float = 1.0
-    growth: float = 0.2
     name = "even cut"
     when = (
         "first, once; any strategy, with --scheduler auto or a named schedule. With --deterministic only for more than "
@@ -602,7 +602,6 @@ class EvenCut(PlanStep):
         else:
             self._in_time(search)
         _secure(search)
-        self._larger_groups(search)
 
     def _in_time(self, search: PlanSearch) -> None:
         what = "even cut with GPipe or 1F1B" if search.request.scheduler == "auto" else "even cut with the schedule"
@@ -671,20 +670,6 @@ class EvenCut(PlanStep):
                 if trial.best is not None:
                     search.found_first(trial, spare=False)
 
-    def _larger_groups(self, search: PlanSearch) -> None:
-        entries = MOST_ENTRIES
-        while (
-            (made := search.made) is not None
-            and made.schedule.scheduler.endswith("+groups")
-            and search.best is not None
-            and _MORE * made.seconds < self.growth * search.budget.remaining
-        ):
-            entries *= _MORE
-            search.trials[0].look_plainly(entries)
-            _secure(search)
-            if search.made is made:
-                return
-
 
 def _but_for_size(candidate: PlacementCandidate) -> Hashable:
     """Equal for candidates of one strategy, with as many replicas, that recompute the same."""
@@ -713,16 +698,13 @@ def _is_named(request: Request) -> bool:
     return request.scheduler not in SEARCHING and not request.tunes
 
 
-_MORE = 4
-"""By what factor the number of entries grows from one size of groups to the next."""
-
-
 @dataclass(frozen=True)
 class LookAtCandidates(PlanStep):
     """Known schedules of placements as they come; once there is a plan, only while ``least`` of the limit is left.
 
     ``chains_between`` and ``chains_first`` are as in :func:`pipeplan.planning.candidates.candidates`. Of the chains of
-    a large request only the schedules are looked at for which they were cut.
+    a large request only the schedules are looked at for which they were cut. What becomes the best, and recomputes, is
+    tried without that at once (:class:`KeepAll`).
     """
 
     share: float = 0.5
@@ -745,7 +727,10 @@ class LookAtCandidates(PlanStep):
             if search.all_seen:
                 return
             if candidate is not None:
+                before, keep = search.best, named(search.steps, KeepAll)
                 self._try(search, candidate)
+                if keep is not None and search.best is not before:
+                    keep.run(search)
         search.all_seen = budget.remaining <= self.least * budget.seconds
 
     def _try(self, search: PlanSearch, candidate: PlacementCandidate) -> None:
@@ -788,6 +773,38 @@ class LookAtCandidates(PlanStep):
         if slicing is not None and trial.worse(best):
             slicing.expect(request, trial)
         return trial.worse(best)
+
+
+@dataclass(frozen=True)
+class LargerGroups(PlanStep):
+    """A pipeline so deep that its first plan runs group by group, in larger groups, where nothing better was found.
+
+    As long as making their plan takes no more than a ``share`` of the time that is left, with ``more`` times as many
+    entries each time.
+    """
+
+    share: float = 0.2
+    more: int = 4
+    name = "larger groups"
+    when = "in turn with the search; the best plan is an even cut that runs group by group"
+    of = "what is left, each"
+    in_turn = True
+
+    def run(self, search: PlanSearch) -> None:
+        entries = MOST_ENTRIES
+        while (
+            (made := search.made) is not None
+            and (best := search.best) is not None
+            and best.best is not None
+            and best.best.scheduler.endswith("+groups")
+            and self.more * made.seconds < self.share * search.budget.remaining
+        ):
+            entries *= self.more
+            best.look_plainly(entries)
+            search.report(best)
+            _secure(search)
+            if search.made is made:
+                return
 
 
 @dataclass(frozen=True)
@@ -849,12 +866,14 @@ class KeepAll(PlanStep):
             return
         choice = kept_choice(best.candidate) if _recomputes(best) else None
         candidate = None if choice is None else placed(request, choice)
+        own = next((each for each in USUAL if choice is not None and each.strategy == choice.strategy), None)
         if not isinstance(candidate, PlacementCandidate) or not search.is_new(candidate):
             return
         with suppress(PipeplanError):  # there is a plan
             trial = search.trial_of(candidate)
             if not trial.worse(best):
-                trial.look(thorough=True)
+                how = best.candidate.usual or own if is_large(request) else None
+                trial.look(thorough=True, usual=how, others=False)
             if trial.best is not None:
                 search.trials.append(trial)
                 search.report(trial)
@@ -869,6 +888,8 @@ STEPS: tuple[SearchStep, ...] = (
     StartPlan(),
     EvenCut(),
     LookAtCandidates(),
+    LargerGroups(),
+    DivideState(),
     KeepAll(),
     Moves(),
     EveryWidth(),

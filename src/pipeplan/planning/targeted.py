@@ -18,15 +18,15 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import Plan
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.build_plan import CandidateCounts, Result, TargetCost
+from pipeplan.planning.build_plan import CacheCost, CandidateCounts, Result, TargetCost
 from pipeplan.planning.infeasibility import most_telling
 from pipeplan.planning.request import Request
-from pipeplan.planning.serving import Served, request_of, served
+from pipeplan.planning.serving import Served, request_of, served, serving_of
 from pipeplan.planning.start import busiest_ns, gain_said
 from pipeplan.planning.steps import STEPS, search_plan
 from pipeplan.schedule.state import Progress, SearchStep, scheduler_words
 from pipeplan.time_limit import Limit
-from pipeplan.units import format_ns
+from pipeplan.units import MAX_BYTES, format_ns
 
 FREE = 0.3
 """The part of the time in which plans without the target's limits are searched."""
@@ -210,29 +210,61 @@ def _words(found: Result) -> str:
 
 
 def _served(request: Request, parts: _TargetParts, explain: bool) -> Result:
-    """One pipeline whose busiest stage is quickest, as a plan of 1F1B."""
-    only, free = request.only, request.free
-    assert only is not None
-    assert free is not None
+    """One pipeline with the best cut, as a plan of forwards in order (of a profile of training, 1F1B)."""
     cut = served(request)
-    apart = None
-    with suppress(PipeplanError):
-        apart = served(replace(free, batch=request.batch, replicas=1, expert=1, only=only)).busiest_ns
-    found = parts.search(request_of(request, cut.placement), parts.left, explain=explain)
+    found = _planned(request, parts, request_of(request, cut.placement), explain)
+    parts.results.append(found)
+    notes = [*found.notes, *_started_from(request, cut)]
+    return _merged(request, replace(found, cost=_cost_of(request, cut), notes=tuple(notes)), parts, ())
+
+
+def _planned(request: Request, parts: _TargetParts, asked: Request, explain: bool) -> Result:
+    """The plan of a cut. Where that of a cache fits by itself, and whole samples at once do not, without a limit."""
+    found = parts.search(asked, parts.left, explain=explain)
+    if found is None and not parts.interrupted and serving_of(request) is not None:
+        found = parts.search(asked.within(MAX_BYTES), parts.left, explain=explain)
+        if found is not None:
+            note = (
+                "weights and cache fit; forwards of whole samples, which the plan has, do not: it has no memory limit"
+            )
+            found = replace(found, notes=(*found.notes, note))
     if found is None:
         if parts.interrupted:
             raise KeyboardInterrupt
         raise most_telling(parts.failures)
-    parts.results.append(found)
-    cost = TargetCost(only.title, "busiest stage", cut.busiest_ns, cut.even_ns, apart, "blocks cut anywhere")
-    notes = [*found.notes, *_started_from(request, cut)]
-    return _merged(request, replace(found, cost=cost, notes=tuple(notes)), parts, ())
+    return found
+
+
+def _cost_of(request: Request, cut: Served) -> TargetCost | CacheCost:
+    """What the cut has, beside blocks that are cut anywhere."""
+    only, free, apart = request.only, request.free, None
+    assert only is not None
+    assert free is not None
+    with suppress(PipeplanError):
+        alone = replace(free, batch=request.batch, replicas=1, expert=1, only=only, serving=request.serving)
+        apart = served(alone)
+    decoding = cut.decoding
+    if decoding is not None and decoding.objective == "cache" and cut.tokens is not None:
+        block_tokens = export_target(only.name).cache_block_tokens
+        return CacheCost(
+            only.title,
+            cut.tokens,
+            max(cut.tokens, cut.even_tokens or 0),
+            None if apart is None else apart.tokens,
+            decoding.context,
+            decoding.batch,
+            cut.busiest_ns,
+            block_tokens,
+        )
+    measure = "busiest stage" if decoding is None else "decode step"
+    anywhere = None if apart is None else apart.busiest_ns
+    return TargetCost(only.title, measure, cut.busiest_ns, cut.even_ns, anywhere, "blocks cut anywhere")
 
 
 def _started_from(request: Request, cut: Served) -> Iterator[str]:
     """What the busiest stage of the plan of --start takes, if its micro-batches are as large."""
     start = request.start
-    if start is None or start.microbatch_size != request.batch.microbatch_size:
+    if start is None or cut.decoding is not None or start.microbatch_size != request.batch.microbatch_size:
         return
     own = busiest_ns(request, start)
     less = f"{1 - cut.busiest_ns / own:.1%} less than" if cut.busiest_ns < own else "as much as"

@@ -210,13 +210,21 @@ class Trial:
         self.ways = [self.best.workload if way == self.best.workload else way for way in ways]
         self.bounds = list(map(weak_iteration_bound, self.ways))
 
+    @property
+    def num_actions(self) -> int:
+        """Those of the way of running backward that has most."""
+        return max(sum(map(len, way.slots)) for way in self.ways)
+
     def look_plainly(self, most_entries: int = MOST_ENTRIES) -> None:
         """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than so."""
         for workload in self.ways:
             self.offer(plain_look(workload, most_entries))
 
-    def look(self, *, thorough: bool = False, usual: Usual | None = None) -> None:
-        """Only known schedules, which takes no solver: all, or those of the ``usual`` one's strategy."""
+    def look(self, *, thorough: bool = False, usual: Usual | None = None, others: bool = True) -> None:
+        """Only known schedules, which takes no solver: all, or those of the ``usual`` one's strategy.
+
+        Where none of these fits all ``others`` are looked at, too, unless there are more than :data:`FEW_ACTIONS`.
+        """
         look, found = named(self.steps, FirstLook) or FirstLook(), False
         for workload in self.ways:
             names = () if usual is None else usual.names(workload.splits_backward)
@@ -224,7 +232,7 @@ class Trial:
                 schedule = first_look(workload, look, thorough=thorough, names=names)
                 self.offer(schedule)
                 found |= schedule is not None
-        if usual is not None and not found:
+        if usual is not None and not found and others and self.num_actions <= FEW_ACTIONS:
             self.look(thorough=thorough)
 
     def search(self, request: Request, budget: Budget, seconds: float, progress: Progress | None = None) -> None:
@@ -402,6 +410,9 @@ class _Coming:
     def __call__(self) -> CandidateOrError | None:
         return self.given.item.propose()
 
+
+FEW_ACTIONS = 10_000
+"""Of so many actions all known schedules are a matter of seconds."""
 
 FIRST_SECONDS = 1.0
 """Seconds of work that every search has for its first plan, however little is left when it begins."""
@@ -682,6 +693,8 @@ class PlanSearch:
             trial.offer(looked.found)
         else:
             trial.look(usual=candidate.usual if is_large(self.request) else None)
+        if trial.best is None and self.best is None and trial.num_actions > FEW_ACTIONS:
+            trial.look()  # whatever it takes: any plan is better than none
 
     def refutes(self, propose: Proposal) -> bool:
         """Whether it is known of a proposal, before it is made, that every iteration of it is longer than the best."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import accumulate, chain, pairwise
-from operator import mul
-from typing import NamedTuple, TypeVar
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,23 +22,23 @@ from numpy.typing import NDArray
 from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
 from pipeplan.costs.blocks import places_divided
+from pipeplan.costs.columns import Columns
 from pipeplan.costs.recipes import state_of
 from pipeplan.costs.stages import require_apart
 from pipeplan.costs.states import States
-from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanging, Experts, Zero, cuts
+from pipeplan.costs.zero import IN_ACTIONS, TOGETHER, WHOLE, Exchanging, Experts, Zero, cuts
 from pipeplan.errors import UsageError
 from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
-from pipeplan.partition.recomputation import kept_whole, kind_of, savings
+from pipeplan.partition.recomputation import Kind, Option, kept_whole, savings, undominated
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
-
-OfKind = TypeVar("OfKind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,14 @@ class Choice:
         return (self.chunks or 2) if STRATEGIES[self.strategy].chunked else 1
 
     @property
+    def actions_looked_at(self) -> int:
+        """About how many actions a look at it schedules: of a very long run those of a shorter one."""
+        positions, every = self.positions or 1, self.batch.num_microbatches
+        each = 3 * positions * self.per_position * (1 + STRATEGIES[self.strategy].two_ways)
+        shorter = max(ShorterRun.tasks // each, 2 * positions)
+        return each * (shorter if each * every > ShorterRun.most and 2 * shorter <= every else every)
+
+    @property
     def pricing(self) -> Pricing:
         """What a device's costs are for."""
         samples = self.batch.microbatch_size // self.replicas
@@ -114,7 +121,8 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     of them; else a choice is there once, with the best of its schedules.
     """
     splits = request.split_backward is not False and can_split(request.profile)
-    keys = dict.fromkeys((one.pricing, one.levels) for one in checked(choices))
+    each_key = [(one.pricing, one.levels) for one in checked(choices)]
+    keys = dict.fromkeys(each_key)
     whole = {
         key: _Sums.of(request, blocks, *key)
         for key in checked(dict.fromkeys((_undivided(pricing), levels) for pricing, levels in keys), 1)
@@ -132,16 +140,17 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     }
     kinds = dict.fromkeys((choice.strategy, choice.per_position) for choice in checked(choices))
     usual = {kind: usual_of(*kind, splits, request.scheduler) for kind in kinds}
+    fewest = _fewer(choices, [pricing for pricing, _ in each_key])
     known = [
         (choice, each, own)
-        for choice in checked(choices)
-        if (own := sums[choice.pricing, choice.levels]) is not None
+        for choice, key in checked(zip(choices, each_key, strict=True))
+        if (own := sums[key]) is not None
         for each in usual[choice.strategy, choice.per_position]
     ]
     if not known:
         return []
     table = _BoundTable.of(request, blocks, *map(list, zip(*known, strict=True)))
-    fewer = np.array(_fewer([choice for choice, _, _ in known]))
+    fewer = np.array([fewest[id(choice)] for choice, _, _ in known])
     order = np.lexsort((table.usual, fewer, ~table.fits))
     found: list[BoundedChoice] = []
     seen: set[int] = set()
@@ -166,16 +175,19 @@ def _dividing(pricing: Pricing) -> tuple[int, Zero, Experts]:
     return pricing.shards, pricing.zero, pricing.experts
 
 
-def _fewer(choices: Sequence[Choice]) -> list[bool]:
-    """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
+def _fewer(choices: Sequence[Choice], pricings: Sequence[Pricing]) -> dict[int, bool]:
+    """{id of a choice: whether the same with more positions is another of them}.
+
+    That is seldom longer, and looked at first.
+    """
     likes = [
-        (each.strategy, each.chunks, each.pricing, each.replicas, each.batch, each.levels, each.backwards)
-        for each in checked(choices)
+        (each.strategy, each.chunks, pricing, each.replicas, each.batch, each.levels, each.backwards)
+        for each, pricing in checked(zip(choices, pricings, strict=True))
     ]
     most: dict[tuple[object, ...], int] = {}
     for like, each in checked(zip(likes, choices, strict=True)):
         most[like] = max(most.get(like, 0), each.positions or 0)
-    return [(each.positions or 0) < most[like] for like, each in zip(likes, choices, strict=True)]
+    return {id(each): (each.positions or 0) < most[like] for like, each in zip(likes, choices, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +204,7 @@ class Blocks:
     chained: bool
     shares_tensors: bool
     states: States
-    _known: dict[Pricing, list[StageCost]] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[Pricing, Columns] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, profile: Profile) -> Blocks:
@@ -219,23 +231,19 @@ class Blocks:
 
     def costs(self, pricing: Pricing) -> list[StageCost]:
         """[block] as a stage of its own. Raises UsageError where one has no such costs."""
-        return self.spread(self.of_kinds(pricing))
-
-    def of_kinds(self, pricing: Pricing) -> list[StageCost]:
-        """[kind], in the order of ``each``, a block of it as a stage of its own. Raises UsageError as above."""
-        if pricing not in self._known:
-            self._known[pricing] = pricing.costs(self.profile, self.each)
-        return self._known[pricing]
-
-    def spread(self, of_kinds: Sequence[OfKind]) -> list[OfKind]:
-        """[block] what is said of its kind."""
+        of_kinds = pricing.costs(self.profile, self.each)
         return list(map(of_kinds.__getitem__, self.kinds))
 
+    def columns(self, pricing: Pricing) -> Columns:
+        """[kind], in the order of ``each``, what a block of it costs by itself. Raises UsageError as above."""
+        if pricing not in self._known:
+            self._known[pricing] = pricing.columns(self.profile, self.each)
+        return self._known[pricing]
+
     @property
-    def counts(self) -> list[int]:
+    def counts(self) -> Array:
         """[kind] how many blocks are of it."""
-        counted = Counter(self.kinds)
-        return [counted[kind] for kind in range(len(self.each))]
+        return np.bincount(self.kinds, minlength=len(self.each))
 
     def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging) -> int:
         """Ns of what copies exchange of all blocks with each micro-batch."""
@@ -248,9 +256,7 @@ class Blocks:
         if zero.level >= IN_ACTIONS:
             require_apart(self.profile, zero.level, set(self.each))
         kept = self.states.kept(shards, zero, experts)[list(self.kinds)]
-        cut = cuts(self.profile.recipe, zero, shards)
-        again = [state_of(each, self.profile.recipe) // cut * (len(each.blocks) - 1) for each in self.profile.tied]
-        shared = sum(again, MemoryBytes())
+        shared = self.counted_again(shards, zero)
         whole = self.states.exchanged(shards, zero, experts).workspace_bytes
         return KeptBytes(
             kept.sum(axis=1),
@@ -258,6 +264,13 @@ class Blocks:
             int(kept[:, STATE_KINDS.index(GRADIENTS)].sum()) - shared[GRADIENTS],
             int(whole.max()),
         )
+
+    def counted_again(self, shards: int, zero: Zero) -> MemoryBytes:
+        """What blocks each count of what they share, beyond the first time."""
+        recipe = self.profile.recipe
+        cut = cuts(recipe, zero, shards)
+        again = (state_of(each, recipe) // cut * (len(each.blocks) - 1) for each in self.profile.tied)
+        return sum(again, MemoryBytes())
 
 
 def _fed(edges: Sequence[Edge]) -> tuple[tuple[int, bool, bool, int], ...]:
@@ -322,58 +335,53 @@ class _Sums:
     def of(cls, request: Request, blocks: Blocks, pricing: Pricing, levels: Sequence[Again] = ()) -> _Sums | None:
         """None where a block has no such costs."""
         try:
-            costs = blocks.of_kinds(pricing)
-            ways = [(each, blocks.of_kinds(pricing._replace(recompute=each))) for each in levels]
+            costs = blocks.columns(pricing)
+            ways = [(each, blocks.columns(pricing._replace(recompute=each))) for each in levels]
         except UsageError:
             return None
         splits = request.split_backward is not False and can_split(request.profile)
-        work, way = ([of(cost, splits) for cost in checked(costs)] for of in (_work_ns, _way_ns))
+        work, way = _work_ns(costs, splits=splits), _way_ns(costs, splits=splits)
         if request.num_parted != 0 and pricing.samples % 2 == 0:  # forwards may run in halves
             with suppress(UsageError):
-                halves = blocks.of_kinds(pricing._replace(samples=pricing.samples // 2))
-                work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in checked(zip(work, halves, strict=True))]
-                way = [min(ns, _way_ns(half, splits)) for ns, half in checked(zip(way, halves, strict=True))]
-        counts = blocks.counts
+                halves = blocks.columns(pricing._replace(samples=pricing.samples // 2))
+                work = np.minimum(work, 2 * _work_ns(halves, splits=splits))
+                way = np.minimum(way, _way_ns(halves, splits=splits))
+        checkpoint()
+        counts, kinds = blocks.counts, np.array(blocks.kinds)
 
-        def total(values: Iterable[int]) -> int:
-            return sum(map(mul, counts, values))
+        def total(values: Array) -> int:
+            return int(np.dot(counts, values))
 
-        static, gradients = _static_bytes(costs, counts)
+        shared = blocks.counted_again(pricing.shards, pricing.zero)
         apart = not blocks.shares_tensors
-        each_way = list(zip(*(own for _, own in ways), strict=True)) or [(cost,) for cost in costs]
-        least = [min(own, key=lambda cost: cost.activation_bytes) for own in each_way]
-        widest = [max(cost.workspace_bytes for cost in own) for own in each_way]
-        number = dict(zip(request.profile.topological_order(), blocks.kinds, strict=True))
-        ends = {number[block] for block in kept_whole(request.profile)}
-        kinds = [
-            kind_of([(again, own[kind]) for again, own in ways if not (again and kind in ends)])
-            for kind in checked(range(len(costs) if levels else 0))
-        ]
-        saved, longer = savings(blocks.spread(kinds) if levels else [])
-        weight = total(cost.weight_grad_ns or 0 for cost in costs)
+        each_way = [own for _, own in ways] or [costs]
+        least = np.minimum.reduce([each.activation_bytes for each in each_way])
+        beside = np.minimum.reduce([each.activation_bytes + each.workspace_bytes for each in each_way])
+        widest = each_way if len(ways) > 1 else [costs]
+        saved, longer = savings(_choices_of(request.profile, blocks, ways))
+        weight = total(np.where(costs.split, costs.weight_grad_ns, 0))
+        worked = work > 0
         return cls(
-            sums_ns=np.array([0, *accumulate(blocks.spread(work))], dtype=np.int64),
-            most_ns=max(work),
-            compute_ns=total(cost.compute_ns for cost in costs),
-            forward_ns=total(cost.forward_ns for cost in costs),
-            input_ns=total(cost.backward_ns for cost in costs) - weight,
+            sums_ns=np.concatenate(([0], np.cumsum(work[kinds]))),
+            most_ns=int(work.max()),
+            compute_ns=total(costs.forward_ns + costs.backward_ns),
+            forward_ns=total(costs.forward_ns),
+            input_ns=total(costs.backward_ns) - weight,
             weight_ns=weight,
-            way_ns=total(way) if blocks.chained else max(way),
-            share=min((own / ns for own, ns in zip(way, work, strict=True) if ns), default=0.0) * blocks.chained,
-            static_bytes=static,
-            gradient_bytes=gradients,
-            activation_bytes=apart * total(cost.activation_bytes for cost in costs),
-            least_bytes=apart * total(cost.activation_bytes for cost in least),
-            weight_grad_bytes=apart * total(cost.weight_grad_bytes for cost in costs),
-            workspace_bytes=max(cost.workspace_bytes for cost in costs) if len(ways) < 2 else max(widest),
-            beside_bytes=np.array(
-                blocks.spread([min(cost.activation_bytes + cost.workspace_bytes for cost in own) for own in each_way])
-            ),
-            alone_bytes=max(min(cost.memory_bytes(1) for cost in own) for own in each_way),
-            area=_area(blocks.spread(costs), blocks.spread(least)) if apart and blocks.chained else 0.0,
+            way_ns=total(way) if blocks.chained else int(way.max()),
+            share=float((way[worked] / work[worked]).min()) if blocks.chained and worked.any() else 0.0,
+            static_bytes=total(costs.state.sum(axis=1)) - shared.total,
+            gradient_bytes=total(costs.state[:, STATE_KINDS.index(GRADIENTS)]) - shared[GRADIENTS],
+            activation_bytes=apart * total(costs.activation_bytes),
+            least_bytes=apart * total(least),
+            weight_grad_bytes=apart * total(costs.weight_grad_bytes),
+            workspace_bytes=max(int(each.workspace_bytes.max()) for each in widest),
+            beside_bytes=beside[kinds],
+            alone_bytes=int((costs.state.sum(axis=1) + beside).max()),
+            area=_area(costs, least, kinds) if apart and blocks.chained else 0.0,
             saved_bytes=saved,
             again_ns=longer,
-            eased=_eased(costs, blocks.of_kinds(pricing._replace(recompute=request.recompute or False))),
+            eased=_eased(costs, blocks.columns(pricing._replace(recompute=request.recompute or False))),
         )
 
     def shared(self, kept: KeptBytes) -> _Sums:
@@ -387,57 +395,55 @@ class _Sums:
         )
 
 
-def _static_bytes(costs: Sequence[StageCost], counts: Sequence[int]) -> tuple[int, int]:
-    """Bytes of all state of so many blocks [kind], and of their gradients; what they share is there once."""
-    tied = Counter(chain.from_iterable(cost.tied for cost in costs))  # a block that shares is a kind of its own
-    again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
-    static = sum(map(mul, counts, (cost.static_bytes for cost in costs)))
-    gradients = sum(map(mul, counts, (cost.gradient_bytes for cost in costs)))
-    return static - again.total, gradients - again[GRADIENTS]
+def _choices_of(profile: Profile, blocks: Blocks, ways: Sequence[tuple[Again, Columns]]) -> Counter[Kind]:
+    """How many blocks have which choices of what they compute again; those at a model's ends have none."""
+    number = dict(zip(profile.topological_order(), blocks.kinds, strict=True))
+    ends = {number[block] for block in kept_whole(profile)}
+    figures = [(own.forward_ns + own.backward_ns, own.activation_bytes, own.workspace_bytes) for _, own in ways]
+    columns = [list(map(tuple, np.column_stack(each).tolist())) for each in figures]
+    alike = Counter[tuple[bool, tuple[tuple[int, int, int], ...]]]()
+    for kind, (count, *each_way) in enumerate(zip(blocks.counts.tolist(), *columns, strict=True) if ways else ()):
+        alike[kind in ends, tuple(each_way)] += count
+    found = Counter[Kind]()
+    for (whole, each), count in checked(alike.items()):
+        options = [Option(*own, again) for (again, _), own in zip(ways, each, strict=True) if not (again and whole)]
+        found[undominated(options)] += count
+    return found
 
 
-def _eased(costs: Sequence[StageCost], kept: Sequence[StageCost]) -> float:
+def _eased(costs: Columns, kept: Columns) -> float:
     """What part of its time any action takes at least where blocks may be ``kept``."""
-    return min(
-        (
-            own / again
-            for cost, other in checked(zip(costs, kept, strict=True))
-            for again, own in (
-                (cost.forward_ns, other.forward_ns),
-                (cost.backward_ns, other.backward_ns),
-                (cost.input_grad_ns or 0, other.input_grad_ns or 0),
-                (cost.weight_grad_ns or 0, other.weight_grad_ns or 0),
-            )
-            if again
-        ),
-        default=1.0,
-    )
+    least = math.inf
+    for name in ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"):
+        again, own = getattr(costs, name), getattr(kept, name)
+        if name in ("input_grad_ns", "weight_grad_ns"):
+            again, own = np.where(costs.split, again, 0), np.where(kept.split, own, 0)
+        there = again > 0
+        least = min(least, float((own[there] / again[there]).min(initial=math.inf)))
+    return least if least < math.inf else 1.0
 
 
-def _work_ns(cost: StageCost, splits: bool) -> int:
-    """Least ns of a forward and its backward, which may be split."""
-    return cost.forward_ns + min(_backwards(cost, splits, whole=True))
+def _work_ns(costs: Columns, *, splits: bool) -> Array:
+    """[kind] least ns of a forward and its backward, which may be split."""
+    return costs.forward_ns + _backward_ns(costs, costs.input_grad_ns + costs.weight_grad_ns, splits=splits)
 
 
-def _way_ns(cost: StageCost, splits: bool) -> int:
-    """Least ns of a stage's first forward, and of what is left there after a later stage's last action."""
-    apart = splits and cost.input_grad_ns is not None
-    return cost.forward_ns + (0 if apart else cost.backward_ns)  # a weight gradient has nothing after it
+def _way_ns(costs: Columns, *, splits: bool) -> Array:
+    """[kind] least ns of a stage's first forward, and of what is left there after a later stage's last action."""
+    return costs.forward_ns + np.where(costs.split & splits, 0, costs.backward_ns)  # nothing is after a weight gradient
 
 
-def _backwards(cost: StageCost, splits: bool, *, whole: bool) -> Iterator[int]:
-    yield cost.backward_ns
-    if splits and cost.input_grad_ns is not None and cost.weight_grad_ns is not None:
-        yield cost.input_grad_ns + (cost.weight_grad_ns if whole else 0)
+def _backward_ns(costs: Columns, halves: Array, *, splits: bool) -> Array:
+    """[kind] the less of a whole backward and of a split one's ``halves``."""
+    return np.where(costs.split & splits, np.minimum(costs.backward_ns, halves), costs.backward_ns)
 
 
-def _area(costs: Sequence[StageCost], held: Sequence[StageCost]) -> float:
+def _area(costs: Columns, held: Array, kinds: Array) -> float:
     """What blocks hold at least from forward to (input) gradient, times all that runs between."""
-    after, area = 0, 0.0
-    for cost, least in checked(zip(reversed(costs), reversed(held), strict=True)):
-        after += cost.forward_ns + min(_backwards(cost, splits=True, whole=False))
-        area += max(0, least.activation_bytes - cost.weight_grad_bytes) * after
-    return area
+    times = costs.forward_ns + _backward_ns(costs, costs.input_grad_ns, splits=True)
+    after = np.cumsum(times[kinds][::-1])
+    kept = np.maximum(0, held - costs.weight_grad_bytes)[kinds][::-1]
+    return float(np.dot(kept.astype(np.float64), after.astype(np.float64)))
 
 
 def longest_stages(sums: Sequence[Array], most: int, wanted: Array | None = None) -> Array:
@@ -602,6 +608,7 @@ def _together(speeds: Sequence[float], positions: FloatArray, each: FloatArray) 
 def _working(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
     """[choice] how much its positions have of the speed of one, each being as fast as the slowest of its devices."""
     speeds, known = request.speeds, dict[tuple[int, bool], list[float]]()
+    least = min(speeds)
     for choice in choices:
         each, count = choice.width * choice.replicas, choice.positions or 1
         if (key := (each, choice.backwards)) not in known:
@@ -611,7 +618,7 @@ def _working(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
             known[key] = list(accumulate(slowest, initial=0.0))
         sums = known[key]
         there = min(count, len(sums) - 1)
-        yield sums[there] + (count - there) * min(speeds)
+        yield sums[there] + (count - there) * least
 
 
 def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[Usual, NDArray[np.int64]]]:
@@ -735,7 +742,7 @@ def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
     slices = cache(lambda shards: 1 if middling is None else places_divided(by_id[middling.target], shards))
     for choice in choices:
         parts, apart = choice.context * slices(choice.shards), choice.width * choice.replicas
-        samples = choice.pricing.samples
+        samples = choice.batch.microbatch_size // choice.replicas
         if apart >= request.num_devices:
             yield 0.0
             continue
@@ -759,7 +766,7 @@ def _after_ns(request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]
     of_experts = after.of_experts
     known: dict[tuple[object, ...], int] = {}
     for choice, own in zip(choices, sums, strict=True):
-        positions, experts = choice.positions or 1, choice.pricing.experts
+        positions, experts = choice.positions or 1, choice.pricing.experts if of_experts else TOGETHER
         apart = of_experts // experts.size if experts.size > 1 else 0
         apart //= experts.zero.group if experts.zero.level >= IN_ACTIONS else 1
         each = (max(0, own.gradient_bytes - apart) // positions, choice.shards, choice.copies, choice.zero)

@@ -37,7 +37,8 @@ class Usual:
     """A known schedule of a strategy.
 
     ``in_flight`` are micro-batches whose activations a stage holds at most; ``owed`` those of which it holds, at the
-    same time, only what the weight gradient needs. One that ``splits`` runs input and weight gradients apart.
+    same time, only what the weight gradient needs. One that ``splits`` runs input and weight gradients apart. Another
+    of its strategy is looked at ``beside`` it, which has no closed form here.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Usual:
     owed: Counts | None = None
     ending: Counts | None = None
     exact: bool = False
+    beside: str | None = None
 
     def __reduce__(self) -> tuple[Callable[[int], Usual], tuple[int]]:
         """Other processes have the same table."""
@@ -56,9 +58,8 @@ class Usual:
     def names(self, splits: bool) -> tuple[str, ...]:
         """It, and the known schedules of its strategy that are quick to make, with backward split or whole."""
         own = [each for each in USUAL if each.strategy == self.strategy and each.splits == splits]
-        return tuple(
-            each.name for each in own if each == self or (each.name in CLASSIC and not CLASSIC[each.name].automatic)
-        )
+        able = [each for each in own if each == self or (each.name in CLASSIC and not CLASSIC[each.name].automatic)]
+        return tuple(dict.fromkeys(name for each in able for name in (each.name, each.beside) if name is not None))
 
 
 def _one_f_one_b(p: Numbers, m: Numbers, v: int, d: Numbers) -> list[Numbers]:
@@ -105,6 +106,7 @@ USUAL: tuple[Usual, ...] = (
         _zero_bubble_v,
         lambda f, i, w, v: f + i - 2 * w,
         ending=lambda p, m, v, d: [np.minimum(m, d)] * 2,
+        beside="dualpipe-v",
     ),
     Usual("v-half", "v-shape", True, _v_half, lambda f, i, w, v: f + i, lambda p, m, v, d: [np.minimum(m, 1)] * 2),
     Usual("", "bidirectional", False, _both_ways, lambda f, i, w, v: (f + i + w) / 2),

@@ -18,6 +18,7 @@ from pipeplan.costs.inspection import (
     is_disturbed,
     kept_state,
     operator_shares,
+    phase_sums,
     rows_of,
     sums,
     worst,
@@ -81,6 +82,7 @@ def print_blocks(
     for line in lines:
         console.print(flowed(line, console.width))
     console.print(*_totals(profile, asked, console.width), sep="\n")
+    console.print(*_phases(profile, console.width), sep="\n")
     console.print(*tables(_block_columns(profile, asked, details=details), console.width), sep="\n")
 
 
@@ -180,6 +182,25 @@ def _totals(profile: Profile, asked: Sequence[int], width: int) -> list[Table]:
     for title, field in zip(("held", "for W", "largest workspace"), (*SUMMED[4:], "workspace_bytes"), strict=True):
         columns.append(Column(title, [format_bytes(each[field] or 0) for each in found]))
     return tables(columns, width)
+
+
+def _phases(profile: Profile, width: int) -> list[Table]:
+    """What prefill and decode of the whole model take, and the cache of all requests on a device; of the most shards
+    and the fewest."""
+    found = phase_sums(profile)
+    shards = {each["shards"] for each in found}
+    shown = [each for each in found if each["shards"] in (min(shards), max(shards))]
+    named = [each["phase"] + f", ep {each['expert']}" * (each["expert"] > 1) for each in shown]
+    columns = [
+        Column("all blocks", named, words=True, key=True),
+        Column("context", [str(each["context_tokens"]) for each in shown]),
+        Column("batch", [str(each["batch"]) for each in shown]),
+        Column("tp", [str(each["shards"]) for each in shown]),
+        Column("forward", [format_ns(each["forward_ns"]) for each in shown]),
+        Column("of it attention", [format_ns(each["core_ns"]) for each in shown]),
+        Column("cache", [format_bytes(each["cache_bytes"]) for each in shown]),
+    ]
+    return tables(columns, width) if shown else []
 
 
 def _shares(profile: Profile, size: int, width: int) -> list[Table]:

@@ -19,7 +19,6 @@ from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, makespan
 from pipeplan.time_limit import checked
 from pipeplan.workload import task_graph as timing
-from pipeplan.workload.kinds import BACKWARD_ROLES
 from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, task_graph
@@ -220,11 +219,14 @@ def repeated_block(steps: tuple[int, int, int, int]) -> Orderer:
         trial = replace(problem, workload=problem.workload.with_microbatches(enough))
         short = task_graph(trial.workload)
 
-        def worth(block: _Block) -> tuple[int, int]:
+        held: dict[int, list[tuple[_Block, Orders]]] = {}
+        for block in _blocks(problem.num_devices, steps):
             found = _repeated(trial, block)
-            return max(device.peak_bytes for device in peak_memory(short, found)), makespan(short, found)
-
-        return _repeated(problem, min(_blocks(problem.num_devices, steps), key=worth))
+            peak = max(device.peak_bytes for device in peak_memory(short, found))
+            held.setdefault(peak, []).append((block, found))
+        least = held[min(held)]
+        best, _ = min(least, key=lambda each: makespan(short, each[1])) if len(least) > 1 else least[0]
+        return _repeated(problem, best)
 
     return orders
 
@@ -263,6 +265,22 @@ def _with_weights(taken: list[int]) -> tuple[int, ...]:
         used = {slot % 6 for slot in taken}
         taken = [*taken, next(slot for slot in range(after + 1, after + 7) if slot % 6 not in used)]
     return tuple(taken)
+
+
+def stage_by_stage(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+    """Forwards alone: a device runs all micro-batches of its first stage, then of the next."""
+    return sorted_by(problem, lambda x, m: (x, m))
+
+
+def in_turn(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+    """Forwards alone: all stages of a device for a micro-batch, then for the next."""
+    return sorted_by(problem, lambda x, m: (m, x))
+
+
+def interleaved_forwards(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+    """Forwards alone: as many micro-batches as there are devices through one chunk after another (Megatron-LM)."""
+    unit = problem.num_devices
+    return sorted_by(problem, lambda x, m: (m // unit, x, m % unit))
 
 
 def automatic(depth: int | None) -> Orderer:
@@ -319,21 +337,30 @@ class Classic:
 
     ``automatic`` ones try many orders and take their time, others a moment: with ``quick_tasks``, for up to that many
     actions. One that ``splits`` runs input and weight gradients apart by its definition, the others whole backwards.
+    ``forwards`` are its orders where there are no backwards.
     """
 
     placed: Condition
-    orders: Orderer
+    trained: Orderer
     automatic: bool = False
     quick_tasks: int | None = None
     splits: bool = False
+    forwards: Orderer | None = None
 
     def is_quick(self, num_tasks: int) -> bool:
         """Whether it takes only a moment for this many actions."""
         return not self.automatic and (self.quick_tasks is None or num_tasks <= self.quick_tasks)
 
     def applies(self, problem: OneMicrobatch) -> str | None:
-        """None, or why it has no meaning here: all of them are of training."""
-        return self.placed(problem) if any(role in BACKWARD_ROLES for role in problem.roles) else "it needs backwards"
+        """None, or why it has no meaning here: most of them are of training."""
+        if self.forwards is None and problem.workload.is_inference:
+            return "it needs backwards"
+        return self.placed(problem)
+
+    def orders(self, problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+        """The orders of the devices, where it applies."""
+        make = self.forwards if self.forwards is not None and problem.workload.is_inference else self.trained
+        return make(problem, graph)
 
 
 def always(problem: OneMicrobatch) -> None:
@@ -473,16 +500,18 @@ def split(placed: Condition, orders: Orderer, *, automatic: bool = False) -> Cla
 
 
 CLASSIC: dict[str, Classic] = {
-    "gpipe": Classic(always, by_rules("gpipe")),
-    "1f1b": Classic(one_stage_each, by_rules("1f1b")),
+    "gpipe": Classic(always, by_rules("gpipe"), forwards=stage_by_stage),
+    "1f1b": Classic(one_stage_each, by_rules("1f1b"), forwards=in_turn),
     "zb-h1": split(one_stage_each, by_rules("zb-h1")),
     "zb-h2": split(one_stage_each, by_rules("zb-h2")),
     "zb-1p": split(one_each, automatic(1), automatic=True),
     "zb-2p": split(one_each, automatic(2), automatic=True),
     "zb-auto": split(one_each, automatic(None), automatic=True),
-    "interleaved-1f1b": Classic(all_of(one_size, circular, joined), by_rules("interleaved-1f1b")),
+    "interleaved-1f1b": Classic(
+        all_of(one_size, circular, joined), by_rules("interleaved-1f1b"), forwards=interleaved_forwards
+    ),
     "interleaved-zb": split(all_of(one_size, circular, joined), by_rules("interleaved-zb")),
-    "looped-bfs": Classic(circular, by_rules("looped-bfs")),
+    "looped-bfs": Classic(circular, by_rules("looped-bfs"), forwards=stage_by_stage),
     "zb-v": split(v_shape, scripted(zero_bubble_v)),
     "v-half": split(v_shape, repeated_block((2, 1, 2, 1)), automatic=True),
     "v-min": split(v_shape, repeated_block((1, 1, 1, 1)), automatic=True),

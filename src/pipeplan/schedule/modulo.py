@@ -133,12 +133,13 @@ def _has_room(problem: OneMicrobatch, pattern: Pattern) -> bool:
     """Whether what a pattern holds at the start of every operation fits: the memory of :mod:`.cpsat.repetend`."""
     net = [taken - given for taken, given in zip(problem.acquire, problem.release, strict=True)]
     places = [divmod(start, pattern.repetend_ns) for (start,) in pattern.starts]
-    for capacity, there in zip(problem.capacity, problem.on_device, strict=True):
+    for device, (capacity, there) in enumerate(zip(problem.capacity, problem.on_device, strict=True)):
         if capacity is None:
             continue
         held = -sum(net[x] * places[x][0] for x in there)
         for x in sorted(there, key=lambda x: places[x][1]):
-            if held + problem.acquire[x] + problem.workspace[x] > capacity:
+            beside = pattern.held_apart(problem, device, x)
+            if held + beside + problem.acquire[x] + problem.workspace[x] > capacity:
                 return False
             held += net[x]
     return True

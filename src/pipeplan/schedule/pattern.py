@@ -60,6 +60,17 @@ class Pattern:
             ahead, time = divmod(start - moment, self.repetend_ns)
             yield u - ahead * self.unroll, time
 
+    def held_apart(self, problem: OneMicrobatch, device: int, x: int) -> int:
+        """Bytes that a device holds for actions of others, as operation ``x`` starts there; of a pattern of unroll 1.
+
+        Of what is given on there is one for every repetition between its start and the end of the last that takes it.
+        """
+        ((now,), period, held) = (self.starts[x], self.repetend_ns, 0)
+        for hold in problem.apart_on(device):
+            ends = (self.starts[target][0] + problem.durations[target] for target in hold.targets)
+            held += hold.size * ((now - self.starts[hold.source][0]) // period - min((now - e) // period for e in ends))
+        return held
+
     def latency(self, problem: OneMicrobatch) -> int:
         """Time from a micro-batch's first start to its last end, the longest over the unrolled ones, in ns."""
         return max(
@@ -164,11 +175,14 @@ def memory_in_turn(problem: OneMicrobatch) -> int:
 
 def one_after_another(problem: OneMicrobatch, unroll: int) -> Pattern | None:
     """The pattern that runs one operation at a time and one micro-batch at a time; None if it does not fit."""
+    place = {i: number for number, i in enumerate(problem.order)}
     for device, capacity in enumerate(problem.capacity):
         held = 0
         for i in problem.on_device[device]:
+            apart = (hold for hold in problem.apart_on(device) if place[hold.source] <= place[i])
+            beside = sum(hold.size for hold in apart if any(place[target] >= place[i] for target in hold.targets))
             held += problem.acquire[i]
-            if capacity is not None and held + problem.workspace[i] > capacity:
+            if capacity is not None and held + beside + problem.workspace[i] > capacity:
                 return None
             held -= problem.release[i]
     longest_lag = [0] * problem.num_operations

@@ -17,6 +17,7 @@ from pipeplan.schedule.pattern import Pattern
 from pipeplan.time_limit import TimeUpError
 from pipeplan.workload.bounds import period_bound, strong_iteration_bound, weak_iteration_bound
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.few_device_bounds import FewDeviceBounds
 from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import repetend_of
@@ -175,7 +176,7 @@ class SearchState:
     ``known`` a schedule that is known from elsewhere.
 
     ``others`` are the best few of different iteration or memory, the best one among them. The search ends early where
-    ``settled``.
+    ``settled``. ``least_period`` in ns is proved for every unroll; ``proofs`` are those by a few devices, once begun.
     """
 
     problem: OneMicrobatch
@@ -193,6 +194,8 @@ class SearchState:
     others: list[ScheduleCandidate] = field(default_factory=list)
     pattern: Pattern | None = None
     period_proved: Fraction = Fraction(0)
+    least_period: Fraction = Fraction(0)
+    proofs: list[FewDeviceBounds] = field(default_factory=list)
     repetend_seconds: float | None = None
     settled: bool = False
     notes: list[str] = field(default_factory=list)
@@ -201,8 +204,8 @@ class SearchState:
     def of(cls, problem: OneMicrobatch, budget: Budget, progress: Progress | None) -> SearchState:
         """Nothing but the bounds."""
         graph = task_graph(problem.workload)
-        bound = strong_iteration_bound(problem)
-        return cls(problem, graph, budget, progress, bound, period_proved=period_bound(problem))
+        bound, period = strong_iteration_bound(problem), period_bound(problem)
+        return cls(problem, graph, budget, progress, bound, period_proved=period, least_period=period)
 
     def search(self) -> Schedule:
         """Try the steps until the schedule is settled or the user interrupts; the best schedule of the problem.
@@ -247,7 +250,7 @@ class SearchState:
             best.scheduler,
             pattern=self.pattern,
             repetend=None if self.max_span is None else self._cut(best.frozen),
-            period_bound_ns=self.period_proved,
+            period_bound_ns=max(self.period_proved, self.least_period),
             repetend_seconds=self.repetend_seconds,
             seconds=self.budget.elapsed,
             interrupted=self.budget.interrupted,
@@ -372,7 +375,8 @@ def complexity(scheduler: str) -> int:
 def scheduler_words(scheduler: str) -> str:
     """What made a schedule, in words for people; ``scheduler`` is its identifier in files.
 
-    Of what was found by ordering parts anew (``+windows``, ``+horizon``, ``+weights``) it says from which schedule.
+    Of what was found by ordering parts anew (``+windows``, ``+horizon``, ``+weights``, ``+hoisted``) it
+    says from which schedule.
     Names of classic schedules and of rules stay as they are, as do those of plans from elsewhere.
     """
     whole = _in_one(scheduler)
@@ -401,4 +405,4 @@ _ORIGINS = {
 
 def origin_of(scheduler: str) -> str:
     """What a rescheduled schedule began as; ``1f1b+`` is a name of its own."""
-    return scheduler.removesuffix("+windows").removesuffix("+horizon").removesuffix("+weights")
+    return scheduler.removesuffix("+windows").removesuffix("+horizon").removesuffix("+weights").removesuffix("+hoisted")

@@ -16,6 +16,8 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, SECONDS_PER_POLICY, SECONDS_PER_SWEEP
 from pipeplan.schedule.cpsat.windows import Ramps, SlidingWindows, WholeHorizon
+from pipeplan.schedule.few_devices import ProvingByDevices
+from pipeplan.schedule.hoisting import Hoisted
 from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.pattern import (
@@ -31,7 +33,6 @@ from pipeplan.schedule.pattern import (
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
 from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, SearchStep, origin_of
 from pipeplan.units import format_bytes
-from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.steady_state.rate import CutOrders
@@ -77,9 +78,14 @@ class FirstSchedule(ScheduleStep):
             return
         budget, span = state.budget, state.max_span
         feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), budget, budget.remaining, max_span=span)
+        if pattern is not None and state.offer(state.candidate(compose(problem, pattern), "repetend")):
+            return
         if pattern is not None:
-            state.offer(state.candidate(compose(problem, pattern), "repetend"))
-        elif feasible is False:
+            raise InfeasibleError(
+                "devices whose forwards are quicker than those after them run ahead, and what they give then waits in "
+                f"their memory; raise --memory to {format_bytes(memory_in_turn(problem))}, or lower --microbatches"
+            )
+        if feasible is False:
             raise InfeasibleError(
                 "no order of one micro-batch's operations fits into the devices' memory, although each of them alone "
                 f"does; raise --memory to {format_bytes(memory_in_turn(problem))}"
@@ -160,9 +166,10 @@ class RepetendSearch(ScheduleStep):
             unroll=state.unroll or 1,
             max_span=state.max_span,
             on_pattern=lambda pattern: _offer_pattern(state, pattern),
+            known=state.least_period,
         )
         state.repetend_seconds = state.budget.elapsed
-        state.period_proved = max(period_bound(state.problem), Fraction(least.bound_ns, state.unroll or 1))
+        state.period_proved = max(state.least_period, Fraction(least.bound_ns, state.unroll or 1))
         if least.pattern is not None:
             _take_pattern(state, least.pattern, seconds)
 
@@ -258,7 +265,7 @@ class AdoptedRepetitions(ScheduleStep):
             state.offer(replace(candidate, frozen=cut.tasks))
             pattern = pattern_of(state.problem, candidate.orders, repetend)
             if pattern is not None and (state.pattern is None or pattern.period < state.pattern.period):
-                state.pattern, state.period_proved = pattern, period_bound(state.problem)
+                state.pattern, state.period_proved = pattern, state.least_period
                 state.repetend_seconds = state.budget.elapsed
 
 
@@ -276,14 +283,16 @@ class UnrolledRepetends(ScheduleStep):
 
     def run(self, state: SearchState) -> None:
         problem, budget = state.problem, state.budget
-        bound = period_bound(problem)
+        bound = state.least_period
         limit = budget.used + budget.seconds * self.share
         for unroll in range(2, self.most_unroll + 1):
             reached = state.pattern.period if state.pattern is not None else None
             seconds = (limit - budget.used) / (self.most_unroll + 1 - unroll)
             if reached == bound or unroll > problem.num_microbatches // 2 or seconds <= 0 or budget.expired:
                 return
-            least = least_period(problem, budget, seconds, unroll=unroll, max_span=state.max_span, below=reached)
+            least = least_period(
+                problem, budget, seconds, unroll=unroll, max_span=state.max_span, below=reached, known=bound
+            )
             found = least.pattern
             if found is not None and (reached is None or found.period < reached):
                 state.period_proved = max(bound, Fraction(least.bound_ns, unroll))
@@ -381,6 +390,17 @@ STEPS: tuple[SearchStep, ...] = (
     KnownSchedule(),
     FirstSchedule(),
     QuickClassics(),
+    ProvingByDevices(share=1 / 25, share_of_few=0.0),
+    Hoisted(
+        steps=(
+            FirstSchedule(),
+            QuickClassics(),
+            SlowClassics(),
+            ProvingByDevices(share=1 / 25, share_of_few=0.0),
+            BuiltInRules(),
+            ListScheduling(),
+        )
+    ),
     RepetendSearch(),
     SlowClassics(),
     BuiltInRules(),
@@ -388,10 +408,12 @@ STEPS: tuple[SearchStep, ...] = (
     AdoptedRepetitions(),
     LastWeightGradients(),
     UnrolledRepetends(),
+    ProvingByDevices(share=1 / 10),
     Ramps(),
     WholeHorizon(),
     SlidingWindows(),
     WholeHorizon(),
+    ProvingByDevices(share=1 / 5),
     LessMemory(),
 )
 """After the first valid schedule the most valuable comes first, as long as there is time."""

@@ -26,12 +26,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeplan.sharding.compiled import kernels
 from pipeplan.sharding.graph import Expression, in_order
-from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Table, Weights, spread, weighed
+from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Table, Weights, weighed
+from pipeplan.sharding.threads import spread
 from pipeplan.time_limit import checkpoint
 
 _SPREAD_SUMS = 1 << 20
 """Sums that are worth a thread of their own."""
+
+_AS_QUICK = 100
+"""Sums of numbers in the time of one of points."""
 
 RELAXED = 1e-9
 """The share by which limits are relaxed, so that rounding loses nothing."""
@@ -110,12 +115,16 @@ def _shares(part: Expression, rest: FloatArray, sources: Sequence[FloatArray]) -
 
 def _min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
     """min over m of left[r, m] + right[m, c]."""
-    rows = -(-left.shape[0] // max(1, min(left.shape[0], left.size * right.shape[1] // _SPREAD_SUMS)))
-    right = np.ascontiguousarray(right)
+    num_sums = left.size * right.shape[1]
+    loops = kernels(num_sums / _AS_QUICK)
+    of_rows = _of_rows if loops is None else loops.min_plus
+    rows = -(-left.shape[0] // max(1, min(left.shape[0], num_sums // _SPREAD_SUMS)))
+    left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
     parts = [left[start : start + rows] for start in range(0, left.shape[0], rows)]
     if len(parts) == 1:
-        return _of_rows(left, right)
-    return np.concatenate(spread(lambda part: _of_rows(part, right), parts))
+        only: FloatArray = of_rows(left, right)
+        return only
+    return np.concatenate(spread(lambda part: of_rows(part, right), parts))
 
 
 def _of_rows(left: FloatArray, right: FloatArray) -> FloatArray:

@@ -71,18 +71,18 @@ class Reduced:
 
     def eliminate(self, kept: Collection[int], *, merged: int, in_order: bool) -> bool:
         """One exact step on a node not in ``kept``: the cheapest, or the first ``in_order``; False if there is none."""
-        steps = sorted(self._steps(kept), key=lambda step: step[1:] if in_order else step)
-        if steps:
-            self._remove(steps[0][1])
+        step = min(self._steps(kept), key=lambda step: step[1:] if in_order else step, default=None)
+        if step is not None:
+            self._remove(step[1])
             return True
         return self._merge(kept, merged)
 
     def _steps(self, kept: Collection[int]) -> Iterator[tuple[int, int]]:
         """(combinations to go through, node) of every node that can be eliminated exactly."""
         for node in self.nodes.keys() - set(kept):
-            others = self.neighbours(node)
-            if len(others) <= 2 or self.nodes[node].columns == 1:
-                yield math.prod(self.nodes[end].columns for end in (node, *others)), node
+            others, columns = self.ends[node], self.nodes[node].columns
+            if len(others) <= 2 or columns == 1:
+                yield columns * math.prod([self.nodes[end].columns for end in others]), node
 
     def _remove(self, node: int) -> None:
         """A node with at most two neighbours, into the edge between them, its neighbour, or any other (4), (6).

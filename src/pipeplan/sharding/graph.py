@@ -34,10 +34,10 @@ from pipeplan.sharding.table import (
     made,
     paired,
     reduce_points,
-    spread,
     table,
     union,
 )
+from pipeplan.sharding.threads import spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,16 +213,21 @@ class CostGraph:
         )
 
     def restricted(self, kept: Mapping[str, IntArray]) -> CostGraph:
-        """The graph with only some configurations of each operator, by their places."""
+        """The graph with only some configurations of each operator, by their places; equal tables stay one table."""
+        left = {name: places.tobytes() for name, places in kept.items()}
+        known: dict[tuple[int, bytes, bytes], Table] = {}
+
+        def only(costs: Table, target: str, source: str | None = None) -> Table:
+            alike = id(costs), left[target], left[source] if source else b""
+            if alike not in known:
+                known[alike] = _only(costs, kept[source] if source else [0], kept[target])
+            return known[alike]
+
         nodes = [
-            CostNode(
-                node.name,
-                tuple(node.configurations[k] for k in kept[node.name]),
-                _only(node.costs, [0], kept[node.name]),
-            )
+            CostNode(node.name, tuple(node.configurations[k] for k in kept[node.name]), only(node.costs, node.name))
             for node in self.nodes
         ]
-        edges = [replace(edge, costs=_only(edge.costs, kept[edge.source], kept[edge.target])) for edge in self.edges]
+        edges = [replace(edge, costs=only(edge.costs, edge.target, edge.source)) for edge in self.edges]
         return CostGraph(tuple(nodes), tuple(edges), tuple(tie.restricted(kept) for tie in self.ties))
 
 
@@ -342,14 +347,20 @@ class Writer:
     """Makes expressions and numbers them by what they are made of."""
 
     numbers: dict[Hashable, int] = field(default_factory=dict)
+    _known: dict[int, tuple[Table, int]] = field(default_factory=dict)
+    """By identity, tables that were read through, with their keys; and kept, so that no other one is at their place."""
 
     def given(self, costs: Table) -> Expression:
         """A given table, known by its content, variants included."""
+        if id(costs) not in self._known:
+            self._known[id(costs)] = costs, self._read(costs)
+        return Expression("given", costs.rows, costs.columns, self._known[id(costs)][1], given=costs)
+
+    def _read(self, costs: Table) -> int:
         content = hashlib.blake2b(digest_size=16)
         for array in (costs.starts, costs.memory_bytes, costs.time_ns, costs.picks):
             content.update(array.tobytes())
-        key = self._number("given", costs.rows, costs.columns, content.digest())
-        return Expression("given", costs.rows, costs.columns, key, given=costs)
+        return self._number("given", costs.rows, costs.columns, content.digest())
 
     def product(self, left: Expression, right: Expression) -> Expression:
         """Cell by cell; one row or column serves all."""

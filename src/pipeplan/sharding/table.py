@@ -14,12 +14,8 @@ other is added to the first few of them, and the rest is never made.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -176,21 +172,6 @@ def union(parts: Sequence[Points]) -> Points:
         np.concatenate([part.time_ns for part in parts]),
         np.concatenate([part.picks for part in parts], axis=1),
     )
-
-
-Item = TypeVar("Item")
-Made = TypeVar("Made")
-
-
-def spread(function: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
-    """``function`` of every item, in their order, by as many threads as there are cores; one item needs none."""
-    given = list(items)
-    return list(_threads().map(function, given)) if len(given) > 1 else list(map(function, given))
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="frontier")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeplan.sharding import compiled
 from pipeplan.sharding.bounds import (
     RELAXED,
     Bounds,
@@ -51,6 +52,7 @@ from pipeplan.sharding.table import (
     select,
     union,
 )
+from pipeplan.sharding.threads import spread
 from pipeplan.time_limit import TimeUpError, checkpoint
 
 
@@ -88,10 +90,11 @@ def evaluate(
         checkpoint()
         if part.key not in tables:
             sources = [tables[source.key] for source in part.sources]
-            num_sums += _sums(part, sources)
+            own = _sums(part, sources)
+            num_sums += own
             if num_sums > most_sums:
                 return None
-            made = _computed(part, sources, bounds.limit(part.key) if bounds else None)
+            made = _computed(part, sources, bounds.limit(part.key) if bounds else None, own)
             tables[part.key] = select(made, bounds.useful(part.key, made)) if bounds else made
     return num_sums
 
@@ -99,16 +102,20 @@ def evaluate(
 def _sums(part: Expression, sources: Sequence[Table]) -> int:
     """How many pairs of points a part offers."""
     if part.operation == "contract":
-        return int((sources[0].counts @ sources[1].counts).sum())
+        return int(sources[0].counts.sum(axis=0) @ sources[1].counts.sum(axis=1))
     return int((sources[0].counts * sources[1].counts).sum()) if part.operation == "product" else 0
 
 
-def _computed(part: Expression, sources: Sequence[Table], limit: PointLimit | None) -> Table:
+def _computed(part: Expression, sources: Sequence[Table], limit: PointLimit | None, num_sums: int) -> Table:
     if part.given is not None:
         return part.given
     if part.cells is not None:
         return gather(sources[0], part.cells)
     left, right = sources
+    loops = compiled.kernels(num_sums)
+    if loops is not None:
+        made = compiled.contract if part.operation == "contract" else compiled.product
+        return made(loops, left, right, limit)
     return contract(left, right, limit) if part.operation == "contract" else product(left, right, limit)
 
 
@@ -147,11 +154,13 @@ _MANY_SUMS = 300_000
 
 def fewer(whole: Whole, bounds: Bounds) -> ReducedPart:
     """The part without configurations that the bounds rule out; equal operators keep the same."""
-    kept = {}
+    known: dict[int, IntArray] = {}
     for node in whole.part.graph.nodes:
-        points = np.flatnonzero(bounds.useful(whole.rows[node.name].key, node.costs))
-        kept[node.name] = np.unique(np.searchsorted(node.costs.starts, points, side="right") - 1)
-    return whole.part.fewer(kept)
+        key = whole.rows[node.name].key
+        if key not in known:
+            points = np.flatnonzero(bounds.useful(key, node.costs))
+            known[key] = np.unique(np.searchsorted(node.costs.starts, points, side="right") - 1)
+    return whole.part.fewer({name: known[row.key] for name, row in whole.rows.items()})
 
 
 def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float, *, as_far: bool = False) -> list[PartFrontier]:
@@ -180,17 +189,24 @@ def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float, *, as_far: 
     leanest, quickest = end_weights(root)
     gaps = hull_of(solve_in_time, (solve(leanest), solve(quickest)), within, _MOST_WEIGHTINGS)
     wide = [gap for gap in gaps if gap.factor > 1 + within]
-    inner: list[PartFrontier] = []
+    inner: dict[Gap, PartFrontier] = {}
+
+    def fill(gap: Gap) -> None:
+        inner[gap] = _in_gap(reducing, whole, gap, ends, within)  # one by one: what is there stays
+
     try:
         ends = ends_of(root)
-        for gap in wide:
-            inner += [_in_gap(reducing, whole, gap, ends, within)]  # one by one: what is there stays
+        if compiled.kernels(0):
+            spread(fill, wide)
+        else:
+            for gap in wide:
+                fill(gap)
     except TimeUpError:
         if not as_far:
             raise
-    left = [gap for gap in gaps if gap not in wide[: len(inner)]]
+    left = [gap for gap in gaps if gap not in inner]
     hull = _of_strategies(whole, list(taken.values())).within(max([1.0, *(gap.factor for gap in left)]))
-    return [hull, *inner]
+    return [hull, *(inner[gap] for gap in wide if gap in inner)]
 
 
 def _of_strategies(whole: Whole, strategies: Sequence[Mapping[Expression, int]]) -> PartFrontier:

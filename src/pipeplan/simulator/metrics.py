@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,11 +12,12 @@ from operator import add
 from typing import Literal
 
 from pipeplan.time_limit import checked
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import in_all_copies
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.tail import Tail, tail_of
-from pipeplan.workload.task_graph import Orders, TaskGraph
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
 
@@ -151,8 +152,36 @@ def in_flight(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> 
     On a device whose stages have micro-batches of unequal sizes, they are counted in units of the greatest
     common divisor of the sizes. With a ``loop`` it is of all that it runs.
     """
+    if graph.workload.is_inference:
+        return _given(graph, orders)
     whole = enumerate(graph.on_devices(orders))
     return tuple(_in_flight(graph, device, order, loop) for device, order in whole)
+
+
+def _given(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:
+    """[device] of forwards alone, which hold what they give until the last that takes it has ended."""
+    workload, starts = graph.workload, earliest_starts(graph, with_links(graph, orders))
+    changes: list[dict[int, Counter[int]]] = [defaultdict(Counter) for _ in workload.devices]
+    for hold in workload.holds:
+        own = workload.slots[hold.source]
+        for number in checked(range(len(own)), 1024):
+            samples = own.samples(number)
+            begin = starts[graph.offsets[hold.source] + number]
+            takers = [graph.offsets[x] + n for x in hold.targets for n in workload.slots[x].sharing(samples)]
+            end = max(starts[task] + graph.durations[task] for task in takers)
+            for device in workload.holders[hold.source]:
+                changes[device][begin][samples[0]] += 1
+                changes[device][end][samples[0]] -= 1
+    found = [0] * len(changes)
+    for device, moments in enumerate(changes):
+        held = Counter[int]()
+        for moment in sorted(moments):
+            for sample, change in moments[moment].items():
+                held[sample] += change
+                if not held[sample]:
+                    del held[sample]
+            found[device] = max(found[device], len(held))
+    return tuple(found)
 
 
 def _in_flight(graph: TaskGraph, device: int, order: Sequence[int], loop: LoopCut | None) -> int:

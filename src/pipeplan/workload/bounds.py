@@ -17,6 +17,7 @@ from pipeplan.time_limit import checked
 from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.shared_time import WithoutSharedTime
 from pipeplan.workload.task_graph import NEVER
 from pipeplan.workload.workload import Hold, Workload
 
@@ -101,8 +102,14 @@ def period_bound(problem: OneMicrobatch) -> Fraction:
 
     Bytes in flight are rate times size times lifetime, so a device that holds ``size`` bytes for at least
     ``lifetime`` per micro-batch cannot go faster than sum(size * lifetime) / capacity. And what memory lets follow
-    only ``distance`` micro-batches later takes the way from one to the other in that time.
+    only ``distance`` micro-batches later takes the way from one to the other in that time. Both hold beside the time of
+    operations on all devices, too, in which nothing else runs (:mod:`pipeplan.workload.shared_time`).
     """
+    left = WithoutSharedTime.of(problem)
+    return max(_period_bound(problem), Fraction(0) if left is None else left.each_ns + _period_bound(left.problem))
+
+
+def _period_bound(problem: OneMicrobatch) -> Fraction:
     best = Fraction(work_bound(problem.workload))
     for device, capacity in enumerate(problem.capacity):
         if not capacity:
@@ -124,8 +131,13 @@ def strong_iteration_bound(problem: OneMicrobatch) -> int:
     The greatest of: the weak bound; per device the time until its first release can begin, plus all work that does not
     fit into memory before it, plus the tail; per device its work and the time it is idle at both ends, shared stages
     considered, and what follows the last action of all; Little's law over the whole run; and all actions with what
-    memory says about their order.
+    memory says about their order. And all of these of what is left without the time of operations on all devices.
     """
+    left = WithoutSharedTime.of(problem)
+    return max(_iteration_bound(problem), 0 if left is None else left.all_ns + _iteration_bound(left.problem))
+
+
+def _iteration_bound(problem: OneMicrobatch) -> int:
     best, after = weak_iteration_bound(problem.workload), problem.workload.least_after_all
     for device, operations in enumerate(problem.on_device):
         if operations:
@@ -178,7 +190,7 @@ def _until_release(problem: OneMicrobatch, device: int, work: int) -> int:
     them is a bounded knapsack, here by its linear relaxation.
     """
     capacity = problem.capacity[device]
-    if capacity is None:
+    if capacity is None or problem.apart_on(device):  # others' actions may free memory before its own do
         return 0
     operations = problem.on_device[device]
     net = {x: problem.acquire[x] - problem.release[x] for x in operations}
@@ -323,7 +335,7 @@ def memory_recurrences(problem: OneMicrobatch) -> list[Recurrence]:
         for target in checked(problem.on_device[device], 4):
             begun = [hold for hold in holds if problem.path(hold.source, target) >= 0]
             room = capacity - problem.workspace[target]
-            if problem.acquire[target] + problem.workspace[target] == 0:
+            if not any(hold.source == target for hold in begun) and problem.workspace[target] == 0:
                 continue
             for source in dict.fromkeys(hold.target for hold in begun):
                 distance = _distance(problem, begun, target, source, room)

@@ -32,6 +32,9 @@ class Role(Enum):
 PASSES = ((Role.FORWARD, Role.BACKWARD), (Role.FORWARD, Role.INPUT_GRAD, Role.WEIGHT_GRAD))
 """What a stage with blocks may run for a micro-batch, in order."""
 
+FORWARDS = (Role.FORWARD,)
+"""What it runs in inference."""
+
 BACKWARD_ROLES = (Role.BACKWARD, Role.INPUT_GRAD)
 PARTED_ROLES = (Role.FORWARD, *BACKWARD_ROLES)
 """What exchanges messages with other stages, and may do so between parts of an action."""

@@ -48,7 +48,7 @@ class MemoryState:
     In time, every action has its :meth:`start` and its :meth:`end`, which come in order, ends before starts of the same
     moment; ``peak`` [device] and ``at_peak`` [device] are then of the first moment at which it held most, and
     ``peak_task`` [device] is what started then. :meth:`run` is both in one step, for those who only know the order; it
-    leaves out the peak, and what several actions give back together stays held.
+    leaves out the peak, and what other devices' actions give back is free as soon as these run.
     """
 
     def __init__(self, graph: TaskGraph, capacity: Sequence[int | None] | None = None) -> None:
@@ -117,6 +117,9 @@ class MemoryState:
         change = self.acquired(task) - self._effects[x].release
         for device in self._holders[x]:
             self.held[device] += change
+        for hold, size in self._ended(x, task, self._given_apart[x]):
+            for device in self._holders[hold.source]:
+                self.held[device] -= size
         begins = self._begins_of[x][task + 1 - self._graph.offsets[x]]
         if self._begins[x] < begins:
             self._begins[x] = begins
@@ -147,11 +150,24 @@ class MemoryState:
         """An action has ended, and gives back its workspace and what it is the last target of."""
         x = self._operation_of[task]
         self._change(self._holders[x], WORKSPACE, -self._effects[x].workspace)
-        for number, hold in self._given[x]:
-            place = number, task - self._graph.offsets[x]
-            self._targets_left[place] = self._targets_left.get(place, len(hold.targets)) - 1
-            if not self._targets_left[place]:
-                self._change(self._holders[hold.source], hold.kind, -hold.size)
+        for hold, size in self._ended(x, task, self._given[x]):
+            self._change(self._holders[hold.source], hold.kind, -size)
+
+    def _ended(self, x: int, task: int, holds: Sequence[tuple[int, Hold]]) -> Iterator[tuple[Hold, int]]:
+        """Those of the holds, and bytes, for each action whose last target is this one of operation ``x``."""
+        slots = self._graph.workload.slots
+        for number, hold in holds:
+            own, action = slots[hold.source], task - self._graph.offsets[x]
+            alike = all(slots[target] == own for target in hold.targets)
+            for held in (action,) if alike else own.sharing(slots[x].samples(action)):
+                left = self._targets_left.get((number, held))
+                if left is None:
+                    samples = None if alike else own.samples(held)
+                    left = sum(1 if samples is None else len(slots[y].sharing(samples)) for y in hold.targets)
+                self._targets_left[number, held] = left - 1
+                if left == 1:
+                    parts = 0 if alike else self._effects[hold.source].num_parts
+                    yield hold, _part_of(hold.size, held) if held < parts else hold.size
 
     def _change(self, devices: Sequence[int], kind: MemoryKind, size: int) -> None:
         for device in devices:
@@ -174,6 +190,11 @@ class MemoryState:
             for x in hold.targets:
                 given[x].append((number, hold))
         return given
+
+    @cached_property
+    def _given_apart(self) -> list[list[tuple[int, Hold]]]:
+        """The same of those that are not in the effects of actions."""
+        return [[each for each in own if not self._graph.workload.is_local(each[1])] for own in self._given]
 
     def _add_places(self, device: int, capacity: int) -> None:
         """Note a limited device for each of its operations."""

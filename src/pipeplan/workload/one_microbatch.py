@@ -89,8 +89,11 @@ class OneMicrobatch:
 
     @cached_property
     def acquire(self) -> tuple[int, ...]:
-        """[operation] bytes taken on each of its devices at its start."""
-        return tuple(effect.acquire for effect in self.workload.effects)
+        """[operation] bytes taken on each of its devices at its start; those of holds :meth:`apart` left out."""
+        taken = [effect.acquire for effect in self.workload.effects]
+        for hold in self.workload.holds:
+            taken[hold.source] -= 0 if self.workload.is_local(hold) else hold.size
+        return tuple(taken)
 
     @cached_property
     def release(self) -> tuple[int, ...]:
@@ -101,6 +104,19 @@ class OneMicrobatch:
     def workspace(self) -> tuple[int, ...]:
         """[operation] bytes held while it runs."""
         return tuple(effect.workspace for effect in self.workload.effects)
+
+    def apart_on(self, device: int) -> list[Hold]:
+        """What a device holds until actions have ended that others run, or several: its order does not tell when."""
+        return self._apart_on.get(device, [])
+
+    @cached_property
+    def _apart_on(self) -> dict[int, list[Hold]]:
+        found: dict[int, list[Hold]] = {}
+        for hold in self.workload.holds:
+            if hold.targets and not self.workload.is_local(hold):
+                for device in self.workload.holders[hold.source]:
+                    found.setdefault(device, []).append(hold)
+        return found
 
     def holds_on(self, device: int) -> list[Hold]:
         """What a device holds until one action has ended; what waits for several, or for none, searches leave out."""
@@ -259,7 +275,8 @@ class OneMicrobatch:
 class Reduction:
     """A workload and what it was reduced to.
 
-    ``groups`` [device of the workload] is the device of ``reduced`` that stands for it. ``copies`` [operation of the
+    ``groups`` [device of the workload] is the device of ``reduced`` that stands for it, or ``IDLE`` where it runs
+    nothing: then it is no part of what is scheduled. ``copies`` [operation of the
     workload] is how many micro-batches it has in a round, ``firsts`` [operation] the number of the first of them among
     the operations of ``reduced``.
     """
@@ -279,8 +296,8 @@ class Reduction:
         """
         if any(stage.num_parted for stage in workload.stages):
             raise UsageError("a schedule is searched for whole micro-batches; leave out num_parted of the stages")
-        groups = device_groups(workload)
-        num_groups = len(set(groups))
+        groups = _working(workload)
+        num_groups = len(set(groups) - {IDLE})
         folded = workload if num_groups == len(groups) else _folded(workload, groups)
         ones = (1,) * len(workload.operations)
         if workload.is_uniform:
@@ -305,7 +322,7 @@ class Reduction:
     def from_reduced(self, orders: Orders) -> list[list[int]]:
         """Orders of the reduced workload's devices as those of the workload's."""
         back = {reduced: task for task, reduced in enumerate(self._tasks())}
-        return [[back[task] for task in orders[group]] for group in self.groups]
+        return [[] if group == IDLE else [back[task] for task in orders[group]] for group in self.groups]
 
     def _tasks(self) -> list[int]:
         """[task of the workload] the task of the reduced workload that it is."""
@@ -315,6 +332,20 @@ class Reduction:
             for first, copies in zip(self.firsts, self.copies, strict=False)
             for m in range(count * copies)
         ]
+
+
+IDLE = -1
+"""The group of devices that run nothing."""
+
+
+def _working(workload: Workload) -> tuple[int, ...]:
+    """[device] the number of its group among those that run something."""
+    busy = {device for stage in workload.stages for device in stage.devices}
+    numbers: dict[int, int] = {}
+    return tuple(
+        numbers.setdefault(group, len(numbers)) if device in busy else IDLE
+        for device, group in enumerate(device_groups(workload))
+    )
 
 
 def device_groups(workload: Workload) -> tuple[int, ...]:
@@ -329,10 +360,12 @@ def device_groups(workload: Workload) -> tuple[int, ...]:
 
 def _folded(workload: Workload, groups: Sequence[int]) -> Workload:
     """One device for each group: it keeps what the one does that keeps most, slowed by sums as the most slowed is."""
-    memory: list[list[int]] = [[] for _ in set(groups)]
+    memory: list[list[int]] = [[] for _ in set(groups) - {IDLE}]
     slowed = [0.0] * len(memory)
     fullest: dict[int, int] = {}
     for device, (group, each) in enumerate(zip(groups, workload.devices, strict=True)):
+        if group == IDLE:
+            continue
         memory[group] += [] if each.usable_bytes is None else [each.usable_bytes]
         slowed[group] = max(slowed[group], each.contention)
         fullest[group] = max(fullest.get(group, device), device, key=workload.static_bytes)

@@ -75,7 +75,7 @@ class Effect(NamedTuple):
     """What an action does to each of its devices, in bytes: allocated at its start, workspace, freed at its end.
 
     The first ``num_parts`` actions of an operation run half a micro-batch each, and allocate half; ``release`` is what
-    it frees as the only target of holds.
+    it frees as the only target of holds on its own devices.
     """
 
     acquire: int
@@ -425,6 +425,11 @@ class Workload:
         return any(operation.role is Role.WEIGHT_GRAD for operation in self.operations)
 
     @cached_property
+    def is_inference(self) -> bool:
+        """Whether it runs forwards alone, and instructions between them."""
+        return all(operation.role in (Role.FORWARD, Role.CUSTOM) for operation in self.operations)
+
+    @cached_property
     def stage_edges(self) -> tuple[tuple[int, int], ...]:
         """(stage, stage) of forwards that wait for forwards."""
         return tuple(
@@ -463,7 +468,28 @@ class Workload:
         for x, operation in enumerate(self.operations):
             own[operation.stage].append(x)
         kept = [self._kept(stage, numbers[0]) for stage, numbers in zip(self.stages, own, strict=True) if numbers]
-        return tuple(chain(*map(self._acquired, own), *kept))
+        acquired = self._given_on() if self.is_inference else chain(*map(self._acquired, own))
+        return tuple(chain(acquired, *kept))
+
+    def _given_on(self) -> Iterator[Hold]:
+        """What forwards alone give: each holds it until the last that waits for it has ended, wherever that runs.
+
+        Of those that wait, one that another one waits for in turn ends before that; without any it is held while it is
+        made.
+        """
+        takers: list[set[int]] = [set() for _ in self.operations]
+        after: list[set[int]] = [set() for _ in self.operations]
+        for source, target, _ in self._ends:
+            takers[source].add(target)
+        for x in reversed(range(len(self.operations))):
+            after[x] = takers[x].union(*(after[taker] for taker in takers[x]))
+            if size := self.operations[x].acquire_bytes:
+                last = (taker for taker in sorted(takers[x]) if after[taker].isdisjoint(takers[x]))
+                yield Hold(ACTIVATIONS, size, x, tuple(last) or (x,))
+
+    def is_local(self, hold: Hold) -> bool:
+        """Whether one action gives it back, on the devices that hold it, so that their order says when."""
+        return len(hold.targets) == 1 and self.holders[hold.target] == self.holders[hold.source]
 
     def _acquired(self, operations: list[int]) -> Iterator[Hold]:
         """What a stage's operations acquire and release; of what a stage holds, the oldest is given back first.
@@ -509,8 +535,7 @@ class Workload:
     def order_tells_memory(self) -> bool:
         """Whether what a device holds follows from its order: all it holds is activations that it gives back itself."""
         return not (self.networks or self.exchanges) and all(
-            hold.kind is ACTIVATIONS and all(self.holders[x] == self.holders[hold.source] for x in hold.targets)
-            for hold in self.holds
+            hold.kind is ACTIVATIONS and (not hold.targets or self.is_local(hold)) for hold in self.holds
         )
 
     @cached_property
@@ -519,7 +544,7 @@ class Workload:
         acquire, release = [0] * len(self.operations), [0] * len(self.operations)
         for hold in self.holds:
             acquire[hold.source] += hold.size
-            if len(hold.targets) == 1:
+            if self.is_local(hold):
                 release[hold.target] += hold.size
         workspace = [operation.workspace_bytes for operation in self.operations]
         num_parts = [2 * slots.num_parted for slots in self.slots]

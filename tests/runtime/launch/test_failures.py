@@ -199,7 +199,9 @@ PROGRAMS = [("0F0", "0F1"), ("1RECV_F0", "1F0"), ("2RECV_F0", "2F0"), ("3RECV_F0
 
 
 def test_positions_in_words(board: Board) -> None:
-    assert board.read(2).describe(PROGRAMS[2]) == "on another machine"
+    assert board.read(2).describe(PROGRAMS[2]) == board.place(2) == "on another machine"
+    board.machines = ["node-a", "node-a", "node-b", "node-b"]
+    assert board.place(2) == "on machine node-b"
     board.write(2, Phase.WAITING, 5, 0, 1)
     assert board.read(2).describe(PROGRAMS[2]) == "in 2RECV_F0 (step 5, program counter 0 of 2)"
     board.write(2, Phase.UPDATING, 5, -1, -1)

@@ -12,15 +12,22 @@ import pytest
 from pipeplan.runtime.models.huggingface import load
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.training.options import TrainOptions
-from runtime_support.hugging_face import ARGUMENTS, SEQUENCE, batch_for, captured, eager_experts, text
+from runtime_support.hugging_face import (
+    ARGUMENTS,
+    SEED,
+    SEQUENCE,
+    batch_for,
+    captured,
+    eager_experts,
+    text,
+    training_of,
+)
 from runtime_support.hugging_face import whole as original
 from runtime_support.plans import Case, assert_as_unsplit, model_plan, reports_of
 from runtime_support.threads import require_equal_to_unsplit, run_in_threads
 from support.marks import slow_but
 
 NAMES = ["gpt2", "llama", "bert", "t5"]
-SEED = 3
 
 
 @functools.cache
@@ -31,19 +38,9 @@ def model_of(name: str) -> Model:
 @functools.cache
 def case(name: str) -> Case:
     """GPT-2 and T5 with split backward, Llama with recomputation, BERT in a circle."""
-    options = TrainOptions(
-        text(name),
-        SEQUENCE,
-        num_steps=2,
-        seed=SEED,
-        dtype="float64",
-        learning_rate=1e-2,
-        weight_decay=0.1,
-        clip_norm=0.1,
-    )
     devices = [0, 1, 2, 3, 0, 1] if name == "bert" else [0, 1, 2, 3]
     split, recompute = name in ("gpt2", "t5"), name == "llama"
-    return model_plan(model_of(name), devices, num_microbatches=3, split=split, recompute=recompute), options
+    return model_plan(model_of(name), devices, num_microbatches=3, split=split, recompute=recompute), training_of(name)
 
 
 @slow_but("name", NAMES, lambda name: name == "gpt2")

@@ -202,12 +202,13 @@ LAYERS: dict[str, tuple[str, Transformer]] = {
 }
 
 
-@slow_but("name", list(LAYERS), lambda _: False, is_long=lambda name: name != "llama")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
 def test_layers_take_what_closed_forms_of_published_runs_say(name: str) -> None:
     """Within 4 %, and hold what they say within 15 %: biases and rotations, and words of experts, are traced alone."""
     pytest.importorskip("transformers")
     text, said = LAYERS[name]
-    model = load_model(text, sequence=said.sequence, grain="layer")
+    model = load_model(text, sequence=said.sequence, grain="layer", meta=True)
     profile = estimate_model(model, (1,), device=H100, dtype=torch.bfloat16)
     (row,) = (block.costs[0] for block in profile.blocks if "layers" in block.id)
     shares, kernel = shares_for(H100.name, catalog_shares()), usual_attention(H100)

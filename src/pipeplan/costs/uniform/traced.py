@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.layer import attention_ns, product_ns
 from pipeplan.costs.uniform.shares import Shares, machine_of, reaching, usual_attention
 from pipeplan.costs.uniform.words import Machine
+
+
+def of_few_rows(kernel: Kernel) -> Kernel:
+    """A product of fewer rows than the lowest tile of training's kernels, as those made for decoding compute it.
+
+    They have lower tiles, down to the rows that matrix units take at once, and keep all multiprocessors busy by cutting
+    the inner dimension; so that they take as long as their work at the share of the peak that it reaches, or as reading
+    the weights.
+    """
+    if kernel.product is None or kernel.product[0] >= min(height for height, *_ in choices().tiles):
+        return kernel
+    rows, padded = kernel.product[0], -(-kernel.product[0] // _MATRIX_ROWS) * _MATRIX_ROWS
+    return replace(kernel, product=None, flops=kernel.flops * padded // rows)
+
+
+_MATRIX_ROWS = 16
+"""Rows that an instruction of matrix units takes at once (m16n8k16 of NVIDIA's PTX)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,6 +140,10 @@ class _Values:
         self._given[block] = self._layouts.given.get(block, WHOLE_TENSOR) if made.ndim else WHOLE_TENSOR
         self._found[block, self._given[block]] = made
 
+    def keep(self, blocks: Collection[str]) -> None:
+        """Let go of all outputs, and of what came, but those of these blocks."""
+        self._found = {key: tensor for key, tensor in self._found.items() if key[0] in blocks}
+
     def taken(self, source: str, block: str) -> Tensor:
         """A block's output as another takes it."""
         return self._in(source, self._layouts.taken.get(block, WHOLE_TENSOR))
@@ -175,8 +179,8 @@ class ExchangedState(Protocol):
     def leave(self, number: int) -> None:
         """It is done with it."""
 
-    def watch(self, number: int, made: Tensor) -> None:
-        """See to it that a backward has what it needs when it comes to a block's output."""
+    def watch(self, number: int, made: Tensor) -> Tensor:
+        """A block's output, of which a backward that comes to it has what it needs, and others what they read."""
 
     def begin_backward(self, *, adds: bool) -> None:
         """B, I or W begins, of which all but I ``adds`` to gradients."""
@@ -248,6 +252,8 @@ class StageRunner:
         begin, end = self._blocks_of(part)
         for number in range(begin, end):
             self._run_block(number, values, own, samples)
+            if self.evaluating:
+                values.keep(self._needed_after(number))
         here = set(self.part.blocks[begin:end])
         names = dict.fromkeys(itertools.chain.from_iterable(self.part.outputs.values()))
         sliced = self.part.leaving
@@ -275,9 +281,14 @@ class StageRunner:
             return
         self.state.enter(number)
         made = self._call(block, again, values, own, samples)
-        self.state.watch(number, made)
-        values.put(block, made)
+        values.put(block, self.state.watch(number, made))
         self.state.leave(number)
+
+    def _needed_after(self, number: int) -> set[str]:
+        """The blocks whose outputs later ones take, or leave the stage, or are losses."""
+        later = {source for block in self.part.blocks[number + 1 :] for source, _ in self.specs[block].inputs}
+        losses = {block for block in self.part.blocks if self.specs[block].loss}
+        return later.union(losses, *self.part.outputs.values())
 
     def _blocks_of(self, part: int) -> tuple[int, int]:
         """The first of its blocks, and the one after its last, by their places."""

@@ -110,12 +110,13 @@ class Position:
 class Board:
     """One :class:`Position` per rank in an open file of :meth:`size` bytes, mapped by all processes.
 
-    ``programs`` are what this process knows of the ranks' programs, as texts.
+    ``programs`` are what this process knows of the ranks' programs, as texts, and ``machines`` the names of theirs.
     """
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.programs: Sequence[Sequence[str]] = [()] * num_ranks
+        self.machines: Sequence[str] = ()
         self._cells = memoryview(mmap.mmap(descriptor, self.size(num_ranks))).cast("q")
 
     @staticmethod
@@ -144,7 +145,10 @@ class Board:
 
     def place(self, rank: int) -> str:
         """Where a rank is, in words."""
-        return self.read(rank).describe(self.programs[rank])
+        position = self.read(rank)
+        if position.phase is Phase.UNSEEN and self.machines:
+            return f"on machine {self.machines[rank]}"
+        return position.describe(self.programs[rank])
 
     def sign(self, rank: int) -> None:
         """Note which process the rank is."""

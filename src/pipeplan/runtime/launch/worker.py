@@ -243,6 +243,7 @@ def _common_board(store: Store, machines: Sequence[tuple[str, str]], rank: int) 
         path = store.get(key).decode()
         descriptor = os.open(path, os.O_RDWR)
     board = Board(descriptor, world_size)
+    board.machines = [name for name, _ in machines]
     os.close(descriptor)
     if store.add(f"{key}/opened", 1) == len(here):
         Path(path).unlink()

@@ -110,6 +110,26 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
+class CausalDecoder:
+    """How a model writes texts on, token by token, and what it keeps of every token for those after it.
+
+    ``at(count)`` is the model that takes so many tokens of each text at once, and gives the logits of the one after the
+    last: of a whole prompt (prefill), or with 1 of one token behind those that are cached (decode). Its blocks have the
+    names of the whole model's. ``longest`` is the most tokens of a text, None for any number. Keys and values have
+    ``key_heads`` heads before any are copied for those of queries; None: as many as these. With ``latent`` (numbers of
+    the latent, of the rotated key) all heads share one latent of a token, from which each makes its own key and value
+    (DeepSeek-V2, section 2.1), and only that is cached. ``windows(block)`` is how far a block looks back, its own token
+    included; None: to the first.
+    """
+
+    at: Callable[[int], Model]
+    longest: int | None = None
+    key_heads: int | None = None
+    latent: tuple[int, int] | None = None
+    windows: Callable[[str], int | None] = lambda block: None
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """Blocks in topological order, and batches for them.
 
@@ -123,7 +143,8 @@ class Model:
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
     None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, if these
     are known. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of, if any.
-    ``aliases`` are further names of tensors, and those that ``names`` have. Raises UsageError where names do not fit.
+    ``aliases`` are further names of tensors, and those that ``names`` have. ``decoder`` is there for a causal language
+    model that is known to be one. Raises UsageError where names do not fit.
     """
 
     name: str
@@ -139,6 +160,7 @@ class Model:
     switched_off: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     parted: Callable[[int], Model] | None = None
+    decoder: CausalDecoder | None = None
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pipeplan.files import CostRow, FileModel
+from pipeplan.files.profile import Phase
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.parallel.attention_cores import ATTENTION, RecomputedCores
 from pipeplan.runtime.parallel.batch_norms import recomputed
@@ -28,7 +29,7 @@ from pipeplan.runtime.profiling.instruments import (
     storages,
     timed,
 )
-from pipeplan.workload.elements import Bytes, Count, Items, Name, Nanoseconds
+from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
 
 Time = Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"]
 TIMES: tuple[Time, ...] = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
@@ -44,7 +45,8 @@ _WORTH_A_LOOK = 0.01
 class RowKey:
     """What is measured: a block at a micro-batch size, one device's share of it among ``shards``.
 
-    Samples have one of ``context`` parts of each sequence.
+    Samples have one of ``context`` parts of each sequence. Of inference with a cache it is of a ``phase``, with texts
+    of so many ``tokens``.
     """
 
     block: str
@@ -52,6 +54,8 @@ class RowKey:
     shards: int = 1
     recompute: bool = False
     context: int = 1
+    phase: Phase | None = None
+    tokens: int = 0
 
     @property
     def kind(self) -> tuple[int, int, str]:
@@ -63,6 +67,7 @@ class RowKey:
         """For progress and errors."""
         split = f", split over {self.shards} devices" if self.shards > 1 else ""
         split += f", sequences in {self.context} parts" if self.context > 1 else ""
+        split += f", {self.phase} of {self.tokens} tokens" if self.phase else ""
         return f"block {self.block!r} at micro-batch size {self.size}{split}{', recomputed' * self.recompute}"
 
 
@@ -77,6 +82,8 @@ class KeptRow(FileModel):
     shards: Count = 1
     context: Count = 1
     recompute: bool = False
+    phase: Phase | None = None
+    tokens: Index = 0
     activation_bytes: Bytes
     selective_activation_bytes: Bytes | None = None
     weight_grad_bytes: Bytes
@@ -87,7 +94,8 @@ class KeptRow(FileModel):
     @property
     def key(self) -> RowKey:
         """What was measured."""
-        return RowKey(self.block, self.microbatch_size, self.shards, self.recompute, self.context)
+        case = self.shards, self.recompute, self.context, self.phase, self.tokens
+        return RowKey(self.block, self.microbatch_size, *case)
 
 
 @dataclass(slots=True, eq=False)
@@ -195,6 +203,8 @@ class Bench:
             shards=self.key.shards,
             context=self.key.context,
             recompute=self.key.recompute,
+            phase=self.key.phase,
+            tokens=self.key.tokens,
             activation_bytes=self.activation_bytes,
             selective_activation_bytes=self.selective_bytes,
             weight_grad_bytes=self.weight_grad_bytes,
@@ -303,7 +313,7 @@ class Bench:
         if self.selective_bytes is not None:
             medians["selective_ns"] = int(statistics.median(self.core_times or [0]))
         return CostRow(
-            **self.kept().model_dump(exclude={"block", "times", "core_times"}),
+            **self.kept().model_dump(exclude={"block", "phase", "tokens", "times", "core_times"}),
             **medians,
             repeats=len(self.times),
             spread={name: spread_of(self.series(name)) for name in TIMES},

@@ -27,6 +27,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
 from pipeplan.runtime.profiling.benches import Bench
 from pipeplan.runtime.profiling.build_profile import ModelShare
+from pipeplan.runtime.profiling.caches import ATTENDED, attended_kernel
 from pipeplan.runtime.profiling.flops import product_flops
 from pipeplan.runtime.profiling.fusion import BlockTrace, FusedTrace, Step, View
 from pipeplan.runtime.profiling.instruments import Meter, Usage, blamed, saved_tensors, storages
@@ -47,11 +48,11 @@ def counted(
     fused: bool = False,
 ) -> Iterator[tuple[CountedBench, Work]]:
     """Every kind of block at every size, with its bytes, and its kernels in F, I and W: operators or ``fused``."""
-    shapes = tuple(replace(split, model=_without_data(split.model, sizes, dtype)) for split in splits)
-    tallies: list[_Tally] = []
+    shapes = tuple(replace(split, model=without_data(split.model, sizes, dtype)) for split in splits)
+    tallies: list[Tally] = []
 
     def tally(_: torch.device) -> Meter:
-        tallies.append(_Tally(BlockTrace() if fused else None))
+        tallies.append(Tally(BlockTrace() if fused else None))
         return tallies[-1]
 
     benches = Benches(shapes, recompute, dtype, _META, 0, UnfinishedProfile(), (), tally, CountedBench)
@@ -79,7 +80,7 @@ class CountedBench(Bench):
     core_bytes: int | None = None
     shared_bytes: int = 0
     heads: int = 0
-    tally: _Tally | None = None
+    tally: Tally | None = None
 
     def row(self) -> CostRow:
         """Times are not known yet."""
@@ -96,7 +97,7 @@ class CountedBench(Bench):
         queue = WeightGradQueue()
         with blamed(self.key.label):
             with self.meter(self.device) as meter:
-                assert isinstance(meter, _Tally)
+                assert isinstance(meter, Tally)
                 self.tally = meter
                 with meter.phase("F"):
                     roots = self.forward()
@@ -121,7 +122,7 @@ class CountedBench(Bench):
                 usage, given = self._note_fused(FusedTrace(meter.trace), meter, numbers)
             self.workspace_bytes = self.workspace(usage, given)
 
-    def _note_fused(self, fused: FusedTrace, meter: _Tally, held: Mapping[int, int]) -> tuple[dict[str, Usage], int]:
+    def _note_fused(self, fused: FusedTrace, meter: Tally, held: Mapping[int, int]) -> tuple[dict[str, Usage], int]:
         """Fill in what fused kernels hold; returns what they have in use, and how much of it the block was given."""
         own, given = meter.numbered(self._own), meter.numbered(storages([*self.inputs, *self.samples]))
         kept = fused.held({storage: size for storage, size in held.items() if storage not in own}, own)
@@ -147,7 +148,8 @@ class _ModelWithoutData(Model):
         return defer_weight_gradients(module)
 
 
-def _without_data(model: Model, sizes: Sequence[int], dtype: torch.dtype) -> Model:
+def without_data(model: Model, sizes: Sequence[int], dtype: torch.dtype) -> Model:
+    """The model, whose modules and batches have shapes and no data."""
     return _ModelWithoutData(model.name, model.blocks, model.batch, model.predictions, model.tied, model.sharded)
 
 
@@ -303,7 +305,7 @@ _NORMS = {_aten.native_layer_norm, _aten.native_batch_norm}
 """Whose statistics the CPU keeps in the format of what they are of, and the meta device in float32."""
 
 
-class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
+class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
     """Notes every operator's work, and the bytes in use, while phases run; in a ``trace``, what it reads and makes."""
 
     def __init__(self, trace: BlockTrace | None = None) -> None:
@@ -471,6 +473,8 @@ def _kernel(
 ) -> Kernel:
     """An operator's FLOPs, the bytes it reads and writes, and whether matrix units do it."""
     operator = func._overloadpacket
+    if operator is ATTENDED:
+        return attended_kernel(*args)
     read = given[1:] + outputs if operator is _aten.embedding else given  # rows, not the whole table
     moved = sum(tensor.nbytes for tensor in (*read, *outputs))
     flops = product_flops(func, args, kwargs, made)

@@ -160,7 +160,7 @@ def estimate_model(
     if runs is not None or (calibration is None and shares.runs):
         device, notes = rates.device, f"{notes} {shares.notes if runs is None else runs.notes}"
 
-    kernel_ns = _kernel_ns(rates if fused else device, fp8=fp8)
+    kernel_ns = kernel_ns_of(rates if fused else device, fp8=fp8)
     if calibration is not None and max(context) > 1:
         raise UsageError(
             "--calibrate fits measured times of whole sequences, and --context divides them; leave one of them out"
@@ -188,11 +188,11 @@ def estimate_model(
     by_kind = ((key.kind, row) for key, row in timed.items())
     known = None if calibration is None else calibration.step_bytes_per_s
     rate = known or estimated_rate(unsplit, recipe, dtype, device)
-    more = _expert_rows(every, splits, spreads, rows, kernel_ns, every_price, _links(device, cluster), dtype)
+    more = _expert_rows(every, splits, spreads, rows, kernel_ns, every_price, links_of(device, cluster), dtype)
     return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate, more)
 
 
-def _links(device: DevicePreset, cluster: Cluster | None) -> Callable[[int], LinkPath]:
+def links_of(device: DevicePreset, cluster: Cluster | None) -> Callable[[int], LinkPath]:
     """A function that returns the links of a number of neighbouring devices: the cluster's, or the device's own."""
     if cluster is not None:
         return lambda devices: LinkPath.in_cluster(cluster, devices)
@@ -232,7 +232,7 @@ def _expert_rows(
     return found
 
 
-def _kernel_ns(rates: DevicePreset | FusedRates, *, fp8: bool) -> Callable[[Kernel], float]:
+def kernel_ns_of(rates: DevicePreset | FusedRates, *, fp8: bool) -> Callable[[Kernel], float]:
     """What tells how long a kernel takes; with ``fp8`` products with weights run in that format."""
     if isinstance(rates, FusedRates):
         return lambda kernel: rates.kernel_ns(kernel, fp8=fp8 and kernel.weights)

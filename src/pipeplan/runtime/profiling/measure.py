@@ -94,7 +94,7 @@ def profile_model(
     """
     sizes, runs = sorted(set(microbatch_sizes)), RunCounts(repeats, warmup, max_spread)
     recipe = recipe or profiled_recipe(MEASURED, str(dtype).removeprefix("torch."))[1]
-    where = _require_usable(sizes, runs, device)
+    where = require_usable(sizes, runs, device)
     splits = splits_of(model, shards, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
     bare_profile(model, unsplit)  # before anything runs
@@ -120,10 +120,13 @@ def profile_model(
     price = priced_by(None if cluster is None else prices_in(cluster), dtype)
     rate = measured_rate(unsplit, recipe, dtype, where, repeats=repeats, warmup=warmup)
     rows = ((bench.key.kind, bench.row()) for bench in benches.all)
-    return profile_of_kinds(model, splits, unsplit, rows, price, _source(dtype, where, " ".join(notes)), recipe, rate)
+    return profile_of_kinds(
+        model, splits, unsplit, rows, price, measured_source(dtype, where, " ".join(notes)), recipe, rate
+    )
 
 
-def _require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:
+def require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:
+    """The device to measure on. Raises UsageError where it, sizes or runs make no sense."""
     if not sizes or sizes[0] < 1:
         raise UsageError(f"micro-batch sizes {list(sizes)}: give at least one, each 1 or more, with --microbatch")
     if runs.repeats < 1 or runs.warmup < 0:
@@ -149,7 +152,7 @@ def _question(
     seed: int,
 ) -> dict[str, str]:
     """All that a row depends on beside its block and size, by the words an error uses for it."""
-    source = _source(dtype, device)
+    source = measured_source(dtype, device)
     return {
         "model": splits[0].model.name,
         "--shards": ",".join(str(split.shards) for split in splits),
@@ -165,7 +168,8 @@ def _question(
     }
 
 
-def _source(dtype: torch.dtype, device: torch.device, notes: str = "") -> Source:
+def measured_source(dtype: torch.dtype, device: torch.device, notes: str = "") -> Source:
+    """Where and when it was measured."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
     return source_of("measured", name, dtype, notes)
 

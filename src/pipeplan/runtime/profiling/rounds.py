@@ -67,7 +67,7 @@ class Benches:
     partial: UnfinishedProfile
     beside: Sequence[Callable[[bool], None]] = ()
     meter: Callable[[torch.device], Meter] = meter_for
-    bench: type[Bench] = Bench
+    bench: Callable[..., Bench] = Bench
     all: list[Bench] = field(default_factory=list)
     kinds: Mapping[Hashable, Kind] = field(init=False)
     _modules: dict[Kind, nn.Module] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import ClassVar, Literal, Self
 
 from pipeplan.costs.recipes import bytes_per_parameter
-from pipeplan.costs.throughput import Throughput, Yardstick
+from pipeplan.costs.throughput import PASSES, Throughput, Yardstick
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan, Recipe
 from pipeplan.files.recipe import ADAMW, AUTOCAST
@@ -40,6 +40,25 @@ RUNNABLE = {
     "fp16-mixed": "float16",
 }
 """Recipes that a run can follow, and the number format of the parameters that compute."""
+
+FORWARDS_IN = {"fp32-inference": "float32", "bf16-inference": "bfloat16", "fp16-inference": "float16"}
+"""Recipes of inference, and the number format of the parameters."""
+
+OF_TRAINING = {
+    "precision": None,
+    "optimizer": None,
+    "learning_rate": None,
+    "weight_decay": None,
+    "lr_schedule": "constant",
+    "warmup_steps": 0,
+    "lr_steps": None,
+    "clip_norm": None,
+    "eval_data": None,
+    "checkpoint": None,
+    "resume": False,
+    "export_weights": None,
+}
+"""Options that mean nothing where nothing is trained, and what they are where nobody gave them."""
 
 MASTERED = ("bf16-mixed", "fp16-mixed")
 """Those with master copies of parameters."""
@@ -184,6 +203,8 @@ class TrainOptions(RunOptions):
         Raises:
             UsageError: a recipe that no run can follow, or whose parameters have another format than ``dtype``.
         """
+        if plan.is_inference:
+            return self._of_inference(plan)
         if plan.recipe is not None and not plan.recipe.is_custom:
             made_for = plan.recipe
         elif self.dtype is None and self.precision is None:
@@ -216,6 +237,17 @@ class TrainOptions(RunOptions):
         recipe = made_for if made_for.name == name else Recipe(name=name)
         wide = bytes_per_parameter(recipe.model_copy(update={"optimizer": ADAMW}))[GRADIENTS] == _WIDE
         return replace(found, gradients="float32" if wide else own)
+
+    def _of_inference(self, plan: Plan) -> Self:
+        """The same for forwards alone, in the format of the plan's recipe. Raises UsageError."""
+        given = next((name for name, default in OF_TRAINING.items() if getattr(self, name) != default), None)
+        if given is not None:
+            raise UsageError(
+                f"--{given.replace('_', '-')} is of training, and plan {plan.name!r} is of inference, which runs "
+                "forwards alone; leave it out, or search a profile of training"
+            )
+        planned = FORWARDS_IN.get(plan.recipe.name) if plan.recipe is not None else None
+        return replace(self, dtype=self.dtype or planned or DTYPES.get(plan.provenance.dtype, "float32"))
 
     @property
     def has_objects(self) -> bool:
@@ -327,7 +359,7 @@ def throughput_of(plan: Plan, options: TrainOptions, known: RunResult | Started,
     same = known.as_planned and tokens == planned.tokens_per_sample
     flops = planned.forward_flops_per_sample if same else None
     dtype, peaks = options.autocast or options.number_format, Yardstick.of_plan(plan).peaks
-    measure = Yardstick(where, dtype, tokens, flops, peaks=peaks)
+    measure = Yardstick(where, dtype, tokens, flops, peaks=peaks, passes=1 if plan.is_inference else PASSES)
     return measure.throughput(plan.mini_batch, iteration_ns, sum(plan.device_speeds))
 
 

@@ -241,8 +241,7 @@ class ShardedStage:
     them.
     Where actions of the program exchange, blocks only wait, and the last action before a RESHARD gives up what it is
     through with. Autograd runs all of a block, which was made later, before all of the blocks before it, so that when
-    it comes to a block, the ones that it was at before are done with. A group of which a block gives its parameters
-    themselves to others stays until RESHARD.
+    it comes to a block, the ones that it was at before are done with.
     """
 
     part: StagePart
@@ -255,7 +254,7 @@ class ShardedStage:
     _exchanges: bool = field(init=False)
     _gathers: bool = field(init=False)
     _bounds: Sequence[int] = field(init=False)
-    _shown: dict[int, int] = field(init=False)
+    _lent: frozenset[int] = field(init=False)
     _ending: frozenset[int] = frozenset()
     _given_up: set[int] = field(default_factory=set)
     _open: set[int] = field(default_factory=set)
@@ -269,9 +268,8 @@ class ShardedStage:
         highest = max((unit.level for own in self.units for unit in own), default=0)
         self._exchanges, self._gathers = highest >= IN_ACTIONS, highest >= GATHERED
         self._bounds = (0, *itertools.accumulate(self.part.block_groups))
-        groups = ((group, unit) for group in range(len(self.part.block_groups)) for unit in self._units_of(group))
-        wholes = ((group, row.whole) for group, unit in groups for row in unit.rows)
-        self._shown = {whole.untyped_storage()._cdata: group for group, whole in wholes}  # the same when it is resized
+        rows = (row for own in self.units for unit in own if unit.level >= GATHERED for row in unit.rows)
+        self._lent = frozenset(row.whole.untyped_storage()._cdata for row in rows)  # the same when it is resized
 
     def run(self, step: ProgramStep) -> None:
         """UNSHARD, RESHARD or REDUCE_GRAD of a group of blocks."""
@@ -302,16 +300,20 @@ class ShardedStage:
             self._close({number + 1})
         self._give_up({group for group in self._ending if self._bounds[group + 1] <= number + 1})
 
-    def watch(self, number: int, made: Tensor) -> None:
-        """Let a backward that comes to a block's output see to what it needs, and to what it has done."""
+    def watch(self, number: int, made: Tensor) -> Tensor:
+        """Let a backward that comes to a block's output see to what it needs, and to what it has done.
+
+        Of an output that is on gathered parameters there is a copy, for these go before it does.
+        """
         enter, wanted = self._enter_backward, len(self._starts) > 1 or (self._exchanges and self.units[number])
         if self.part.block_groups:
             enter, wanted = self._pass_backward, self._gathers
-        if self._ending:
-            self._ending -= {self._shown.get(made.untyped_storage()._cdata, -1)}
+        if self._lent and made.untyped_storage()._cdata in self._lent:
+            made = made.clone()
         if made.requires_grad and wanted:
             hook: Callable[[Tensor], None] = partial(enter, number)
             made.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has it without types
+        return made
 
     def begin_backward(self, *, adds: bool) -> None:
         """Gradients are added to, and have to be reduced before; parameters that were gathered must be there."""

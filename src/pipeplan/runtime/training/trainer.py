@@ -68,7 +68,7 @@ from pipeplan.runtime.training.compatibility import (
     warning_of_sizes,
 )
 from pipeplan.runtime.training.data import digest_of, num_mini_batches, require_mini_batches, with_data
-from pipeplan.runtime.training.evaluation import Drawn, Evaluation, require_same
+from pipeplan.runtime.training.evaluation import Drawn, Evaluation, evaluating, require_same
 from pipeplan.runtime.training.master_copies import MASTER, LossScale, MasterCopies, narrowed
 from pipeplan.runtime.training.options import (
     IS_RANK,
@@ -207,6 +207,7 @@ class Trainer:
         options = options.by_plan(plan)
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
         self.dtype = dtype = dtype_of(options)
+        self.inference = plan.is_inference
         programs = programs_of(
             plan, [block.id for block in model.blocks], model.edges, model.name, model.divides_shards
         )
@@ -266,11 +267,13 @@ class Trainer:
     def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
         """Train on mini-batch number ``step``: run the program, sum gradients of copies, step the optimizer.
 
-        Without ``update`` gradients add up and parameters stay. Collective; returns the step's result, the same on all
-        ranks, and when this rank's actions ran. Raises RankError.
+        Without ``update`` gradients add up and parameters stay. A plan of inference only runs forwards. Collective;
+        returns the step's result, the same on all ranks, and when this rank's actions ran. Raises RankError.
         """
         self.progress.step = step
         drawn = self.drawn(self.model, step)
+        if self.inference:
+            return self._infer(step, drawn)
         for parameter in (*self.parameters().values(), *self.unique_parameters(), *self.stepped()):
             parameter.grad = None
         scale = 1.0 if self.scale is None else self.scale.value
@@ -290,6 +293,16 @@ class Trainer:
         actions = self.all_ranks.resolve(spans)
         ends = self.all_ranks.at(summed), self.all_ranks.passed_ns()
         return self._report(step, actions, ends, norm, drawn.digest), actions
+
+    def _infer(self, step: int, drawn: Drawn) -> tuple[StepResult, list[TimedAction]]:
+        """Forwards alone of a mini-batch, with nothing kept for a backward."""
+        self.all_ranks.begin()
+        with evaluating(self.stages.values(), self.modules.values()):
+            spans = self.executor.run(drawn.samples)
+        ended = self.all_ranks.clock.mark()
+        actions = self.all_ranks.resolve(spans)
+        ends = self.all_ranks.at(ended), self.all_ranks.passed_ns()
+        return self._report(step, actions, ends, None, drawn.digest), actions
 
     def evaluation(self) -> Evaluation | None:
         """What evaluates, if options say on what. Raises UsageError."""

@@ -8,7 +8,9 @@ start is ``a_x = s_x + T*k_x`` and repetition n of the pattern runs it at ``a_x 
   start before i, as it first needs it in a later part: ``t_i + c < 0``);
 * a device runs one thing at a time modulo T: no overlap of ``[s, s+t)`` and ``[s+T, s+T+t)`` over its instances;
 * memory at the start of every x on a device:
-  ``acquire_x + workspace_x + sum over y on the device of net_y * ([y before x] - k_y) <= capacity``;
+  ``acquire_x + workspace_x + sum over y on the device of net_y * ([y before x] - k_y) <= capacity``; and for what y
+  holds there until others' actions z have ended, of which order says nothing (what forwards alone give), as many more
+  as there are repetitions between: ``floor((a_x - a_y) / T) - min over z of floor((a_x - a_z - t_z) / T)``;
 * ``k`` is bounded by the longest path, each edge reaching over at most ``1 + ceil((t_i + c) / T)`` repetitions,
   so that infeasible is a proof. Feasibility is monotone in T.
 
@@ -30,6 +32,7 @@ from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_tim
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import memory_recurrences, period_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.workload import Hold
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -183,7 +186,9 @@ class _Constraints:
             if capacity is None or not operations:
                 continue
             net = {i: problem.acquire[i] - problem.release[i] for i in operations}
-            unit = math.gcd(*net.values(), *(problem.acquire[i] for i in operations)) or 1
+            apart = problem.apart_on(device)
+            sizes = (hold.size for hold in apart)
+            unit = math.gcd(*net.values(), *(problem.acquire[i] for i in operations), *sizes) or 1
             instances = [(i, u) for i in operations for u in range(v.unroll)]
             for x in checked(instances, 1):
                 taken = problem.acquire[x[0]]
@@ -193,8 +198,28 @@ class _Constraints:
                     for y in instances
                     if net[y[0]] and y != x
                 ]
+                held += [hold.size // unit * self._held_apart(hold, u, x) for hold in apart for u in range(v.unroll)]
                 own = -(net[x[0]] // unit) * v.repetition[x]
                 self._model.add(sum(held, own) <= room)
+
+    def _held_apart(self, hold: Hold, u: int, x: tuple[int, int]) -> Any:
+        """How many of a hold there are when x starts, of instance ``u`` of what it is of."""
+        v = self._variables
+        begun = self._repetitions(v.absolute[x] - v.absolute[hold.source, u])
+        ended = [self._repetitions(v.absolute[x] - v.absolute[y, u] - v.durations[y]) for y in hold.targets]
+        if len(ended) == 1:
+            return begun - ended[0]
+        held = self._model.new_int_var(0, 2 * _FARTHEST, "")
+        for each in ended:
+            self._model.add(held >= begun - each)
+        return held
+
+    def _repetitions(self, time: Any) -> Any:
+        """``floor(time / T)``"""
+        whole = self._model.new_int_var(-_FARTHEST, _FARTHEST, "")
+        rest = self._model.new_int_var(0, self._variables.period - 1, "")
+        self._model.add(self._variables.period * whole + rest == time)
+        return whole
 
     def _is_before(self, y: tuple[int, int], x: tuple[int, int]) -> Any:
         """Literal: y starts before x in the window of a device they share."""
@@ -305,6 +330,7 @@ def least_period(
     max_span: int | None = None,
     below: Fraction | None = None,
     on_pattern: Callable[[Pattern], None] | None = None,
+    known: Fraction = Fraction(0),
 ) -> LeastPeriod:
     """The least repetend time for this unroll: the bound first, then bisection between proof and pattern.
 
@@ -314,10 +340,11 @@ def least_period(
     multiples of ``unit / q`` with q <= (all durations and lags) / T. The solver is asked where
     :func:`~pipeplan.schedule.modulo.modulo_schedule` finds nothing. ``limit`` in seconds; ``on_pattern`` hears
     of every improvement. If the solver finds none in time, the pattern is one micro-batch after another, where
-    that fits. With ``below`` only periods (ns per micro-batch) less than that are of interest, and none may be found.
+    that fits. With ``below`` only periods (ns per micro-batch) less than that are of interest, and none may be
+    found. None is below the ``known`` one.
     """
     begun, used = budget.elapsed, budget.used
-    low = max(period_bound(problem) * unroll, Fraction(max(problem.durations)))
+    low = max(max(known, period_bound(problem)) * unroll, Fraction(max(problem.durations)))
     search = _Bisection(problem, unroll, low, None if below is None else below * unroll)
     while (candidate := search.next_candidate()) is not None and not budget.expired:
         left = limit - (budget.used - used)

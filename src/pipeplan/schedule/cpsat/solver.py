@@ -48,6 +48,9 @@ SECONDS_PER_RULES = 3e-5
 SECONDS_PER_POLICY = 5e-6
 """Scheduling by a policy."""
 
+SECONDS_PER_LABEL = 5e-5
+"""A label of the programme that proves bounds: not per action."""
+
 
 @dataclass(slots=True, eq=False)
 class Budget(Limit):

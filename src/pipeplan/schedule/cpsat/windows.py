@@ -273,6 +273,7 @@ class _WindowModel:
                 length = self.model.new_int_var(0, end, "")
                 intervals.append(self.model.new_interval_var(begin, length, until, ""))
                 demands.append(hold.size)
+        capacity -= self._held_apart(device, end, intervals, demands)
         for task in self._on_device[device]:
             if self._problem.workspace[task // self._count]:
                 intervals.append(self._intervals[task])
@@ -280,6 +281,29 @@ class _WindowModel:
         if sum(demands) > capacity:
             unit = math.gcd(*demands)
             self.model.add_cumulative(intervals, [demand // unit for demand in demands], capacity // unit)
+
+    def _held_apart(self, device: int, end: int, intervals: list[cp_model.IntervalVar], demands: list[int]) -> int:
+        """Add what a device holds until others have ended; the bytes that stay held for the whole window."""
+        gone = set[int]().union(*self._window.before)
+        held_before, throughout = set(self._window.before[device]), 0
+        for hold in self._problem.apart_on(device):
+            for m in checked(range(self._count)):
+                source, *targets = (x * self._count + m for x in (hold.source, *hold.targets))
+                if gone.issuperset(targets) or (source not in held_before and source not in self.start):
+                    continue
+                inside = [target for target in targets if target in self.start]
+                stays = any(target not in gone and target not in self.start for target in targets)
+                if source in held_before and stays:
+                    throughout += hold.size
+                    continue
+                until = self.model.new_int_var(0, end, "")
+                for target in inside:
+                    self.model.add(until >= self.start[target] + self._graph.durations[target] // self._unit)
+                length = self.model.new_int_var(0, end, "")
+                begin = self.start.get(source, 0)
+                intervals.append(self.model.new_interval_var(begin, length, end if stays else until, ""))
+                demands.append(hold.size)
+        return throughout
 
     def _tails(self) -> None:
         for task, start in self.start.items():

@@ -141,6 +141,20 @@ class WordsModel(_Adapter):
         return rows.sum()
 
 
+class WritingModel(_Adapter):
+    """A causal language model that writes on: the logits of the word after the last."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens [samples, sequence] to [samples, words]."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False, logits_to_keep=1).logits
+        return logits[:, -1]
+
+
+def causal_tokens(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch without the words that follow."""
+    return {"tokens": batch["tokens"]}
+
+
 class Translation(_Adapter):
     """An encoder and a decoder, and the loss of the words that the decoder predicts."""
 

@@ -24,7 +24,9 @@ from pipeplan.runtime.models.huggingface.adapters import (
     Contents,
     Pairs,
     WordsModel,
+    WritingModel,
     batch_of,
+    causal_tokens,
     register_functions,
     texts_of,
 )
@@ -44,7 +46,7 @@ from pipeplan.runtime.models.huggingface.families import (
     widths_of,
 )
 from pipeplan.runtime.models.huggingface.running import RunningShares
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, shards_named
+from pipeplan.runtime.models.spec import Batch, BlockSpec, CausalDecoder, Collective, Grain, Model, shards_named
 from pipeplan.runtime.parallel.places import Exchanges, positions_at
 from pipeplan.runtime.parallel.sharding import require_even
 
@@ -139,6 +141,7 @@ class LoadedModel:
         ways: how each parameter is split, by its name: "colwise", "packed_colwise", "rowwise" or "words".
         devices: that share the whole.
         divided: whether they divide the sequence outside of split products.
+        writes: whether it gives the logits of the word after the last instead of a loss, which devices never divide.
     """
 
     name: str
@@ -149,6 +152,7 @@ class LoadedModel:
     ways: Mapping[str, str]
     devices: int = 1
     divided: bool = False
+    writes: bool = False
 
     @property
     def contents(self) -> Contents:
@@ -158,7 +162,8 @@ class LoadedModel:
 
     def batch(self, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
         """As :class:`Model` has it."""
-        return batch_of(self.contents, num_samples, step, seed)
+        made = batch_of(self.contents, num_samples, step, seed)
+        return causal_tokens(made) if self.writes else made
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -179,6 +184,7 @@ class LoadedModel:
         tokens, family = self.family.tokens(self.config, self.sequence), self.family
         lengths = {positions_at(name, tokens) for name in self.ways if family.divided(name)}
         divided = bool(lengths) and num_devices > 1 and not any(length % num_devices for length in lengths)
+        divided = divided and not self.writes
         if divided:
             places_of(share, self.ways, family).hook(share, tokens, Exchanges.traced(num_devices))
         return replace(self, module=share, devices=num_devices, divided=divided)
@@ -433,10 +439,61 @@ def load_configuration(
     model = _captured(whole, grain)
     sharded = partial(_share, whole, grain)
     loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
-    model = replace(
-        model, sharded=sharded, texts=texts_of(whole.contents), settings=settings, loss_of=loss_of, made_up=True
-    )
+    known: dict[str, Any] = {"settings": settings, "made_up": True, "decoder": _decoder(whole, grain, model)}
+    model = replace(model, sharded=sharded, texts=texts_of(whole.contents), loss_of=loss_of, **known)
     return _named_as_in_transformers(_split_for_runs(model, whole, grain))
+
+
+def _decoder(whole: LoadedModel, grain: Grain, model: Model) -> CausalDecoder | None:
+    """How a causal language ``model`` writes on; None for any other, such as one that also sees or translates."""
+    if not whole.family.is_decoder or grain == "operator":
+        return None
+    config = whole.config
+    latent = getattr(config, "kv_lora_rank", None)
+    return CausalDecoder(
+        partial(_writing, whole, grain, model.blocks[-1]),
+        whole.family.maximum(config),
+        key_heads=None if latent else _key_heads(config),
+        latent=(latent, config.qk_rope_head_dim) if latent else None,
+        windows=partial(_window_of, config),
+    )
+
+
+def _writing(whole: LoadedModel, grain: Grain, head: BlockSpec, count: int) -> Model:
+    """The model that takes so many words of each text at once, and gives the logits of the next as its ``head``."""
+    assert isinstance(whole.module, WordsModel)
+    module = WritingModel(whole.module.model).eval()
+    written = replace(whole, module=module, sequence=count, writes=True)
+
+    def named(model: Model) -> Model:
+        """Its last block, which has no loss to be called by, is called as that of the whole model."""
+        last = replace(model.blocks[-1], id=head.id, operator=head.operator)
+        own = {model.blocks[-1].id: head.id}
+        tied = tuple(tuple((own.get(id_, id_), name) for id_, name in group) for group in model.tied)
+        return replace(model, blocks=(*model.blocks[:-1], last), tied=tied)
+
+    model = replace(_captured(written, grain), sharded=lambda count: named(_share(written, grain, count)), made_up=True)
+    return _named_as_in_transformers(named(model))
+
+
+def _key_heads(config: Any) -> int | None:
+    """Heads of keys and values, by the name that the configuration's class has for them; None: as many as queries'."""
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1  # of Falcons before there were groups
+    unused = hasattr(config, "multi_query") and not config.new_decoder_architecture
+    return _count_of(config, "num_key_value_heads") or (None if unused else _count_of(config, "num_kv_heads"))
+
+
+def _window_of(config: Any, block: str) -> int | None:
+    """How far the block of a layer looks back, as transformers' own caches have it; None: to the first word."""
+    number = next((int(part) for part in block.split(".") if part.isdecimal()), None)
+    if number is None:
+        return None
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[number] if kinds else "sliding_attention"
+    if kind == "sliding_attention":
+        return _count_of(config, "sliding_window")
+    return _count_of(config, "attention_chunk_size") if kind == "chunked_attention" else None
 
 
 def _split_for_runs(model: Model, whole: LoadedModel, grain: Grain) -> Model:
@@ -520,6 +577,8 @@ def _of_weight(name: str, way: str, block: BlockSpec, share: LoadedModel, seen: 
         yield Collective("all_reduce", "F", tokens * outputs * _ELEMENT_BYTES)
     elif way == WORDS and block.operator == "embedding":
         yield Collective("all_reduce", "F", tokens * hidden * _ELEMENT_BYTES)
+    elif way == WORDS and share.writes:
+        yield Collective("all_gather", "F", share.family.words(share.config) * _ELEMENT_BYTES)
     elif way == WORDS:
         yield Collective("all_reduce", "F", tokens * _LOSS_NUMBERS * _ELEMENT_BYTES)
         yield Collective("all_reduce", "I", tokens * hidden * _ELEMENT_BYTES)

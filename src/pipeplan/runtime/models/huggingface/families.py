@@ -91,6 +91,11 @@ class ModelFamily:
     arguments: tuple[str, ...] = ()
     attention: str = ATTENTION
 
+    @property
+    def is_decoder(self) -> bool:
+        """Whether its models write texts on, one word after another, and take nothing else."""
+        return self.contents is _CAUSAL
+
     def divided(self, name: str) -> bool:
         """Whether shares have slices of the sequence around a module or parameter."""
         return self.divides and name.startswith(self.inside)

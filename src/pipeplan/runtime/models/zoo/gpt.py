@@ -8,7 +8,7 @@ heads. Tensors between blocks are [samples, places, features].
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.spec import BlockSpec, Model, Texts, next_tokens, token_batch
+from pipeplan.runtime.models.spec import BlockSpec, CausalDecoder, Model, Texts, next_tokens, token_batch
 from pipeplan.runtime.models.zoo.layers import (
     LayerStack,
     ZooSize,
     layers,
+    next_word,
     num_targets,
     small,
     summed_loss,
@@ -230,7 +231,8 @@ class GPTSize(ZooSize):
 
     ``positions`` is the longest sequence it can take, ``sequence`` the one its batches have. With ``tied`` the output
     layer shares the token embedding's weight. ``shared`` spreads embedding and head over all devices, as Tessel does.
-    With ``by_operator`` every operator is a block.
+    With ``by_operator`` every operator is a block. One that ``writes`` gives the logits of the word after the last, and
+    its devices do not divide the sequence, which in decoding is one word.
     """
 
     layers: int
@@ -242,15 +244,22 @@ class GPTSize(ZooSize):
     tied: bool = True
     shared: bool = False
     by_operator: bool = False
+    writes: bool = False
 
     @property
     def stack(self) -> LayerStack:
         """Its layers."""
-        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, causal=True, divided=True)
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, causal=True, divided=not self.writes)
 
     def model(self, name: str) -> Model:
         """The model of this size; of one by operators nothing is known of shares."""
-        return self._model(name, WHOLE) if self.by_operator else ZooSize.model(self, name)
+        if self.by_operator:
+            return self._model(name, WHOLE)
+        decoder = None if self.writes else CausalDecoder(partial(self._writing, name), self.positions)
+        return replace(ZooSize.model(self, name), decoder=decoder)
+
+    def _writing(self, name: str, count: int) -> Model:
+        return replace(self, sequence=count, writes=True).model(name)
 
     def _model(self, name: str, shards: Shards) -> Model:
         """Embedding, then attention and feed-forward of each layer, then head with loss."""
@@ -260,7 +269,8 @@ class GPTSize(ZooSize):
             end, output = operators_of_head(self.stack, self.vocabulary, middle[-1].id), ("head.output", "weight")
         else:
             middle = layers("layer", self.stack, (first.id,), shards=shards)
-            end = [word_head(middle[-1].id, self.stack, self.vocabulary, shards, shared=self.shared)]
+            head = next_word if self.writes else word_head
+            end = [head(middle[-1].id, self.stack, self.vocabulary, shards, shared=self.shared)]
             output = ("head", "output.weight")
         return Model(
             name,

@@ -326,6 +326,33 @@ def word_head(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *
     )
 
 
+class NextWord(nn.Module):
+    """The logits of the word after the last, by the modules of a :class:`ClassHead`, or of one device's words."""
+
+    def __init__(self, stack: LayerStack, words: int, shards: Shards = WHOLE) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
+        self.output = linear(stack.hidden, shards.own(words), biased=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[samples, sequence, hidden] to [samples, words of this device]."""
+        made: Tensor = self.output(self.norm(x[:, -1]))
+        return made
+
+
+def next_word(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *, shared: bool) -> BlockSpec:
+    """The head of a model that writes on; devices gather the logits of all words."""
+    return BlockSpec(
+        "head",
+        "head",
+        partial(NextWord, stack, vocabulary, shards),
+        (source,),
+        dimensions=stack.sizes | {"vocabulary": shards.own(vocabulary)},
+        shared=shared,
+        collectives=exchanged(shards, ("all_gather", "F", vocabulary)),
+    )
+
+
 def num_targets(batch: Batch) -> int:
     """What a summed loss is divided by."""
     return batch["targets"].numel()

@@ -1,0 +1,77 @@
+"""What devices hold in a plan of forwards alone: what a forward gives, until the last that takes it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeplan.checker.exchanges import Span
+from pipeplan.checker.facts import Facts, Findings
+from pipeplan.files import CostRow, Plan, Profile
+from pipeplan.time_limit import checked
+from pipeplan.workload.elements import Operation, Stage
+from pipeplan.workload.kinds import ACTIVATIONS
+
+
+def given_spans(facts: Facts) -> list[list[Span]]:
+    """[device] from the start of every forward to the end of the last action that waits for it, or to its own end."""
+    spans: list[list[Span]] = [[] for _ in facts.plan.devices]
+    takers: dict[str, list[int]] = {}
+    for dependency in facts.plan.dependencies:
+        takers.setdefault(dependency.source, []).append(facts.ids.index(dependency.target))
+    for operation, own in enumerate(facts.plan.operations):
+        for number, begin in checked(enumerate(facts.starts[operation]), 1024):
+            end = facts.end(operation, number)
+            for taker in takers.get(own.id, ()):
+                end = max(end, *(facts.end(taker, other) for other in facts.sharing(operation, number, taker)))
+            for device in facts.devices[operation] if own.acquire_bytes else ():
+                spans[device].append((begin, end, ACTIVATIONS, own.acquire_bytes))
+    return spans
+
+
+def check_gives_back(plan: Plan, findings: Findings) -> None:
+    """Forwards alone say what they take; when they give it back is when it has been taken."""
+    for operation in plan.operations:
+        if operation.release_bytes:
+            text = f"is {operation.release_bytes}; what a plan of inference holds is free once the last has taken it"
+            findings.add("balance", f"operations[{operation.id}].release_bytes", text)
+
+
+def held_bytes(profile: Profile, stage: Stage, rows: Sequence[CostRow]) -> tuple[int, int]:
+    """What a stage's forward gives to others, and the most that it has beside while it runs, block after block."""
+    left = {block: [edge.target for edge in profile.edges if edge.source == block] for block in stage.blocks}
+    given, most = 0, 0
+    there: dict[str, int] = {}
+    for block, row in zip(stage.blocks, rows, strict=True):
+        stays = left[block] and set(left[block]) <= set(stage.blocks)
+        if stays:
+            there[block] = row.activation_bytes
+        else:
+            given += row.activation_bytes
+        most = max(most, row.workspace_bytes + sum(there.values()))
+        for source, targets in left.items():
+            left[source] = [target for target in targets if target != block]
+            if not left[source] and source != block:
+                there.pop(source, None)
+    return given, most
+
+
+def check_forward(
+    profile: Profile,
+    stage: Stage,
+    operation: Operation,
+    rows: Sequence[CostRow],
+    gather: int | None,
+    findings: Findings,
+) -> None:
+    """Its time adds up over the blocks, with what it takes to gather what leaves the stage, and so do its bytes.
+
+    Times are not compared where ``gather`` is not known.
+    """
+    given, most = held_bytes(profile, stage, rows)
+    expected = {"acquire_bytes": given, "release_bytes": 0, "workspace_bytes": most}
+    if gather is not None:
+        expected["duration_ns"] = max(1, sum(row.forward_ns for row in rows) + gather)
+    for key, value in expected.items():
+        if (said := getattr(operation, key)) != value:
+            text = f"is {said}, the profile gives {value}"
+            findings.add("profile", f"operations[{operation.id}].{key}", text)

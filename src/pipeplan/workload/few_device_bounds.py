@@ -1,0 +1,231 @@
+"""Bounds by what a few devices can do at best, one device alone first: they close what others leave under memory.
+
+What one device does of n micro-batches takes at least ``span(n)``, from its first action to the end of everything, and
+its entry, the action that all others there follow, starts for micro-batch n at least ``start(n)`` after that for the
+first. Micro-batches from a on have done nothing there when theirs starts, so that
+
+    start(a + b) >= start(a) + start(b)        span(a + b) >= start(a) + span(b)
+
+Few of both, found exactly by :class:`~pipeplan.workload.least_span.LeastSpan`, are so bounds for any number of
+micro-batches, ``start(n) / n`` is one on the period, for any unroll, and both lead the exact search for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from pipeplan.workload.few_devices import FewDevices
+from pipeplan.workload.least_span import LeastSpan
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.shared_time import WithoutSharedTime
+from pipeplan.workload.task_graph import NEVER
+
+_FEW_LABELS = 400
+"""How many labels of a chunk or two are looked at, about, for what is known of few micro-batches."""
+
+_FEW_KINDS = 6
+"""Of more kinds than a chunk or two have, labels take longer, and fewer are looked at."""
+
+_MOST_KNOWN = 16
+"""Micro-batches of which it is known."""
+
+_MOST_SEARCHED = 1024
+"""Of more micro-batches only what few of them say is a bound: a search of all would take minutes."""
+
+_CHUNK = 50
+_MOST_ALONE, _FIRST_ALONE, _ALONE, _FIRST_ROUND, _MORE, _ROUNDS = 16, 150, 10_000, 2_000, 4, 8
+_SMALL = 4
+
+_MOST_STORED = 500_000
+"""Labels of all searches together: some 300 MB."""
+
+Devices = tuple[int, ...]
+
+
+class DeviceAlone:
+    """What is known about a device alone: exactly for few micro-batches, as bounds for any number."""
+
+    def __init__(self, few: FewDevices, entry: int) -> None:
+        self.few, self.entry = few, entry
+        self.head = few.kinds[entry].head
+        self.most_labels = _FEW_LABELS * _FEW_KINDS // max(_FEW_KINDS, len(few.kinds))
+        self._starts, self._spans = [0], [0]
+
+    def learn(self) -> int:
+        """Start and span of one micro-batch more, or what is known of them soon; how many labels that took."""
+        few = self.few.with_count(len(self._spans))
+        begun = LeastSpan(few, {self.entry: [0, *self._starts, 0]}, self.entry)
+        begun.advance(2 * self.most_labels, NEVER)
+        ended = LeastSpan(few, {self.entry: [*self._spans, 0]})
+        ended.advance(2 * self.most_labels, NEVER)
+        self._starts.append(begun.bound - self.head)
+        self._spans.append(ended.bound - self.head)
+        return begun.num_labels + ended.num_labels
+
+    @property
+    def period(self) -> Fraction:
+        """Ns per micro-batch that no pattern is below, of any unroll."""
+        return max((Fraction(self._starts[n], n) for n in range(1, len(self._starts))), default=Fraction(0))
+
+    def span(self, num_microbatches: int) -> int:
+        """Ns from the first start here to the end of everything, at least."""
+        if num_microbatches < len(self._spans):
+            return self._spans[num_microbatches]
+        again = max(range(1, len(self._starts)), key=lambda n: Fraction(self._starts[n], n))
+        times = -(-(num_microbatches - len(self._spans) + 1) // again)
+        rest = num_microbatches - times * again
+        return times * self._starts[again] + max(
+            self._starts[n] + self._spans[rest - n] for n in range(min(rest + 1, len(self._starts)))
+        )
+
+    def spans(self, num_microbatches: int) -> list[int]:
+        """[micro-batches] the same, up to a number of them."""
+        return [self.span(n) for n in range(num_microbatches + 1)]
+
+
+class FewDeviceBounds:
+    """The bounds of a problem, which grow as long as there is time.
+
+    ``bound`` and ``period`` are proved so far: ns of the iteration, and per micro-batch. ``num_labels`` is the work
+    that it took. To what is proved of the problem so many ns are added, in all and for each micro-batch.
+    """
+
+    def __init__(self, problem: OneMicrobatch, added_ns: int = 0, added_each_ns: int = 0) -> None:
+        self._problem, self._added, self._added_each = problem, added_ns, added_each_ns
+        self._below = NEVER
+        self._growing = self._grow()
+        self._alone: dict[int, DeviceAlone] = {}
+        self._searches: dict[Devices, LeastSpan] = {}
+        self._proved: dict[Devices, int] = {}
+        self.bound = self.num_labels = 0
+        self.period = Fraction(0)
+
+    @property
+    def most_devices(self) -> int:
+        """How many devices at most were looked at together."""
+        return max(map(len, self._proved), default=0)
+
+    @classmethod
+    def all_of(cls, problem: OneMicrobatch) -> list[FewDeviceBounds]:
+        """Of a problem as it is, and without the time of operations on all devices: of those that say something."""
+        left = WithoutSharedTime.of(problem)
+        if left is None:
+            return [cls(problem)]
+        cut = cls(left.problem, left.all_ns, left.each_ns)
+        return [cut, cls(problem)] if any(lag for _, _, lag in problem.edges) else [cut]
+
+    def grow(self, below: int = NEVER) -> bool:
+        """Work for some milliseconds; False if no more is to be had. Nothing needs to be proved from ``below`` on."""
+        self._below = below - self._added
+        return next(self._growing, False)
+
+    def _grow(self) -> Iterator[bool]:
+        """All work, part by part.
+
+        Devices with a limit alone come first, then all devices if they are few, and pairs with the device whose own
+        bound is best, and then more with the best pair: in rounds, in which each is looked at several times as long as
+        in the one before.
+        """
+        problem = self._problem
+        if problem.workload.needs:
+            return
+        limited = filter(self._may_fill, range(problem.num_devices))
+        for device in sorted(limited, key=self._share, reverse=True)[:_MOST_ALONE]:
+            yield from self._learn(device)
+        if not self._proved or problem.num_microbatches > _MOST_SEARCHED:
+            return
+        yield from self._best_alone()
+        most = _FIRST_ROUND
+        for number in range(_ROUNDS):
+            for devices in self._subsets(number):
+                yield from self._search(devices, most)
+                if sum(search.num_stored for search in self._searches.values()) > _MOST_STORED:
+                    return
+            most *= _MORE
+
+    def _best_alone(self) -> Iterator[bool]:
+        """The device whose own bound is best: half of them are left after each round, which takes twice as long."""
+        left: list[Devices] = sorted(self._proved)
+        most = _FIRST_ALONE
+        while left:
+            for devices in left:
+                yield from self._search(devices, most if len(left) > 1 else _ALONE)
+            left = sorted(left, key=lambda devices: -self._proved[devices])[: len(left) // 2]
+            most *= 2
+
+    def _subsets(self, number: int) -> Iterator[Devices]:
+        """Those of a round, which is the ``number``-th: the best half of the one before, of each size, at least three.
+
+        There are some of one device more once it is known what the best of a size is.
+        """
+        everything = tuple(range(self._problem.num_devices))
+        chosen: Devices = max((each for each in self._proved if len(each) == 1), key=lambda each: self._proved[each])
+        if len(everything) <= _SMALL:
+            yield everything
+        yield chosen
+        while len(chosen) < len(everything):
+            larger = [tuple(sorted((*chosen, device))) for device in everything if device not in chosen]
+            larger.sort(key=lambda devices: -self._proved.get(devices, 0))
+            yield from larger[: max(3, len(larger) >> number)]
+            chosen = max(larger, key=lambda devices: self._proved.get(devices, 0))
+            if chosen not in self._searches or not self._searches[chosen].done:
+                return
+
+    def _may_fill(self, device: int) -> bool:
+        """Whether a device has no room for all micro-batches at once."""
+        problem, capacity = self._problem, self._problem.capacity[device]
+        if capacity is None:
+            return False
+        beside = max((problem.workspace[x] for x in problem.on_device[device]), default=0)
+        each = sum(hold.size for hold in problem.holds_on(device))
+        return each > 0 and problem.num_microbatches * each + beside > capacity
+
+    def _share(self, device: int) -> Fraction:
+        """Least period in ns of a device by Little's law."""
+        problem, capacity = self._problem, self._problem.capacity[device]
+        area = sum(hold.size * problem.path(hold.source, hold.target) for hold in problem.holds_on(device))
+        return Fraction(area, capacity) if capacity else Fraction(0)
+
+    def _learn(self, device: int) -> Iterator[bool]:
+        """Few micro-batches on a device alone."""
+        few = FewDevices.of(self._problem, (device,))
+        if few is None or few.entries[0] is None:
+            return
+        known = DeviceAlone(few, few.entries[0])
+        begun = self.num_labels
+        for _ in range(min(_MOST_KNOWN, self._problem.num_microbatches)):
+            self.num_labels += known.learn()
+            yield True
+            if self.num_labels > begun + known.most_labels:
+                break
+        self._alone[device] = known
+        self.period = max(self.period, self._added_each + known.period)
+        self._prove((device,), known.head + known.span(self._problem.num_microbatches))
+
+    def _search(self, devices: Devices, most_labels: int) -> Iterator[bool]:
+        """Go on with some devices, or begin, until so many labels of theirs are looked at."""
+        if devices not in self._searches:
+            few = FewDevices.of(self._problem, devices)
+            if few is None:
+                return
+            self._searches[devices] = LeastSpan(few, self._spans(few, devices))
+        search = self._searches[devices]
+        while search.num_labels < most_labels and not search.done:
+            before = search.num_labels
+            search.advance(_CHUNK, self._below)
+            self.num_labels += search.num_labels - before
+            self._prove(devices, search.bound)
+            yield True
+
+    def _spans(self, few: FewDevices, devices: Devices) -> dict[int, list[int]]:
+        """What each of some devices says alone, by its entry."""
+        return {
+            entry: self._alone[device].spans(few.count)
+            for entry, device in zip(few.entries, devices, strict=True)
+            if entry is not None and device in self._alone
+        }
+
+    def _prove(self, devices: Devices, bound: int) -> None:
+        self._proved[devices] = max(self._proved.get(devices, 0), bound)
+        self.bound = max(self.bound, self._added + bound)

@@ -1,0 +1,165 @@
+"""A workload of which only a few devices are real: the others take their time, but do any amount of work at once.
+
+Keep some devices as they are, one action at a time in their memory, and let all others be latency alone. What a
+schedule of the workload does on those that are kept is a schedule of this *relaxation*, so that no schedule of the
+workload is shorter than the best of the relaxation, which :mod:`pipeplan.workload.least_span` finds. With all devices
+kept it is the workload itself, as far as links are free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from pipeplan.workload.one_microbatch import OneMicrobatch
+
+
+@dataclass(frozen=True, slots=True)
+class KeptKind:
+    """What the kept devices do of one operation for each micro-batch, or of ``copies`` operations that are alike.
+
+    ``places`` are numbers of kept devices. ``head`` and ``tail`` are the longest ways in ns from a micro-batch's first
+    start to this one's start, and from its end to the end of all. ``waits`` are pairs: the number of a kind before it,
+    and the ns from the end of that to this one's start that pass elsewhere. Of alike ones each is for one of ``waits``.
+    ``takes``, ``gives`` and ``beside`` [kept device] are bytes: taken at the start, given back at the end, and held
+    while it runs.
+    """
+
+    duration: int
+    places: tuple[int, ...]
+    head: int
+    tail: int
+    waits: tuple[tuple[int, int], ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    beside: tuple[int, ...]
+    copies: int = 1
+
+    @property
+    def net(self) -> tuple[int, ...]:
+        """[kept device] bytes that it leaves taken."""
+        return tuple(taken - given for taken, given in zip(self.takes, self.gives, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class FewDevices:
+    """The relaxation. ``kinds`` come after all that they wait for; ``rooms`` [kept device] are bytes, None: no limit.
+
+    ``entries`` [kept device] is the kind that all others of that device follow, None where there is no such kind.
+    """
+
+    kinds: tuple[KeptKind, ...]
+    rooms: tuple[int | None, ...]
+    entries: tuple[int | None, ...]
+    count: int
+
+    @classmethod
+    def of(cls, problem: OneMicrobatch, devices: Sequence[int]) -> FewDevices | None:
+        """Keep these devices of a problem. None where an action may begin before another that it waits for has begun.
+
+        (That is so where actions wait inside of themselves for messages.)
+        """
+        number = {device: place for place, device in enumerate(devices)}
+        moments = _moments_at_ends(problem)
+        kept = [x for x in problem.order if x not in moments and not number.keys().isdisjoint(problem.devices[x])]
+        waits = _waits(problem, kept)
+        if any(lag <= -problem.durations[source] and lag < 0 for each in waits.values() for source, lag in each):
+            return None
+        place = {x: index for index, x in enumerate(kept)}
+        memory = [_memory(problem, device, place.keys()) for device in devices]
+        kinds = [
+            KeptKind(
+                problem.durations[x],
+                tuple(number[device] for device in problem.devices[x] if device in number),
+                problem.workload.heads[x],
+                problem.workload.tails[x],
+                tuple((place[source], lag) for source, lag in waits[x]),
+                tuple(takes.get(x, 0) for takes, _ in memory),
+                tuple(gives.get(x, 0) for _, gives in memory),
+                tuple(problem.workspace[x] if device in problem.devices[x] else 0 for device in devices),
+            )
+            for x in kept
+        ]
+        pooled = _pooled(kinds)
+        rooms = tuple(problem.capacity[device] for device in devices)
+        return cls(pooled, rooms, _entries(pooled, len(rooms)), problem.num_microbatches)
+
+    def with_count(self, count: int) -> FewDevices:
+        """The same for another number of micro-batches."""
+        return replace(self, count=count)
+
+
+def _moments_at_ends(problem: OneMicrobatch) -> set[int]:
+    """Operations without time and memory that may all be first of all, or last: they change nothing."""
+    found: set[int] = set()
+    heads, tails = problem.workload.heads, problem.workload.tails
+    for order, before, way in (
+        (problem.order, problem.incoming, heads),
+        (problem.order[::-1], problem.outgoing, tails),
+    ):
+        outer: set[int] = set()
+        for x in order:
+            size = problem.acquire[x] + problem.release[x] + problem.workspace[x]
+            if not (problem.durations[x] or size or way[x]) and all(y in outer for y, _ in before[x]):
+                outer.add(x)
+        found |= outer
+    return found
+
+
+def _waits(problem: OneMicrobatch, kept: Iterable[int]) -> dict[int, list[tuple[int, int]]]:
+    """{kept operation: (kept operation before it, most ns that pass elsewhere between the two)}."""
+    own = set(kept)
+    passed: list[dict[int, int]] = [{} for _ in range(problem.num_operations)]
+    for x in problem.order:
+        for middle, lag in problem.incoming[x]:
+            if middle in own:
+                passed[x][middle] = max(passed[x].get(middle, lag), lag)
+                continue
+            for source, before in passed[middle].items():
+                time = before + problem.durations[middle] + lag
+                passed[x][source] = max(passed[x].get(source, time), time)
+    return {x: sorted(passed[x].items()) for x in own}
+
+
+def _memory(problem: OneMicrobatch, device: int, kept: Iterable[int]) -> tuple[dict[int, int], dict[int, int]]:
+    """{operation: bytes} that a device takes at its start and gives back at its end; what others end is left out."""
+    takes, gives = defaultdict[int, int](int), defaultdict[int, int](int)
+    there = {x for x in kept if device in problem.devices[x]}
+    for hold in problem.holds_on(device):
+        if hold.source in there and hold.target in there:
+            takes[hold.source] += hold.size
+            gives[hold.target] += hold.size
+    return takes, gives
+
+
+def _pooled(kinds: Sequence[KeptKind]) -> tuple[KeptKind, ...]:
+    """Kinds that nothing waits for and that are alike but for what they wait for, as one."""
+    before = {source for kind in kinds for source, _ in kind.waits}
+    alike: dict[object, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        free = number not in before and len(kind.waits) == 1
+        alike.setdefault(replace(kind, waits=(), head=0) if free else number, []).append(number)
+    groups = sorted(alike.values(), key=lambda group: group[-1])
+    place = {number: index for index, group in enumerate(groups) for number in group}
+    return tuple(
+        replace(
+            kinds[group[0]],
+            head=min(kinds[number].head for number in group),
+            waits=tuple((place[source], lag) for number in group for source, lag in kinds[number].waits),
+            copies=len(group),
+        )
+        for group in groups
+    )
+
+
+def _entries(kinds: Sequence[KeptKind], num_places: int) -> tuple[int | None, ...]:
+    after: list[set[int]] = []
+    for kind in kinds:
+        after.append({source for source, _ in kind.waits}.union(*(after[source] for source, _ in kind.waits)))
+    found: list[int | None] = []
+    for place in range(num_places):
+        here = [number for number, kind in enumerate(kinds) if place in kind.places]
+        first = here[:1] if all(here[0] in after[number] for number in here[1:]) else []
+        found.append(first[0] if first else None)
+    return tuple(found)

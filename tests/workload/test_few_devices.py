@@ -1,0 +1,230 @@
+"""Bounds by a few devices: the figures of known cells, and never above the best of all schedules of small problems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from builders.problems import problems, with_tails
+from builders.shapes import shape_workload, unit_problem, zero_bubble
+from pipeplan.examples import ShapeCosts
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.hoisting import Outermost
+from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.state import fitting
+from pipeplan.workload.bounds import period_bound, strong_iteration_bound
+from pipeplan.workload.few_device_bounds import DeviceAlone, FewDeviceBounds
+from pipeplan.workload.few_devices import FewDevices
+from pipeplan.workload.least_span import LeastSpan
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.shared_time import WithoutSharedTime
+from pipeplan.workload.task_graph import NEVER, task_graph
+from references.best_makespan import best_makespan
+
+
+def least(problem: OneMicrobatch, devices: Sequence[int]) -> int:
+    """The optimum of a relaxation, led by what is known of each device alone."""
+    few = FewDevices.of(problem, devices)
+    assert few is not None
+    spans = {}
+    for entry, device in zip(few.entries, devices, strict=True):
+        alone = FewDevices.of(problem, (device,))
+        if alone is not None and alone.entries[0] is not None and entry is not None:
+            known = DeviceAlone(alone, alone.entries[0])
+            for _ in range(min(6, few.count)):
+                known.learn()
+            spans[entry] = known.spans(few.count)
+    search = LeastSpan(few, spans)
+    search.advance(NEVER, NEVER)
+    assert search.done
+    return search.bound
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "memory", "devices", "bound"),
+    [
+        ("v", (8, 32), 0.5, (0,), 15_620),
+        ("v", (8, 32), 0.5, (0, 6), 15_980),
+        ("v", (8, 32), 0.75, (0,), 11_340),
+        pytest.param("v", (8, 32), 0.75, (0, 6), 11_620, marks=pytest.mark.slow),
+        ("v", (8, 32), 1, (0,), 10_580),
+        ("v", (4, 12), 0.5, (0,), 6_060),
+        ("v", (4, 12), 0.5, (0, 1, 2, 3), 6_380),
+        ("v", (4, 12), 0.75, (0,), 4_440),
+        pytest.param("v", (4, 12), 0.75, (0, 1, 2, 3), 4_660, marks=pytest.mark.slow),
+        ("v", (16, 64), 0.5, (0,), 30_900),
+        pytest.param("v", (16, 64), 0.75, (0,), 22_500, marks=pytest.mark.slow),
+        pytest.param("zbv", (8, 32), 0.5, (7,), 11_170, marks=pytest.mark.slow),
+        ("zbv", (3, 6), 0.5, (2,), 2_680),
+        ("zbv", (3, 6), 0.5, (0, 1, 2), 2_780),
+        pytest.param("zbv", (4, 8), 0.5, (2, 3), 3_310, marks=pytest.mark.slow),
+    ],
+)
+def test_what_few_devices_do_at_best(
+    name: str, size: tuple[int, int], memory: float, devices: tuple[int, ...], bound: int
+) -> None:
+    problem = zero_bubble(name, *size, memory)
+    assert least(problem, devices) == bound
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "count", "room", "bound"),
+    [
+        ("m", 4, 12, 2, 124),
+        ("m", 4, 12, 3, 96),
+        ("m", 32, 64, 12, 908),
+        ("m", 32, 64, 24, 572),
+        ("mllm", 4, 12, 2, 148),
+        ("nn", 8, 24, 3, 360),
+        ("k", 16, 32, 3, 464),
+    ],
+)
+def test_shared_time_is_cut_out(name: str, devices: int, count: int, room: int, bound: int) -> None:
+    problem = unit_problem(name, devices, count, room)
+    left = WithoutSharedTime.of(problem)
+    assert left is not None
+    assert strong_iteration_bound(problem) == bound == left.all_ns + strong_iteration_bound(left.problem)
+    assert period_bound(problem) >= left.each_ns + period_bound(left.problem)
+
+
+def test_with_all_devices_real_the_middle_blocks_count() -> None:
+    left = WithoutSharedTime.of(unit_problem("mllm", 4, 12, 2))
+    assert left is not None
+    assert left.all_ns + least(left.problem, (0, 1, 2, 3)) == 153
+
+
+def random_problem(kind: str, random: Random) -> OneMicrobatch:
+    """A small shape whose operations take and hold anything; every device has a little more than it needs."""
+    chunks = {"circular": 3}.get(kind)
+    name, split = kind.removesuffix(" split"), kind.endswith(" split")
+    count = 2 if name in ("zbv", "circular", "x") else 3
+    devices = random.choice([2, 3]) if name in ("v", "m", "mllm") else 2
+    costs = ShapeCosts(
+        6, None if split else 6, 6 if split else None, 6 if split else None, comm_ns=random.choice([0, 2])
+    )
+    more = {} if chunks is None else {"chunks": chunks}
+    workload = shape_workload(name, devices, count, costs=costs, split=split, **more)
+    bytes_of = {stage: random.randint(0, 3) for stage in range(len(workload.stages))}
+    operations = []
+    for each in workload.operations:
+        held, kind_of = bytes_of[each.stage], each.kind
+        early = held // 2 if split else held
+        operations.append(
+            replace(
+                each,
+                duration_ns=random.randint(1, 5),
+                acquire_bytes=held if kind_of == "F" else 0,
+                release_bytes={"F": 0, "B": held, "I": early, "W": held - early}[kind_of],
+                workspace_bytes=random.choice([0, 0, 1]),
+            )
+        )
+    free = OneMicrobatch.of(replace(workload, operations=tuple(operations)))
+    groups = range(free.num_devices)
+    room = tuple(free.needed_bytes(device) + random.choice([0, 1, 2, 4]) for device in groups)
+    return replace(free, capacity=(*room, *free.capacity[len(room) :]))
+
+
+KINDS = ("v", "v split", "zbv", "zbv split", "circular", "x", "m", "mllm", "nn", "k")
+
+
+def never_above(problem: OneMicrobatch) -> None:
+    """No bound of any devices is above the best schedule, and that of all of them is it."""
+    best = best_makespan(problem)
+    if best is None:
+        return
+    everything = range(problem.num_devices)
+    for size in (1, 2, problem.num_devices):
+        for devices in combinations(everything, size):
+            few = FewDevices.of(problem, devices)
+            assert few is not None
+            search = LeastSpan(few, {})
+            search.advance(NEVER, NEVER)
+            assert search.bound <= best
+            assert len(devices) < problem.num_devices or search.bound == best
+    assert strong_iteration_bound(problem) <= best
+    for proofs in FewDeviceBounds.all_of(problem):
+        while proofs.grow():
+            pass
+        assert proofs.bound <= best
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 60), marks=pytest.mark.slow)])
+def test_random_shapes_against_every_schedule(kind: str, seeds: range) -> None:
+    for seed in seeds:
+        never_above(random_problem(kind, Random(f"{kind} {seed}")))
+
+
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@given(problems(max_stages=3, num_microbatches=2))
+def test_random_stages_against_every_schedule(problem: OneMicrobatch) -> None:
+    never_above(problem)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(with_tails(max_stages=2, num_microbatches=2))
+def test_what_follows_counts(problem: OneMicrobatch) -> None:
+    """The found schedule ends no sooner than any devices say, sums and steps included."""
+    found = search_schedule(problem.workload, Budget(5, deterministic=True))
+    for proofs in FewDeviceBounds.all_of(problem):
+        while proofs.grow():
+            pass
+        assert proofs.bound <= found.iteration_ns
+
+
+@pytest.mark.parametrize("memory", [0.5, 0.75])
+def test_few_microbatches_say_something_of_any_number(memory: float) -> None:
+    few = FewDevices.of(zero_bubble("v", 4, 12, memory), (0,))
+    assert few is not None
+    assert few.entries[0] == 0
+    exact, known = DeviceAlone(few, 0), DeviceAlone(few, 0)
+    for _ in range(12):
+        exact.learn()
+    for _ in range(6):
+        known.learn()
+    assert all(known.span(n) <= exact.span(n) for n in range(13))
+    assert 6 * known.period < known.span(10**6) * 6 / 10**6 < 6 * known.period * 1.01
+    assert known.period <= exact.period
+
+
+def test_the_period_is_of_any_unroll() -> None:
+    """V on 4 devices, forward 1, backward 3, room for 3: three micro-batches in 16."""
+    (proofs,) = FewDeviceBounds.all_of(unit_problem("v", 4, 9, memory=3))
+    while proofs.grow():
+        pass
+    assert proofs.period * 3 == 16
+
+
+def test_the_outermost_shared_blocks_are_hoisted() -> None:
+    """On 8 devices with room for 3 the blocks of all devices run first and last, and a pipeline that never waits."""
+    problem = unit_problem("m", 8, 24, 3)
+    outermost = Outermost.of(problem)
+    assert outermost is not None
+    assert [len(each) for each in (outermost.first, outermost.last, outermost.inner)] == [1, 1, 16]
+    left = outermost.without(problem)
+    assert left.capacity == problem.capacity
+    assert len(left.workload.stages) == 8
+    found = search_schedule(left.workload, Budget(20, deterministic=True))
+    graph = task_graph(problem.workload)
+    timed = fitting(graph, outermost.around(found.graph.on_devices(found.orders), 24))
+    assert timed is not None
+    assert graph.iteration(timed[1]) == found.makespan_ns + 48 == strong_iteration_bound(problem) == 312
+
+
+def test_what_holds_memory_is_not_hoisted() -> None:
+    assert Outermost.of(unit_problem("v", 4, 8, 3)) is None
+    assert Outermost.of(unit_problem("k", 4, 8, 3)) is None
+
+
+def test_a_closed_cell_ends_the_search() -> None:
+    found = search_schedule(zero_bubble("v", 8, 32, 1).workload, Budget(60, deterministic=True))
+    assert found.makespan_ns == found.bound_ns == 10_580
+    found = search_schedule(unit_problem("m", 4, 12, 2).workload, Budget(20, deterministic=True))
+    assert found.makespan_ns == found.bound_ns == 124
+    assert found.period_bound_ns == 10
