@@ -78,9 +78,10 @@ class FirstSchedule(ScheduleStep):
             return
         budget, span = state.budget, state.max_span
         feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), budget, budget.remaining, max_span=span)
-        if pattern is not None and state.offer(state.candidate(compose(problem, pattern), "repetend")):
-            return
         if pattern is not None:
+            state.offer(state.candidate(compose(problem, pattern), "repetend"))
+            if state.best is not None:  # this, or a known one that is better
+                return
             raise InfeasibleError(
                 "devices whose forwards are quicker than those after them run ahead, and what they give then waits in "
                 f"their memory; raise --memory to {format_bytes(memory_in_turn(problem))}, or lower --microbatches"
