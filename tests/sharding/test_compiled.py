@@ -97,9 +97,9 @@ def test_whole_frontiers_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, wit
     ("name", "dimensions", "within"),
     [
         pytest.param("wideresnet", 2, 0.01, marks=pytest.mark.slow),
-        pytest.param("transformer", 2, 0.01, marks=pytest.mark.long),
-        pytest.param("wideresnet", 2, 0.0, marks=pytest.mark.long),
-        pytest.param("transformer", 2, 0.0, marks=pytest.mark.long),
+        pytest.param("transformer", 2, 0.01, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param("wideresnet", 2, 0.0, marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param("transformer", 2, 0.0, marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 @pytest.mark.timeout(1800)

@@ -41,6 +41,9 @@ class Outermost(NamedTuple):
 
         first, last = outer(problem.order, problem.incoming), outer(problem.order[::-1], problem.outgoing)[::-1]
         inner = [x for x in range(len(workload.operations)) if x not in first and x not in last]
+        apart = {workload.operations[x].stage for x in (*first, *last)}
+        if any(workload.operations[x].stage in apart for x in inner):  # schedules are of whole stages
+            return None
         return cls(first, last, inner) if inner and (first or last) and len(used) > 1 else None
 
     def without(self, problem: OneMicrobatch) -> OneMicrobatch:

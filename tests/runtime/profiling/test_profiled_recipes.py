@@ -17,7 +17,7 @@ from pipeplan.files import CostRow, Profile, Recipe
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.profiling.counting import counted
-from pipeplan.runtime.profiling.estimate import _kernel_ns, _on_device
+from pipeplan.runtime.profiling.estimate import _on_device, kernel_ns_of
 
 CHAIN = "runtime_support.models:chain"
 
@@ -57,7 +57,7 @@ def test_only_products_with_weights_compute_in_fp8(*, fused: bool) -> None:
         Kernel(10**12, 10**6, matrix=True, weights=weights, product=product) for weights in (True, False)
     )
     work: Work = {"forward_ns": [of_weights], "input_grad_ns": [others], "weight_grad_ns": [Kernel(10**6, 10**6)]}
-    slow, quick = (_on_device(row, work, _kernel_ns(rates, fp8=fp8)) for fp8 in (False, True))
+    slow, quick = (_on_device(row, work, kernel_ns_of(rates, fp8=fp8)) for fp8 in (False, True))
     assert quick.forward_ns == pytest.approx(slow.forward_ns / 2, rel=0.01)
     assert (quick.input_grad_ns, quick.weight_grad_ns) == (slow.input_grad_ns, slow.weight_grad_ns)
 

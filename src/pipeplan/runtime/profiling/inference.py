@@ -53,6 +53,7 @@ from pipeplan.runtime.profiling.forwards import CountedForward, ForwardBench, ca
 from pipeplan.runtime.profiling.instruments import steady
 from pipeplan.runtime.profiling.measure import measured_source, require_usable
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, RunCounts, UnfinishedProfile
+from pipeplan.workload.kinds import Role, role_of
 
 _FORWARDS = "Forwards alone: a row's activation_bytes are what the block gives."
 _ESTIMATED = (
@@ -315,7 +316,7 @@ def _chosen(kernel: Kernel, spec: BlockSpec, tokens: int, all_tokens: int) -> Ke
 
 def _exchanged(spec: BlockSpec, samples: int, shards: int, price: Price) -> int:
     """Ns of the collectives of a forward."""
-    return sum(price(each, samples, shards) for each in spec.collectives if each.phase == "F")
+    return sum(price(each, samples, shards) for each in spec.collectives if role_of(each.phase) is Role.FORWARD)
 
 
 # Measurements -----------------------------------------------------------------------------------------------------
