@@ -160,6 +160,12 @@ def test_random_shapes_against_every_schedule(kind: str, seeds: range) -> None:
         never_above(random_problem(kind, Random(f"{kind} {seed}")))
 
 
+@pytest.mark.parametrize("seed", [11, 53])
+def test_branches_that_are_ahead_are_no_head_of_later_microbatches(seed: int) -> None:
+    """Of two branches that meet one may have run for later micro-batches while the other waits for room."""
+    never_above(random_problem("k", Random(f"k {seed}")))
+
+
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(problems(max_stages=3, num_microbatches=2))
 def test_random_stages_against_every_schedule(problem: OneMicrobatch) -> None:

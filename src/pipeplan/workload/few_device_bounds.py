@@ -6,8 +6,9 @@ first. Micro-batches from a on have done nothing there when theirs starts, so th
 
     start(a + b) >= start(a) + start(b)        span(a + b) >= start(a) + span(b)
 
-Few of both, found exactly by :class:`~pipeplan.workload.least_span.LeastSpan`, are so bounds for any number of
-micro-batches, ``start(n) / n`` is one on the period, for any unroll, and both lead the exact search for all of them.
+if heads are ways from the entry alone (:meth:`.FewDevices.after`). Few of both, found exactly by
+:class:`~pipeplan.workload.least_span.LeastSpan`, are so bounds for any number of micro-batches, ``start(n) / n`` is one
+on the period, for any unroll, and both lead the exact search for all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class DeviceAlone:
     """What is known about a device alone: exactly for few micro-batches, as bounds for any number."""
 
     def __init__(self, few: FewDevices, entry: int) -> None:
-        self.few, self.entry = few, entry
+        self.few, self.entry = few.after(entry), entry
         self.head = few.kinds[entry].head
         self.most_labels = _FEW_LABELS * _FEW_KINDS // max(_FEW_KINDS, len(few.kinds))
         self._starts, self._spans = [0], [0]

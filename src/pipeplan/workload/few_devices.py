@@ -89,6 +89,21 @@ class FewDevices:
         """The same for another number of micro-batches."""
         return replace(self, count=count)
 
+    def after(self, entry: int) -> FewDevices:
+        """The same where nothing waits for more than what follows an ``entry``, such as for other branches.
+
+        These may be ahead by the time a later micro-batch enters, so that only without them the first micro-batches
+        take as long as any later ones.
+        """
+        ways: dict[int, int] = {}
+        kinds = list[KeptKind]()
+        for number, kind in enumerate(self.kinds):
+            after = [ways[source] + self.kinds[source].duration + lag for source, lag in kind.waits if source in ways]
+            if number == entry or after:
+                ways[number] = self.kinds[entry].head if number == entry else max(after)
+            kinds.append(replace(kind, head=min(kind.head, ways.get(number, kind.head))))
+        return replace(self, kinds=tuple(kinds))
+
 
 def _moments_at_ends(problem: OneMicrobatch) -> set[int]:
     """Operations without time and memory that may all be first of all, or last: they change nothing."""
