@@ -17,6 +17,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from resumed import Paused, Pieces, resumable
@@ -123,7 +124,7 @@ def table(pieces: Pieces, devices: int, sizes: list[int], counts: list[int], sec
             row: dict[str, dict[str, float] | None] = {}
             for side in SIDES:
                 name = f"{side}, {devices} devices, {count} x {size}, {seconds:g} s"
-                row[side] = pieces.get(name, lambda: searched(devices, side, size, count, seconds))  # noqa: B023
+                row[side] = pieces.get(name, partial(searched, devices, side, size, count, seconds))
             rows.append(row)
             ours = row["Tessel"]
             over = [

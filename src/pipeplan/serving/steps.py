@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass, field, fields
 
 from pipeplan.catalog import read_table
 from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
@@ -133,6 +132,7 @@ class StepCosts:
     devices: int
     device: DevicePreset
     constants: EngineConstants
+    _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shards(self) -> int:
@@ -187,11 +187,12 @@ class StepCosts:
         held = -(-tokens // self.pieces) * self.token_bytes
         return 1e9 * held / self.constants.host_bytes_per_s
 
-    @lru_cache  # noqa: B019 - as long-lived as a simulation
     def _dense_ns(self, requests: int) -> float:
-        kernels = self.layer.dense(requests, self.shards).forward
-        one = sum(self.device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels)
-        return self.layer.layers * one
+        if requests not in self._known:
+            kernels = self.layer.dense(requests, self.shards).forward
+            one = sum(self.device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels)
+            self._known[requests] = self.layer.layers * one
+        return self._known[requests]
 
     def _core_ns(self, requests: int, tokens: int) -> float:
         shape, width = self.layer.shape, self.layer.width
