@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pipeplan.costs.zero import AUTO
-from pipeplan.errors import UsageError
+from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Placement, Plan
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.expanding import of_blocks
@@ -47,7 +48,8 @@ class StartPlan(PlanStep):
             )
             return
         trial.offer(schedule)
-        search.start_ns = iteration_of(of_blocks(search.request, schedule))
+        with suppress(InfeasibleError):  # groups fit, and their blocks one by one do not
+            search.start_ns = iteration_of(of_blocks(search.request, schedule))
         search.found_first(trial, spare=False)
 
 
