@@ -103,6 +103,7 @@ _OTHER_NAMES = {
     "tensor_parallel": "tp",
     "context_parallel": "cp",
     "expert_parallel": "ep",
+    "expert_tensor_parallel": "etp",
     "pipeline_parallel": "pp",
 }
 """The flags' other names, with underscores."""
@@ -212,6 +213,7 @@ def search(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -272,6 +274,8 @@ def search(
             default searched if it has any.
         ep: expert-parallel size: how many devices of a stage share experts, of ``tp`` x ``cp`` x ``replicas``, which it
             divides. The profile must have costs for it. By default searched if it has any.
+        etp: expert-tensor-parallel size: how many of the ``ep`` devices split each expert. The profile must have costs
+            for it. By default searched if it has any.
         pp: pipeline-parallel size: how many devices, or groups of ``tp`` x ``cp`` x ``replicas``, the model is spread
             over; by default searched.
         zero: sharded state: 0 none, 1 optimizer state and master weights, 2 gradients as well, 3 parameters as well, or
@@ -381,6 +385,7 @@ def tune(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -450,6 +455,7 @@ def compare(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -517,6 +523,7 @@ def frontier(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     split_level: Literal["block", "operator"] = "block",
@@ -547,7 +554,7 @@ def frontier(
         mini_batch: samples per iteration, on any number of devices.
         zero: with ``plans``: sharded state, as in :func:`search`; by default none.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
-        chunks, replicas, tp, cp, ep, pp, recompute: with ``plans``: as in :func:`search`; by default searched.
+        chunks, replicas, tp, cp, ep, etp, pp, recompute: with ``plans``: as in :func:`search`; by default searched.
         split_level: what is split as a unit: whole blocks, the way plans run them, or each operator.
         device: preset to estimate split times for, as ``"a100-80gb"``; by default the profile's.
         data_parallel_loading: inputs arrive already split by samples over all devices.
@@ -862,7 +869,7 @@ def estimate(
     shards: Counts = 1,
     context: Counts = 1,
     expert: Counts = 1,
-    etp: int = 1,
+    etp: Counts = 1,
     inference: bool = False,
     batch: Counts = 1,
     weights: Literal["int8", "int4", "fp8"] | None = None,
@@ -888,7 +895,7 @@ def estimate(
             of texts, as in :func:`profile`.
         expert: numbers of devices that share the experts, each holding whole ones; experts that are split like
             everything else are always included.
-        etp: how many of these devices split each expert, instead of holding whole ones.
+        etp: numbers of these devices that split each expert; 1 holds whole ones. :func:`search` chooses among several.
         weights: of inference, the format of the layers' weights; by default ``dtype``.
         kv_cache_dtype: of inference, the format of the cache; ``"auto"`` is ``dtype``.
         load_factor: load of the busiest of these devices, as a multiple of the average.

@@ -22,7 +22,6 @@ from pipeplan.cli.shared import (
     FILE,
     MEASURED_DEVICE,
     MODEL,
-    NUMBER,
     SEED,
     SEQUENCE,
     TOKENS,
@@ -184,13 +183,14 @@ def _read_text(path: str) -> str:
     "--expert",
     type=COUNTS,
     default="1",
-    help="With --estimate: numbers of devices that share the experts, each holding whole ones.",
+    help="With --estimate: numbers of devices that share the experts.",
 )
 @click.option(
     "--etp",
-    type=NUMBER,
-    default=1,
-    help="With --expert: how many of these devices split each expert, instead of holding whole ones.",
+    type=COUNTS,
+    default="1",
+    help="With --expert: how many of these devices split each expert; 1 holds whole ones. Several numbers leave the "
+    "choice to searches.",
 )
 @click.option(
     "--inference", is_flag=True, help="Forwards alone; with --context also prefill and decode with a KV cache."
@@ -541,7 +541,7 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
         for name, why in _OF_TRAINING.items():
             if given[name]:
                 raise UsageError(f"{why}, and --inference runs forwards alone; leave it out")
-        if given["etp"] > 1:
+        if max(given["etp"]) > 1:
             raise UsageError("--etp splits experts in training; with --inference each device has whole ones")
     elif given["batch"] != (1,):
         raise UsageError("--batch is of --inference; for training give --microbatch")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -50,38 +51,59 @@ def has_experts(block: BlockNode) -> bool:
     return block.experts > 0 and TAKEN in block.spec.dimensions
 
 
-def require_sizes(
-    model: Model, blocks: Sequence[BlockNode], sizes: Collection[int], load: float, split: int = 1
-) -> None:
-    """Check that experts can be divided evenly over this many devices, which ``split`` each. Raises UsageError."""
-    if split < 1 or (split > 1 and not sizes):
+def spreads_of(
+    model: Model, blocks: Sequence[BlockNode], sizes: Collection[int], load: float, splits: Collection[int] = (1,)
+) -> list[Spread]:
+    """Experts over each of these numbers of devices, ``splits`` of which split each expert, as far as that goes evenly.
+
+    Raises UsageError where a size, or a split, goes with none of the others.
+    """
+    shared = sorted({*sizes} - {1})
+    if min(splits) < 1 or (max(splits) > 1 and not shared):
         raise UsageError(
-            f"--etp {split}: give a number of 1 or more, and --expert, which is how many devices there are"
+            f"--etp {_listed(splits)}: give numbers of 1 or more, and --expert, which is how many devices there are"
         )
-    if not sizes:
-        return
-    if min(sizes) < 1:
-        raise UsageError(f"--expert {min(sizes)}: give numbers of 1 or more")
+    if not shared:
+        return []
+    if min(shared) < 1:
+        raise UsageError(f"--expert {min(shared)}: give numbers of 1 or more")
     if not 1 <= load < float("inf"):
         raise UsageError(f"--load-factor {load}: the fullest device has at least the even share, so give 1 or more")
     sparse = [block.spec for block in blocks if has_experts(block)]
-    if not sparse and max(sizes) > 1:
-        raise UsageError(f"--expert {max(sizes)}: {model.name} has no experts; leave --expert out")
-    for spec in sparse:
+    if not sparse:
+        raise UsageError(f"--expert {max(shared)}: {model.name} has no experts; leave --expert out")
+    for spec, split in product(sparse, splits):
         if spec.dimensions[WIDTH] % split:
             raise UsageError(
                 f"--etp {split}: experts of block {spec.id!r} have a width of {spec.dimensions[WIDTH]}, which {split} "
                 "devices cannot split evenly"
             )
-        for size in sizes:
-            if size % split:
-                raise UsageError(f"--expert {size}: --etp {split} does not divide it; give multiples of {split}")
-            if spec.dimensions[EXPERTS] % (size // split):
-                each = f", each {split} of which split the same," if split > 1 else ""
-                raise UsageError(
-                    f"--expert {size}: block {spec.id!r} has {spec.dimensions[EXPERTS]} experts, which {size} devices"
-                    f"{each} cannot share evenly; give divisors of {split * spec.dimensions[EXPERTS]}"
-                )
+    problems = {pair: _uneven(sparse, *pair) for pair in product(shared, sorted({*splits}))}
+    for size in shared:
+        if all(own := [problems[size, split] for split in sorted({*splits})]):
+            raise UsageError(f"--expert {size}: {own[0]}")
+    for split in splits:
+        if all(own := [problems[size, split] for size in shared]):
+            raise UsageError(f"--etp {split} goes with no size of --expert {_listed(shared)}: {own[-1]}")
+    return [Spread(size, load, split) for (size, split), problem in problems.items() if not problem]
+
+
+def _uneven(sparse: Sequence[BlockSpec], size: int, split: int) -> str:
+    """Why devices cannot share experts evenly, or nothing."""
+    if size % split:
+        return f"--etp {split} does not divide it; give multiples of {split}"
+    for spec in sparse:
+        if spec.dimensions[EXPERTS] % (size // split):
+            each = f", each {split} of which split the same," if split > 1 else ""
+            return (
+                f"block {spec.id!r} has {spec.dimensions[EXPERTS]} experts, which {size} devices{each} cannot share "
+                f"evenly; give divisors of {split * spec.dimensions[EXPERTS]}"
+            )
+    return ""
+
+
+def _listed(counts: Collection[int]) -> str:
+    return ",".join(map(str, sorted({*counts})))
 
 
 def alone_with_words(
