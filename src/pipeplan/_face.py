@@ -792,6 +792,7 @@ def profile(
     granularity: Granularity | None = None,
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
+    expert: Counts = 1,
     inference: bool = False,
     batch: Counts = 1,
     context: Counts = 1,
@@ -822,6 +823,8 @@ def profile(
         granularity: how much of a captured model is one block; by default half a layer.
         shared: blocks to spread over all devices, by id or operator; ``*`` is a wildcard.
         shards: numbers of devices that split each block.
+        expert: numbers of devices that share the experts, each holding whole ones; one device's share is measured
+            alone, with as many tokens as it sends to the others.
         inference: forwards alone.
         batch: of inference, requests at once, as ``microbatch`` is of training.
         context: of inference, tokens of texts to add prefill, decode and the cache for, as ``"1k,32k"``.

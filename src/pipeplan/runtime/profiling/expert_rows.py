@@ -12,18 +12,20 @@ these by their parts, and scatter the sums: a device has so many times as many w
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 
-from pipeplan.costs.communication import Combining, Exchange, LinkPath, Prices, dispatch_ns
+from pipeplan.costs.blocks import require_row
+from pipeplan.costs.communication import Combining, Exchange, LinkPath, Prices, dispatch_ns, prices_in
 from pipeplan.costs.devices import Kernel, Work
 from pipeplan.errors import UsageError
-from pipeplan.files import CostRow
+from pipeplan.files import Cluster, CostRow
 from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.profiling.build_profile import BlockNode, ModelShare, part_of
+from pipeplan.runtime.profiling.build_profile import BlockGraph, BlockNode, Kind, ModelShare, kinds_of, part_of
 
 EXPERTS, TAKEN, WIDTH = "experts", "experts_per_token", "ffn"
 """Dimensions of a block: how many it has, how many each word goes to, and the width of one."""
@@ -117,6 +119,61 @@ def alone_with_words(
     for parts in sorted({split.shards * split.context for split in splits} if max(sizes, default=1) > 1 else ()):
         if parts not in known:
             yield part_of(model, parts, dtype)
+
+
+def with_own_share(
+    model: Model, splits: Sequence[ModelShare], spreads: Sequence[Spread], dtype: torch.dtype
+) -> Iterator[ModelShare]:
+    """The model with one device's experts, for as many words as it has of its shards, to be measured.
+
+    Raises UsageError where its experts are not known apart, or in blocks with more than them.
+    """
+    for parts in sorted({split.shards * split.context for split in splits}):
+        for spread in spreads:
+            share = part_of(model, parts, dtype, spread.size)
+            sizes = f"--expert {spread.size}" + f" with --shards {parts}" * (parts > 1)
+            if [each.spec.id for each in share.graph.blocks] != [each.spec.id for each in splits[0].graph.blocks]:
+                raise UsageError(f"{sizes}: blocks are parts of experts; leave --granularity operator out")
+            if parts > 1 and any(has_experts(each) and "heads" in each.spec.dimensions for each in share.graph.blocks):
+                raise UsageError(f"{sizes}: blocks have attention beside experts; leave --granularity layer out")
+            yield share
+
+
+def measured_expert_rows(
+    shares: Sequence[ModelShare],
+    splits: Sequence[ModelShare],
+    unsplit: BlockGraph,
+    spreads: Sequence[Spread],
+    rows: Mapping[Kind, Sequence[CostRow]],
+    cluster: Cluster | None,
+    dtype: torch.dtype,
+) -> dict[str, list[CostRow]]:
+    """{block: its rows where devices share experts}, by measured ``rows`` of one device's share of these, alone.
+
+    What devices send each other, by the sizes of ``unsplit`` blocks, takes the links of the ``cluster``; without one no
+    time.
+    """
+    found: dict[str, list[CostRow]] = defaultdict(list)
+    kinds = kinds_of([*splits, *shares])
+    own_share = {(share.context, share.expert): share for share in shares}
+    prices = None if cluster is None else prices_in(cluster)
+    for split, spread in product(splits, spreads):
+        parts = split.shards * split.context
+        share = own_share[parts, spread.size]
+        for block, words in zip(unsplit.blocks, share.graph.blocks, strict=True):
+            spec = block.spec
+            if "sequence" in spec.dimensions:
+                spec = replace(spec, dimensions={**spec.dimensions, "sequence": spec.dimensions["sequence"] // parts})
+            for row in rows[kinds[words.likeness]] if has_experts(words) else ():
+                sent = waited = 0.0
+                if cluster is not None and prices is not None:
+                    of = spec, row.microbatch_size
+                    sent = words_ns(*of, dtype.itemsize, spread, LinkPath.in_cluster(cluster, spread.size), prices)
+                    waited = shared_ns(*of, split, dtype.itemsize, prices)
+                made = spread_row(row, split, spread, sent, waited)
+                require_row(f"block {spec.id!r}", dict(made))
+                found[spec.id].append(made)
+    return found
 
 
 def spread_row(
