@@ -11,12 +11,12 @@ from builders.decoders import HEAD_BYTES, HEADS, drawn_decoder
 from pipeplan import UsageError
 from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
 from pipeplan.costs.communication import Exchange, all_gather_time, time_of_groups
-from pipeplan.costs.decode_splits import DecodeAt, Links, StepWay, gathered, step_cost, ways_of
+from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepWay, gathered, step_cost, ways_of
 from pipeplan.costs.decoding import phase_costs
 
 PROFILE = drawn_decoder(0)
 ATTENTION, FFN = PROFILE.by_id["layer0.attention"], PROFILE.by_id["layer0.ffn"]
-FREE = Links(PROFILE, None)
+FREE = StageLinks(PROFILE, None)
 AT = DecodeAt.of(8, 1, 400)
 PLAIN: dict[Kept, StepWay] = {
     "dp": StepWay(samples=4),
@@ -85,11 +85,11 @@ def test_of_a_window_each_device_has_a_piece() -> None:
 def test_exchanges_take_the_links_of_the_cluster_else_of_the_device() -> None:
     cluster = cluster_of(4)
     way = StepWay(cache=4)
-    own = step_cost(PROFILE, ATTENTION, way, AT, Links(PROFILE, cluster))
+    own = step_cost(PROFILE, ATTENTION, way, AT, StageLinks(PROFILE, cluster))
     hidden, both = HEADS * HEAD_BYTES, 2 * HEADS * HEAD_BYTES
     arrays = Exchange("all_gather", 8 * (hidden + both)), Exchange("all_to_all", 8 * (hidden + 8 * HEADS))
     assert own.exchange_ns == round(sum(time_of_groups(cluster, each, [range(4)]) for each in arrays)) > 0
-    known = Links(drawn_decoder(0, device="RTX-A5000-24GB"), None)
+    known = StageLinks(drawn_decoder(0, device="RTX-A5000-24GB"), None)
     assert known.known
     assert step_cost(PROFILE, ATTENTION, way, AT, known).exchange_ns > 0
     assert not FREE.known

@@ -12,7 +12,7 @@ from builders.clusters import cluster_of
 from builders.decoders import drawn_decoder
 from pipeplan import Cluster, InfeasibleError, Profile, UsageError
 from pipeplan.costs.communication import Exchange, transfer_time
-from pipeplan.costs.decode_splits import DecodeAt, Links, StepCost, StepWay, step_cost, ways_of
+from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepCost, StepWay, step_cost, ways_of
 from pipeplan.planning.decode_choice import GROUPS_PER_STAGE, DecodeChoice, DecodeSearch, max_requests
 from pipeplan.planning.decoding import ServingAsked
 
@@ -29,7 +29,7 @@ class Every:
     """Every choice, by plain enumeration."""
 
     def __init__(self, search: DecodeSearch) -> None:
-        self.search, self.links = search, Links(search.profile, search.cluster)
+        self.search, self.links = search, StageLinks(search.profile, search.cluster)
         self.blocks = list(search.profile.blocks)
 
     def gather_ns(self, owners: int, into: int, devices: int, size: int) -> int:

@@ -82,7 +82,7 @@ def ways_of(block: Block, devices: int) -> Iterator[StepWay]:
         yield StepWay(copies=devices)
 
 
-class Links:
+class StageLinks:
     """What exchanges among a stage's devices take: by a cluster, else by the links of the device that a profile names.
 
     Of neither nothing is known, and they take no time.
@@ -150,7 +150,7 @@ class StepCost(NamedTuple):
         return self.state.total + self.cache_bytes
 
 
-def step_cost(profile: Profile, block: Block, way: StepWay, at: DecodeAt, links: Links) -> StepCost:
+def step_cost(profile: Profile, block: Block, way: StepWay, at: DecodeAt, links: StageLinks) -> StepCost:
     """What a block takes and keeps.
 
     Raises:
@@ -192,7 +192,12 @@ def _along_cache(way: StepWay) -> list[tuple[int, ...]]:
 
 
 def known_ways(
-    profile: Profile, block: Block, devices: int, at: DecodeAt, links: Links, allows: Callable[[Block, StepWay], bool]
+    profile: Profile,
+    block: Block,
+    devices: int,
+    at: DecodeAt,
+    links: StageLinks,
+    allows: Callable[[Block, StepWay], bool],
 ) -> tuple[list[StepCost], list[UsageError]]:
     """A block's ways that are allowed and priced, and why others are not."""
     found, failures = list[StepCost](), list[UsageError]()

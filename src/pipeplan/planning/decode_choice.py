@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.decode_splits import DecodeAt, Links, StepWay
+from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepWay
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile
 from pipeplan.planning.decoding import ServingAsked
@@ -118,9 +118,9 @@ class DecodeSearch:
         return chain_of(self.profile)
 
     @cached_property
-    def links(self) -> Links:
+    def links(self) -> StageLinks:
         """Among devices of a stage."""
-        return Links(self.profile, self.cluster)
+        return StageLinks(self.profile, self.cluster)
 
     @property
     def most_stages(self) -> int:
@@ -192,7 +192,7 @@ class DecodeSearch:
         """The quickest with so many groups of requests; None where none fits or has costs."""
         at = DecodeAt.of(batch, groups, self.context)
         runs = {size: self._runs(size, at) for size in self.sizes}
-        cuts = _Cuts(self, runs, at)
+        cuts = _DecodeCuts(self, runs, at)
         while (found := cuts.best()) is not None:
             new = [runs[size].settle(begin, end) for begin, end, size in found.stages]  # all of them
             if not any(new):
@@ -263,7 +263,7 @@ class DecodeSearch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class _DecodeDraft:
     """Runs (begin, end, devices) in order; by what is known of them, which may be bounds."""
 
     token_ns: float
@@ -271,14 +271,14 @@ class _Draft:
 
 
 @dataclass
-class _Cuts:
+class _DecodeCuts:
     """Cuts of the chain for one number of groups, by what is known of runs [devices of a group]."""
 
     search: DecodeSearch
     runs: Mapping[int, DecodeRuns]
     at: DecodeAt
 
-    def best(self) -> _Draft | None:
+    def best(self) -> _DecodeDraft | None:
         """The quickest by what is known; None where there is none."""
         times = np.unique(np.concatenate([own.least.ravel() for own in self.runs.values()]))
         bounds, groups = times[np.isfinite(times)], len(self.at.sizes)
@@ -295,11 +295,11 @@ class _Cuts:
             (self._timed(each) for each in near if each is not None), key=lambda each: each.token_ns, default=None
         )
 
-    def _timed(self, draft: _Draft) -> _Draft:
+    def _timed(self, draft: _DecodeDraft) -> _DecodeDraft:
         busiest = max(float(self.runs[size].least[begin, end]) for begin, end, size in draft.stages)
-        return _Draft(max(draft.token_ns, len(self.at.sizes) * busiest), draft.stages)
+        return _DecodeDraft(max(draft.token_ns, len(self.at.sizes) * busiest), draft.stages)
 
-    def _shortest(self, busiest: float) -> _Draft | None:
+    def _shortest(self, busiest: float) -> _DecodeDraft | None:
         """The quickest way of one group through stages that take at most so long each.
 
         ``found`` [devices so far, blocks so far] is its ns, a layer for each number of stages where that is given.
@@ -327,7 +327,7 @@ class _Cuts:
         total = float(found[end_layer, count, last])
         if not math.isfinite(total):
             return None
-        return _Draft(total + self._back_ns(), tuple(self._traced(came, end_layer)))
+        return _DecodeDraft(total + self._back_ns(), tuple(self._traced(came, end_layer)))
 
     def _traced(self, came: IntArray, layer: int) -> list[tuple[int, int, int]]:
         devices, end, found = self.search.devices, len(self.search.order), list[tuple[int, int, int]]()
@@ -349,7 +349,7 @@ class _Cuts:
         size = self.at.largest * TOKEN_BYTES
         return sum(transfer_time(self.search.cluster, self.search.devices - 1, 0, size))
 
-    def choice(self, draft: _Draft) -> DecodeChoice:
+    def choice(self, draft: _DecodeDraft) -> DecodeChoice:
         """A settled draft."""
         stages, first = list[DecodeStage](), 0
         for begin, end, size in draft.stages:

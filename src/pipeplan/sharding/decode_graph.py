@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeplan.costs.communication import Exchange
-from pipeplan.costs.decode_splits import DecodeAt, Links, StepCost, StepWay, gathered, known_ways
+from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepCost, StepWay, gathered, known_ways
 from pipeplan.costs.decoding import bytes_between
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Profile
@@ -72,7 +72,7 @@ class DecodeRuns:
     profile: Profile
     devices: int
     at: DecodeAt
-    links: Links
+    links: StageLinks
     limit: int | None
     allows: Callable[[Block, StepWay], bool]
     failures: list[UsageError] = field(default_factory=list)
