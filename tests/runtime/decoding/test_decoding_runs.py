@@ -77,6 +77,7 @@ def test_four_processes_write_what_one_writes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_configuration_writes_what_one_process_writes() -> None:
     right(SLOW)
 

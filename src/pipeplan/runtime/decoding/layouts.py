@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pipeplan.errors import UsageError
 from pipeplan.files.placement import PlacedStage
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.mesh import COPIES, SAMPLES, SHARDS, Mesh, MeshAxis
+from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, SAMPLES, SHARDS, Mesh, MeshAxis
 
 _KNOWN = (SAMPLES, CACHE, CACHE_BY_QUERIES, SHARDS, COPIES)
 

@@ -45,7 +45,7 @@ class Pass:
 
 
 @dataclass(slots=True)
-class _Running:
+class _TakenSlot:
     """A request in its slot: words that have entered the model, and how many have been written since the prompt."""
 
     request: int
@@ -70,7 +70,7 @@ class RequestQueue:
     stop: int | None = None
     texts: list[list[int]] = field(init=False)
     _waiting: deque[int] = field(init=False)
-    _slots: list[list[_Running | None]] = field(init=False)
+    _slots: list[list[_TakenSlot | None]] = field(init=False)
     _turns: list[tuple[Pass, ...]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class RequestQueue:
                 slots[place] = None
             if slots[place] is None and self._waiting:
                 request = self._waiting.popleft()
-                slots[place] = _Running(request, len(self.prompts[request]))
+                slots[place] = _TakenSlot(request, len(self.prompts[request]))
         reading, writing = list[Row](), list[Row]()
         for place, running in enumerate(slots):
             if running is not None:
@@ -123,7 +123,7 @@ class RequestQueue:
         passes = ((self.chunk, reading), (1, writing))
         return tuple(Pass(group, width, tuple(rows)) for width, rows in passes if rows)
 
-    def _row(self, place: int, running: _Running, is_read: bool) -> Row:
+    def _row(self, place: int, running: _TakenSlot, is_read: bool) -> Row:
         """A request's part of a turn. The first part of a prompt is the odd one, so that all end with whole ones."""
         begin = running.entered
         count = (running.prompt - begin - 1) % self.chunk + 1 if is_read else 1
