@@ -89,11 +89,24 @@ class LayerVolume:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPoint:
+    """A way for devices to share all blocks that no other beats in both: bytes on each, ns between two tokens.
+
+    ``blocks`` says how many blocks are shared in which way.
+    """
+
+    blocks: str
+    memory_bytes: int
+    token_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeAnswer:
     """What is to be said of a plan of decode steps: how caches are shared, over how many devices along the sequence.
 
     ``volumes`` are of each plain way on the plan's largest group of devices, where it has several; ``max_requests`` is
-    None without a memory limit.
+    None without a memory limit. No choice of stages, groups and ways has tokens sooner than ``token_lower_bound_ns``.
+    ``frontier``, where it was asked for, is of one stage on all devices.
     """
 
     kv: str
@@ -102,9 +115,11 @@ class DecodeAnswer:
     context: int
     groups: int
     token_ns: float
+    token_lower_bound_ns: float
     cache_bytes: tuple[int, ...]
     max_requests: int | None
     volumes: tuple[LayerVolume, ...] = ()
+    frontier: tuple[SharedPoint, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,7 +130,9 @@ class DecodeAnswer:
         """As in JSON."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         found |= {"tokens_per_s": self.tokens_per_s, "cache_bytes": list(self.cache_bytes)}
-        return found | {"volumes": [asdict(each) for each in self.volumes]}
+        found["volumes"] = [asdict(each) for each in self.volumes]
+        points = [asdict(each) for each in found.pop("frontier")]
+        return found | ({"frontier": points} if points else {})
 
 
 class DecodeCost(NamedTuple):
