@@ -102,6 +102,7 @@ _OTHER_NAMES = {
     "global_batch_size": "mini_batch",
     "tensor_parallel": "tp",
     "context_parallel": "cp",
+    "decode_context_parallel": "dcp",
     "expert_parallel": "ep",
     "pipeline_parallel": "pp",
 }

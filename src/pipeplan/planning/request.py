@@ -197,6 +197,11 @@ def _refuse_beside_decoding(profile: Profile, serving: ServingAsked, asked: Mapp
             "--inference --context 1k,32k"
         )
     decoding_of(profile, serving, limited=False)
+    if serving.kv in ("dp", "tp") and (serving.dcp or 1) > 1:
+        raise UsageError(
+            f"--dcp {serving.dcp} shares caches along the text, which --kv {serving.kv} does not; give --kv cp, cp-q "
+            "or auto, or leave --dcp out"
+        )
     named = {"placement": "auto", "scheduler": "auto", "planner": "auto"}
     other = next((name for name, default in named.items() if asked.get(name, default) not in (default, ALL)), None)
     said = next((text for name, text in _NOT_DECODING.items() if asked.get(name)), None)
