@@ -1,4 +1,4 @@
-"""``pipeplan search --kv`` as a user meets it: figures, the first screen, files that check and simulate read, errors."""
+"""``pipeplan search --kv`` as a user meets it: figures, the first screen, files that others read, errors."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def test_errors_say_what_to_do(profile: str) -> None:
     for given, said in (
         (("--kv", "ring"), "'ring' is not known"),
         (("--kv", "tp", "--context", "1k"), "not of 1024"),
-        (("--batch", "2", "--mini-batch", "8"), "--batch asks for a plan of decode steps, which --mini-batch is not for"),
+        (
+            ("--batch", "2", "--mini-batch", "8"),
+            "--batch asks for a plan of decode steps, which --mini-batch is not for",
+        ),
     ):
         done = run("search", profile, *given, *QUICK)
         assert done.exit_code != 0
