@@ -60,8 +60,8 @@ OPEN = ServingAsked()
 class LayerVolume:
     """What a device sends in a step and layer where so many ``devices`` share it as ``kept`` says, for ``requests``.
 
-    ``printed`` are numbers as the thesis has them, None of what it has no formula for; ``counted`` and ``bytes`` count
-    rings and direct sends.
+    ``printed`` are numbers as the thesis has them, None of what it has no formula for; ``counted`` are these by rings
+    and direct sends, ``bytes`` what runs send: one number of each head, for which the text has two.
     """
 
     kept: Kept
@@ -76,7 +76,8 @@ class LayerVolume:
         """Of a block with attention whose numbers have ``width`` bytes; what is cached may have fewer."""
         hidden, heads = (block.dimensions.get(name, 1) for name in ("hidden", "heads"))
         numbers = block.query_bytes_per_token // width, block.cache_bytes_per_token // (2 * width)
-        counted = step_volume(kept, AttentionShape(hidden, *numbers, heads), requests, devices)
+        shape = AttentionShape(hidden, *numbers, heads)
+        counted = step_volume(kept, shape, requests, devices)
         printed = printed_volume(kept, hidden, heads, requests, devices) if kept in ("tp", "cp") else None
         return cls(
             kept,
@@ -84,7 +85,7 @@ class LayerVolume:
             requests,
             None if printed is None else float(printed),
             float(counted.numbers + counted.statistics),
-            counted.bytes(width),
+            step_volume(kept, shape, requests, devices, statistics=1).bytes(width),
         )
 
 

@@ -458,7 +458,11 @@ class Request:
             _refuse_training(profile, others)
         target = None if for_ is None else target_named(for_)
         if serving.flag is not None and target is None and serving.objective is None:
-            own = {"mini_batch": mini_batch, "microbatch_size": microbatch_size, "num_microbatches": num_microbatches}
+            own: dict[str, Any] = {
+                "mini_batch": mini_batch,
+                "microbatch_size": microbatch_size,
+                "num_microbatches": num_microbatches,
+            }
             own |= {"chunks": chunks, "scheduler": scheduler, "rules": rules, "start": start, "placement": placement}
             _refuse_beside_decoding(profile, serving, {**own, "keep_together": keep_together, **others})
             placement = ALL

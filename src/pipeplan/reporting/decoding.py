@@ -113,7 +113,7 @@ def _volumes(answer: DecodeAnswer) -> Iterator[Table]:
                 ["-" if each.printed is None else f"{each.printed:,.0f}" for each in every],
             ),
             Column("counted alike", [f"{each.counted:,.0f}" for each in every]),
-            Column("bytes", [format_bytes(round(each.bytes)) for each in every]),
+            Column("bytes, as run", [format_bytes(round(each.bytes)) for each in every]),
         ],
         80,
     )
