@@ -33,7 +33,7 @@ from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import EVENTS, OnEvent, OnLook, Report, RunOptions, RunResult, job_of
 from pipeplan.runtime.launch.loopback import transport_interfaces
 from pipeplan.runtime.launch.output import RankOutput
-from pipeplan.runtime.launch.processes import CopiedProcess, Identity, Process
+from pipeplan.runtime.launch.processes import CopiedProcess, Identity
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, death, first_failure, has_own_cause, verdict
 from pipeplan.texts import printable
 
@@ -130,7 +130,7 @@ def watch_local(
 class _Rank:
     """A child process: its report pipe, and what is known of its end."""
 
-    def __init__(self, process: Process, reports: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | CopiedProcess, reports: int) -> None:
         self.process = process
         self.reports = reports
         self.unread = bytearray()
@@ -251,7 +251,6 @@ class _Ranks:
         known = {**identity, "rank": rank, "reports": written}
         environment = environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.programs))}
         try:
-            process: Process
             if callable(command):
                 known["others"] = [each.process.stdin.fileno() for each in self.ranks if each.process.stdin is not None]
                 self.ranks.append(_Rank(CopiedProcess(command, known, self.output.written, environment), reports))
