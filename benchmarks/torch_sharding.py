@@ -76,7 +76,7 @@ def reductions_of_split_backward(modules: list[nn.Module], x: Tensor) -> dict[st
 
     queue = WeightGradQueue()
     with patch("torch.distributed.reduce_scatter_tensor", noted):
-        made = x
+        made: Any = x
         for module in modules:
             made = module(made)
         with queue:
@@ -92,7 +92,7 @@ def reductions_of_split_backward(modules: list[nn.Module], x: Tensor) -> dict[st
 def elements_of_ranks() -> list[int]:
     """[rank] the elements that it updates of a table of 1,000 x 256 and a linear layer."""
     parameters = [*nn.Embedding(1000, WIDTH).parameters(), *nn.Linear(WIDTH, WIDTH).parameters()]
-    optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    optimizer: Any = ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
     return [
         sum(each.numel() for group in rank for each in group["params"]) for rank in optimizer._partition_parameters()
     ]
@@ -101,7 +101,7 @@ def elements_of_ranks() -> list[int]:
 # Operators --------------------------------------------------------------------------------------------------------
 
 
-def microseconds(run: Callable[[], Tensor], leaf: Tensor, repeats: int) -> float:
+def microseconds(run: Callable[[], Any], leaf: Tensor, repeats: int) -> float:
     """Processor time of it and its backward."""
     found = []
     for number in range(2 * repeats):
@@ -120,10 +120,10 @@ def operators(repeats: int) -> list[list[str]]:
     samples, weight = torch.ones(4, 16), torch.ones(16, 16)
     part = torch.ones(4, 16, 8, requires_grad=True)
     local_x, local_weight = samples.clone().requires_grad_(), weight[:8].clone().requires_grad_()
-    x = distribute_tensor(samples, mesh, [Replicate()]).requires_grad_()
+    x: Any = distribute_tensor(samples, mesh, [Replicate()]).requires_grad_()
     split = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
-    theirs = DTensor.from_local(part.detach(), mesh, [Shard(2)], run_check=False).requires_grad_()
-    functional = nn.functional.linear
+    theirs: Any = DTensor.from_local(part.detach(), mesh, [Shard(2)], run_check=False).requires_grad_()
+    functional: Any = nn.functional.linear
     cases: dict[str, tuple[Callable[[], Tensor], Tensor, Callable[[], Tensor], Tensor]] = {
         "linear layer, split": (
             lambda: functional(shards.shared(local_x), local_weight),
