@@ -51,7 +51,7 @@ def work(case: str, folder: str, rank: int, begin: Callable[[int], None] = lambd
             Path(folder, f"{rank}.pid").write_text(str(os.getpid()), encoding="ascii")
             if rank == 1 and case in ("killed", "stopped"):
                 os.kill(os.getpid(), signal.SIGKILL if case == "killed" else signal.SIGSTOP)
-            if case == "printed":
+            if rank == 1 and case == "printed":
                 print("x" * (1 << 20), flush=True)
         dist.barrier(group)
         time.sleep(0.05)
@@ -201,7 +201,7 @@ def orphans(way: str) -> str:
 
 
 def unread(way: str) -> str:
-    """Whether the run goes on while nobody reads a megabyte that each rank prints, for longer than ranks wait."""
+    """Whether the run goes on while nobody reads a megabyte that a rank prints, for longer than ranks wait."""
     with launched(way, "printed") as (process, folder):
         begun(folder)
         time.sleep(TIMEOUT_S + 3.0)
@@ -233,7 +233,7 @@ def rows(ways: Sequence[str], repeats: int, pieces: Pieces) -> Iterator[list[str
         "starting two ranks that meet": lambda way: starting(way, repeats),
         "open to other machines": listening,
         "the launcher is killed": orphans,
-        "nobody reads what ranks print": unread,
+        "nobody reads what a rank prints": unread,
         "a rank is killed": lambda way: fault(way, "killed"),
         "a rank is stopped": lambda way: fault(way, "stopped"),
     }
