@@ -220,9 +220,9 @@ def fault(way: str, case: str) -> str:
 
 
 def told(error: str) -> str:
-    """What a launcher itself says of the first failure."""
+    """What a launcher itself says of the first failure, without remedies and effects."""
     if found := re.search(r"^told: (.*)", error, re.MULTILINE):
-        return found[1]
+        return found[1].partition("; ")[0]
     cause = error.partition("Root Cause")[2]
     rank, code = (re.search(rf"{name} *: (.*)", cause) for name in ("rank", "exitcode"))
     return f"rank {rank[1]}, exitcode {code[1]}" if rank and code else error[-200:]

@@ -6,8 +6,9 @@ object a line. What it prints goes through the parent to standard error, so that
 user's standard output. Ranks meet in a file that nobody else can open, listen only on loopback, and never wait for the
 parent, which may be stopped, or wait for who reads its own output.
 
-torchrun starts ranks, too, and plans run under it. Importing it takes 1.9 s of CPU time before any rank starts, this
-module 0.3 s, and it knows exit codes, but not which action a rank was in.
+torchrun starts ranks, too, and plans run under it. What it and torch's ``start_processes`` do not do, of all this, is
+measured by ``benchmarks/launchers.py``: ranks outlive a launcher that is killed, wait for who reads their output, and
+of one that failed nothing is known but its exit code.
 """
 
 from __future__ import annotations
