@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pipeplan as face
 from builders.decoders import drawn_decoder
 from pipeplan.checker import check
 from pipeplan.costs.blocks import StageCost
@@ -163,7 +164,7 @@ def planned(
     stages = [
         PlacedStage(blocks=tuple(block.id for block in part), devices=(number,)) for number, part in enumerate(parts)
     ]
-    stages_of_chunks = [([block.id for block in part], 1) for part in parts]
+    stages_of_chunks = [[(block.id, 1) for block in part] for part in parts]
     found = decode_plan(
         profile,
         Placement(strategy="one-to-one", num_devices=3, stages=tuple(stages)),
@@ -267,12 +268,12 @@ def with_prompts(profile: Profile) -> Profile:
 
 def test_a_chunk_takes_its_tokens_and_their_attention_to_all_before() -> None:
     profile = with_prompts(drawn_decoder(0, 1))
-    stages = [(["embedding"], 1), (["layer0.attention", "layer0.ffn", "head"], 1)]
+    stages = [[("embedding", 1)], [("layer0.attention", 1), ("layer0.ffn", 1), ("head", 1)]]
     whole = chunk_costs(profile, stages, 400, 400)
     assert whole == [ChunkCost(500 + 800, 64 * 400, 400), ChunkCost(3 * (500 + 800) + 1600, 0, 400)]
-    last = chunk_costs(profile, stages, 400, 100)  # 400 * 400 / 100 less 300 * 300 / 100
+    last = chunk_costs(profile, stages, 400, 100)  # 400 * 400 / 100 less 300 * 300 / 100 before
     assert last == [ChunkCost(500 + 200, 64 * 100, 400), ChunkCost(3 * (500 + 200) + 700, 0, 400)]
-    with pytest.raises(UsageError, match="a chunk of 500 tokens is not of a prompt of 400"):
+    with pytest.raises(UsageError, match="--prefill 500 is not of prompts of 400 tokens"):
         chunk_costs(profile, stages, 400, 500)
 
 
@@ -355,3 +356,38 @@ def test_check_compares_steps_and_cache_with_the_profile() -> None:
     assert any("decode rows give" in each.message for each in check(quicker, profile).problems)
     bytes_ = damaged_dependency(plan, hops=(replace(plan.dependencies[-1].hops[0], bytes=1),))
     assert any("tokens of 3 requests give 24" in each.message for each in check(bytes_, profile).problems)
+
+
+# The flag -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_search_says_what_prompts_cost() -> None:
+    profile = with_prompts(drawn_decoder(2, 3, shards=(1,)))
+    asked: dict[str, Any] = {"devices": 2, "batch": 8, "context": 400, "time_limit": 5.0, "deterministic": True}
+    alone, joined, whole = (face.search(profile, **asked, prefill=tokens) for tokens in (None, 100, "400"))
+    assert alone.decode is not None
+    assert "prefill_tokens" not in alone.decode.figures()
+    for found, tokens in ((joined, 100), (whole, 400)):
+        assert found.decode is not None
+        assert found.plan.decode is not None
+        assert found.plan.decode.prefill_tokens == found.decode.prefill_tokens == tokens
+        assert found.decode.figures()["alone_token_ns"] == alone.decode.token_ns
+        assert found.plan.token_ns == found.decode.token_ns
+        assert check(found.plan, profile).valid
+    assert alone.decode.token_ns <= joined.decode.token_ns < whole.decode.token_ns
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"prefill": 500}, "prefill=?.?500 is not of prompts of 400 tokens"),
+        ({"prefill": 5}, "prefill rows of contexts of 10, 100, 300, 400, not of 5"),
+        ({"prefill": 100, "for_": "vllm"}, "is for plans of decode steps, and servers share caches"),
+    ],
+)
+def test_prompts_that_cannot_join(asked: dict[str, Any], message: str) -> None:
+    profile = with_prompts(drawn_decoder(2, 3, shards=(1,)))
+    with pytest.raises(UsageError, match=message):
+        face.search(profile, **({"devices": 2, "context": 400, "time_limit": 2.0} | asked))
+    with pytest.raises(UsageError, match="has no prefill rows"):
+        face.search(drawn_decoder(2, 3, shards=(1,)), devices=2, context=400, prefill=100, time_limit=2.0)
