@@ -240,6 +240,7 @@ def search(
     context: int | str | None = None,
     kv: Literal["auto", "dp", "tp", "cp", "cp-q"] | None = None,
     dcp: int | None = None,
+    prefill: int | str | None = None,
     keep_together: str | Sequence[str] | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
@@ -323,6 +324,7 @@ def search(
             (``"dp"``), heads (``"tp"``), or a piece of every cache (``"cp"``; ``"cp-q"`` gathers queries alone), or
             whatever is quickest, mixtures too (``"auto"``). ``.decode`` then has what the plan is for.
         dcp: decode context parallelism: how many devices share the cache of a request along its text.
+        prefill: tokens of joining prompts that run beside every group's decode step; as many as ``context``: whole.
         keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
             layers; or several of these.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
