@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import chain, islice, pairwise
 from math import inf
+
+import numpy as np
 
 from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes
+from pipeplan.workload.columns import IntArray, Lines, column
 from pipeplan.workload.elements import DeviceMemory
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.exchanges import WholeState, networks_at
@@ -287,17 +290,20 @@ def peak_memory(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -
 
 def memory_levels(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     """Bytes beyond the static ones that a device holds while each action of its order runs [action]."""
-    effects, offsets, operation_of = graph.workload.effects, graph.offsets, graph.operation_of
-    held, levels = 0, []
-    for task in order:
-        x = operation_of[task]
-        acquired, workspace, release, num_parts = effects[x]
-        if num_parts and task - offsets[x] < num_parts:
-            acquired = _part_of(acquired, task - offsets[x])
-        held += acquired
-        levels.append(held + workspace)
-        held -= release
-    return levels
+    found: list[int] = _levels(graph, Lines.of([order]))[0].tolist()
+    return found
+
+
+def _levels(graph: TaskGraph, lines: Lines) -> tuple[IntArray, IntArray]:
+    """[place] bytes beyond the static ones that a device holds while an action of its line runs, and after it."""
+    effects, items = graph.workload.effects, graph.items[lines.tasks]
+    acquired, workspace, release, num_parts = (column(each, len(items))[items] for each in zip(*effects, strict=True))
+    if num_parts.any():
+        numbers = graph.numbers[lines.tasks]
+        halves = np.where(numbers % 2, acquired // 2, acquired - acquired // 2)
+        acquired = np.where(numbers < num_parts, halves, acquired)
+    after = lines.running(acquired - release)
+    return after + release + workspace, after
 
 
 def fits(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> bool:
@@ -328,24 +334,31 @@ def overflow(
 def _peaks(graph: TaskGraph, orders: Orders, loop: LoopCut | None) -> list[tuple[MemoryBytes, int | None]]:
     """[device] what it holds beyond its state at the first moment of the peak, and the action that starts then."""
     if graph.workload.order_tells_memory:
-        return [_peak(graph, order, loop) for order in checked(graph.on_devices(orders), 4)]
+        return _peaks_by_order(graph, Lines.of(graph.on_devices(orders)), loop)
     state = followed(graph, earliest_starts(graph, with_links(graph, orders)))
     found = zip(state.at_peak, state.peak_task, strict=True)
     return list(islice(found, len(graph.workload.devices)))
 
 
-def _peak(graph: TaskGraph, order: Sequence[int], loop: LoopCut | None) -> tuple[MemoryBytes, int | None]:
-    """The same of a device, by its order."""
-    levels = memory_levels(graph, order)
-    effects = (graph.workload.effects[graph.operation_of[task]] for task in order)
-    held = [level - effect.workspace - effect.release for level, effect in zip(levels, effects, strict=True)]
-    order, levels = in_all_copies(graph, order, levels, held, loop)
-    highest = max(levels, default=0)
-    if not highest:
-        return MemoryBytes(), None
-    task = order[levels.index(highest)]
-    workspace = graph.workload.effects[graph.operation_of[task]].workspace
-    return MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace}), task
+def _peaks_by_order(graph: TaskGraph, lines: Lines, loop: LoopCut | None) -> list[tuple[MemoryBytes, int | None]]:
+    """The same of devices whose orders say what they hold."""
+    levels, held = _levels(graph, lines)
+    if loop is not None and len(loop.moments) > 1:
+        cuts = [slice(begin, end) for begin, end in pairwise(lines.begins.tolist())]
+        written = ([each[cut].tolist() for each in (lines.tasks, levels, held)] for cut in cuts)
+        copies = [in_all_copies(graph, *each, loop) for each in written]
+        lines = Lines.of([order for order, _ in copies])
+        levels = column([*chain.from_iterable(own for _, own in copies)])
+    found = list[tuple[MemoryBytes, int | None]]()
+    for place in lines.highest(levels):
+        highest = 0 if place is None else int(levels[place])
+        if place is None or not highest:
+            found.append((MemoryBytes(), None))
+            continue
+        task = int(lines.tasks[place])
+        workspace = graph.workload.effects[graph.operation_of[task]].workspace
+        found.append((MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace}), task))
+    return found
 
 
 def in_all_copies(
