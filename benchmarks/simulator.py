@@ -49,8 +49,10 @@ def workload_of(
     split: bool = True,
 ) -> Workload:
     """A shape; ``occupancy`` in ns of each message on its link."""
-    back = (None, 100, 100) if split else (200, None, None)
-    costs = ShapeCosts(100, *back, comm_ns=10, activation_bytes=2, weight_grad_bytes=1 if split else 0)
+    if split:
+        costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2, weight_grad_bytes=1)
+    else:
+        costs = ShapeCosts(100, 200, comm_ns=10, activation_bytes=2)
     profile = shape(name, num_devices, chunks=chunks, costs=costs)
     assert profile.placement is not None
     workload = build_workload(
@@ -95,13 +97,12 @@ def _searched(count: int) -> Plan:
     )
 
 
-def _model(scheduler: str = "1f1b", **options: Any) -> Callable[[int], Plan]:
+def _model(model: str = "gpt2-345m", scheduler: str = "1f1b", **options: Any) -> Callable[[int], Plan]:
     """GPT-2 345M on sixteen A100s in two nodes, as flags have it, with more micro-batches."""
 
     def made(count: int) -> Plan:
-        given = {"device": "a100-80gb", "shards": [1, 2], "microbatch": [1, 2, 4]}
         found = pipeplan.search(
-            pipeplan.example("gpt2-345m", **given, inference=options.get("scheduler") == "forwards"),
+            pipeplan.example(model, device="a100-80gb", shards=[1, 2], microbatch=[1, 2, 4]),
             cluster=pipeplan.example_cluster("cluster-a100", devices=16),
             scheduler=scheduler,
             deterministic=True,

@@ -22,9 +22,10 @@ from pipeplan.checker.timeline import check_memory
 from pipeplan.errors import InvalidPlanError
 from pipeplan.planning.build_plan import assemble
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind
-from pipeplan.workload.memory import followed, memory_levels, peak_memory
+from pipeplan.workload.memory import memory_levels, peak_memory
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Hold, Workload
+from references.memory import followed
 
 SEEDS = st.integers(0, 2**32)
 ORDERS = 50

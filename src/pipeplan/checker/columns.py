@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from pipeplan.workload.columns import IntArray, column, sharing
+from pipeplan.workload.columns import IntArray, column, sharing, spread
 from pipeplan.workload.samples import Slots
 
 
@@ -101,10 +101,3 @@ def _pairs(
                 both = (targets < 2 * slots[target].num_parted) & (numbers < 2 * slots[wait.source].num_parted)
                 lags[both] = wait.part_ns
             yield targets + firsts[target], numbers + firsts[wait.source], lags, np.full(len(targets), index)
-
-
-def spread(first: IntArray, after: IntArray) -> tuple[IntArray, IntArray]:
-    """(place, number) of all numbers from ``first`` [place] up to ``after`` [place]."""
-    counts = np.maximum(after - first, 0)
-    places = np.repeat(np.arange(len(counts)), counts)
-    return places, np.arange(len(places)) + np.repeat(first - (np.cumsum(counts) - counts), counts)

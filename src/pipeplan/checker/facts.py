@@ -136,12 +136,12 @@ class Facts:
     @cached_property
     def first_starts(self) -> list[int]:
         """[operation] when its first action starts, in ns."""
-        return np.minimum.reduceat(self.columns.starts, self.columns.firsts[:-1]).tolist()
+        return list(np.minimum.reduceat(self.columns.starts, self.columns.firsts[:-1]).tolist())
 
     @cached_property
     def last_ends(self) -> list[int]:
         """[operation] when its last action ends, of those that are written, in ns."""
-        return np.maximum.reduceat(self.columns.ends, self.columns.firsts[:-1]).tolist()
+        return list(np.maximum.reduceat(self.columns.ends, self.columns.firsts[:-1]).tolist())
 
     def repeated(self, slots: Slots) -> Slots:
         """The actions of an operation, or the messages of a hop, with all that a loop runs."""

@@ -12,12 +12,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from pipeplan.checker.columns import spread
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.action import Action, StateAction
-from pipeplan.workload.columns import IntArray, sharing
+from pipeplan.workload.columns import IntArray, counted, sharing, spread
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.samples import Slots, texts_of
 
@@ -298,7 +297,7 @@ def _not_there(action: Action, slots: Slots) -> str:
 
 def _present(programs: Programs) -> list[dict[int, int]]:
     """[device] {operation or hop: how many of its actions or messages are there}."""
-    found = (np.unique(programs.items[own], return_counts=True) for own in programs.ids)
+    found = (counted(programs.items[own]) for own in programs.ids)
     return [dict(zip(items.tolist(), counts.tolist(), strict=True)) for items, counts in found]
 
 
@@ -424,7 +423,7 @@ class _Inside:
     def of(cls, facts: Facts, messages: Messages, programs: Programs) -> _Inside:
         """Look through the programs, if any action has parts."""
         parts = [len(operation.parts_ns) for operation in facts.plan.operations]
-        until: list[dict[Entry, int]] = [{} for _ in programs.where]
+        until: list[dict[Entry, int]] = [{} for _ in programs.ids]
         if any(parts):
             for device, compute in enumerate(programs.compute):
                 where, length = programs.where[device], len(facts.plan.programs[device])
@@ -506,10 +505,13 @@ def _check_fifo(facts: Facts, messages: Messages, programs: Programs, findings: 
     own = [ids[ids >= messages.firsts[0]] for ids in programs.ids]
     sent = np.concatenate([ids[sender_of[ids] == device] for device, ids in enumerate(own)])
     received = np.concatenate([ids[sender_of[ids] != device] for device, ids in enumerate(own)])
-    in_turn = sent[np.sort(np.unique(link_of[sent], return_index=True)[1])]
+    by_device = sent
     sent, received = (ids[np.argsort(link_of[ids], kind="stable")] for ids in (sent, received))
-    differs = link_of[sent[sent != received]]
-    for link in link_of[in_turn[np.isin(link_of[in_turn], differs)]].tolist():
+    if np.array_equal(sent, received):
+        return
+    in_turn = dict.fromkeys(link_of[by_device].tolist())
+    differs = {*link_of[sent[sent != received]].tolist()}
+    for link in (link for link in in_turn if link in differs):
         at = int(np.flatnonzero((link_of[sent] == link) & (sent != received))[0])
         ours, theirs = programs.named(np.array([sent[at], received[at]]))
         source, target = [*links][link]
@@ -583,8 +585,8 @@ def _go_on_in_time(facts: Facts, messages: Messages, programs: Programs, sent: S
             np.maximum.at(made, at, ends[makers])
     leaves = times.copy()
     for hops, numbers in on_links:
-        sent = messages.firsts[hops] + numbers
-        times[sent] = np.maximum.accumulate(times[sent])
+        own = messages.firsts[hops] + numbers
+        times[own] = np.maximum.accumulate(times[own])
     for number, begin in begins.items():
         leaves[slice(*messages.firsts[number:][:2])] = begin
     place = np.empty(len(times), np.int64)

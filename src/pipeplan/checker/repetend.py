@@ -19,6 +19,7 @@ from pipeplan.checker.facts import Facts, Findings, overlap
 from pipeplan.checker.programs import Programs
 from pipeplan.checker.timeline import Links, Sent
 from pipeplan.time_limit import checked
+from pipeplan.workload.columns import counted
 from pipeplan.workload.elements import Repetend
 
 MAX_STEPS = 30_000_000
@@ -48,7 +49,7 @@ def check_repetend(facts: Facts, programs: Programs, links: Links | None, findin
     if _cannot_repeat(facts, repetend, findings):
         return None
     orders = [
-        _copy_order(facts, programs, repetend, device, findings) for device in checked(range(len(programs.compute)), 1)
+        _copy_order(facts, programs, repetend, device, findings) for device in checked(range(len(programs.ids)), 1)
     ]
     runs = {} if links is None else _link_runs(facts, links, repetend, findings)
     if findings.has("repetend"):
@@ -112,7 +113,7 @@ def _copy_order(
     numbers = actions - programs.firsts[operations]
     microbatches = np.where(numbers < 2 * parted[operations], numbers // 2, numbers - parted[operations])
     first = np.array([repetend.first[id_] for id_ in facts.ids])
-    own = np.unique(operations)
+    own, _ = counted(operations)
     begin = int((first + parted)[own].sum())
     end = begin + repetend.unroll * len(own)
     later, places = microbatches - first[operations], np.arange(len(actions))

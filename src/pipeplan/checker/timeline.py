@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from pipeplan.checker.columns import spread
 from pipeplan.checker.exchanges import Span
 from pipeplan.checker.facts import Facts, Findings, overlap
 from pipeplan.checker.programs import Entry, Messages, Programs
 from pipeplan.time_limit import checked
-from pipeplan.workload.columns import IntArray, column, sharing
+from pipeplan.workload.columns import IntArray, column, counted, microbatches, sharing, spread
 from pipeplan.workload.elements import DeviceMemory, Hop, Loop
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind
 
@@ -70,20 +69,25 @@ class Links:
         """Take the SENDs of one device."""
         items = programs.items[ids]
         numbers, own = ids - programs.firsts[items], items - base
-        targets = {n: self.messages.hops[n][3] for n in np.unique(own).tolist() if n in self.ends}
-        sent = {n: hop.target_device for n, hop in targets.items() if hop.source_device == device}
-        for target in dict.fromkeys(sent.values()):
-            mine = np.isin(own, [n for n, other in sent.items() if other == target])
-            hops, those = own[mine], numbers[mine]
+        mine, _ = counted(own)
+        sent = [self._target(n, device) for n in mine.tolist()]
+        to = np.array(sent, np.int64)[np.searchsorted(mine, own)]
+        for target in dict.fromkeys(each for each in sent if each >= 0):
+            hops, those = own[to == target], numbers[to == target]
             made, takes = (np.zeros(len(hops), dtype) for dtype in (np.result_type(*self.made.values()), np.int64))
-            for n in np.unique(hops).tolist():
-                made[hops == n] = self.made[n][those[hops == n]]
-                takes[hops == n] = self.occupancies(n)[those[hops == n]]
+            by_hop = [(n, hops == n) for n, to_it in zip(mine.tolist(), sent, strict=True) if to_it == target]
+            for n, these in by_hop:
+                made[these], takes[these] = self.made[n][those[these]], self.occupancies(n)[those[these]]
             before = np.cumsum(takes) - takes
             begins = np.maximum.accumulate(np.maximum(made - before, 0)) + before
-            for n in np.unique(hops).tolist():
-                self.begins[n][those[hops == n]] = begins[hops == n]
+            for n, these in by_hop:
+                self.begins[n][those[these]] = begins[these]
             self.on[device, target] = hops, those
+
+    def _target(self, number: int, device: int) -> int:
+        """The device that a hop leads to; -1 where it does not lead from this one, or occupies no link."""
+        hop = self.messages.hops[number][3]
+        return hop.target_device if number in self.ends and hop.source_device == device else -1
 
     @cached_property
     def orders(self) -> dict[tuple[int, int], list[Sent]]:
@@ -127,19 +131,30 @@ class Links:
         in which no message is before what makes it, or after what waits for it. {(hop, micro-batch): the
         micro-batch's number in the run, by hop}, in order; None if there is none.
         """
-        named = [(number, self.messages.slots[number].name(message)) for number, message in self.orders[link]]
-        order = [(number, microbatch) for number, (microbatch, part) in named if part != 1]  # parts are before it
-        low = {number: begins[self.ends[number][1]] for number, _ in order}
-        high = {number: begins[self.ends[number][0]] for number, _ in order}
-        for at in reversed(range(sum(low.values()), sum(high.values()) + 1)):
-            before = Counter(number for number, _ in order[:at])
-            run = order[at : at + unroll * len(low)]
+        hops, messages = self.on[link]
+        parted = np.array([slots.num_parted for slots in self.messages.slots])[hops]
+        whole = (messages >= 2 * parted) | (messages % 2 == 0)  # parts are before it
+        hops, messages = hops[whole], messages[whole]
+        own, _ = counted(hops)
+        of_hop = [microbatches(self.messages.slots[number]) for number in own.tolist()]
+        index = np.searchsorted(own, hops)
+        numbers = np.zeros(len(hops), np.int64)
+        for place, each in enumerate(of_hop):
+            numbers[index == place] = each[messages[index == place]]
+        low, high = (np.array([begins[self.ends[number][side]] for number in own.tolist()]) for side in (1, 0))
+        for at in reversed(range(int(low.sum()), int(high.sum()) + 1)):
+            before = np.bincount(index[:at], minlength=len(own))
+            run = slice(at, at + unroll * len(own))
+            later = numbers[run] - before[index[run]]
             if (
-                all(low[number] <= before[number] <= high[number] for number in low)
-                and all(m < before[number] for number, m in order[:at])
-                and set(run) == {(number, before[number] + u) for number in low for u in range(unroll)}
+                (low <= before).all()
+                and (before <= high).all()
+                and (numbers[:at] < before[index[:at]]).all()
+                and {*zip(index[run].tolist(), later.tolist(), strict=True)}
+                == {(place, u) for place in range(len(own)) for u in range(unroll)}
             ):
-                return {(number, m): m - before[number] for number, m in run}
+                sent = zip(hops[run].tolist(), numbers[run].tolist(), strict=True)
+                return dict(zip(sent, later.tolist(), strict=True))
         return None
 
 
@@ -266,8 +281,7 @@ def check_memory(
     peaks: list[int] = []
     for device, actions in checked(enumerate(programs.actions), 1):
         if facts.plan.is_inference or (spans and spans[device]):
-            entries = programs.compute[device]
-            peaks.append(_peak_in_time(facts, device, entries, state[device], spans[device], findings))
+            peaks.append(_peak_in_time(facts, programs, device, state[device], spans[device], findings))
             continue
         kept = _kept(facts, device, actions, keeping)
         levels = _levels(facts, programs, actions)
@@ -292,27 +306,32 @@ def check_memory(
 
 
 def _peak_in_time(
-    facts: Facts, device: int, entries: list[Entry], state: MemoryBytes, spans: Sequence[Span], findings: Findings
+    facts: Facts, programs: Programs, device: int, state: MemoryBytes, spans: Sequence[Span], findings: Findings
 ) -> int:
     """The same of a device that has state whole for some time: all that it holds at each moment at which that grows."""
-    changes: dict[int, Counter[MemoryKind]] = defaultdict(Counter)
-    for operation, number in entries:
-        start, end = facts.starts[operation][number], facts.end(operation, number)
-        effect = facts.plan.operations[operation]
-        if not facts.plan.is_inference:
-            changes[start][ACTIVATIONS] += facts.acquired(operation, number)
-            changes[end][ACTIVATIONS] -= effect.release_bytes
-        changes[start][WORKSPACE] += effect.workspace_bytes
-        changes[end][WORKSPACE] -= effect.workspace_bytes
-    for begin, end, kind, size in spans:
-        changes[begin][kind] += size
-        changes[end][kind] -= size
-    held, highest, at = Counter[MemoryKind](), MemoryBytes(), 0
-    for moment in sorted(changes):
-        for kind, change in changes[moment].items():
-            held[kind] += change
-        if sum(held.values()) > highest.total:
-            highest, at = MemoryBytes(held), moment
+    its, effects, actions = facts.columns, facts.plan.operations, programs.actions[device]
+    operations = programs.items[actions]
+    workspace = column([each.workspace_bytes for each in effects], 2 + len(actions))[operations]
+    starts, ends = its.starts[actions], its.ends[actions]
+    changes = [(WORKSPACE, starts, workspace), (WORKSPACE, ends, -workspace)]
+    if not facts.plan.is_inference:
+        taken, given = _taken(facts, programs, actions)
+        changes += [(ACTIVATIONS, starts, taken), (ACTIVATIONS, ends, -given)]
+    for kind in dict.fromkeys(kind for *_, kind, _ in spans):
+        begun, ended, each = zip(*((begin, end, size) for begin, end, of, size in spans if of is kind), strict=True)
+        held = column(each, 2 + len(each))
+        changes += [(kind, column(begun), held), (kind, column(ended), -held)]
+    times, sizes = (np.concatenate([change[place] for change in changes]) for place in (1, 2))
+    order = np.argsort(times, kind="stable")
+    times, levels = times[order], np.cumsum(sizes[order])
+    last = np.flatnonzero(np.append(times[1:] != times[:-1], np.ones(min(1, len(times)), bool)))
+    highest, at = MemoryBytes(), 0
+    if len(last) and levels[last].max() > 0:
+        at = int(times[last[np.argmax(levels[last])]])
+        held_then = Counter[MemoryKind]()
+        for kind, moments, amounts in changes:
+            held_then[kind] += int(amounts[moments <= at].sum())
+        highest = MemoryBytes(held_then)
     parts = state + highest
     limit = facts.plan.devices[device].usable_bytes
     if limit is not None and parts.total > limit:
@@ -339,16 +358,23 @@ def _state(facts: Facts) -> list[MemoryBytes]:
 
 def _levels(facts: Facts, programs: Programs, actions: IntArray) -> IntArray:
     """Activations and workspace while each action runs [action], in bytes."""
+    taken, given = _taken(facts, programs, actions)
+    workspace = column([each.workspace_bytes for each in facts.plan.operations], 2 + len(actions))
+    return np.cumsum(taken - given) + given + workspace[programs.items[actions]]
+
+
+def _taken(facts: Facts, programs: Programs, actions: IntArray) -> tuple[IntArray, IntArray]:
+    """Activations that each action takes at its start, and gives back at its end [action], in bytes."""
     effects, operations = facts.plan.operations, programs.items[actions]
-    taken, given, workspace = (
+    taken, given = (
         column([getattr(each, name) for each in effects], 2 + len(actions))[operations]
-        for name in ("acquire_bytes", "release_bytes", "workspace_bytes")
+        for name in ("acquire_bytes", "release_bytes")
     )
     parts = np.array([2 * slots.num_parted for slots in facts.slots])[operations]
     if parts.any():
         numbers = actions - programs.firsts[operations]
         taken = np.where(numbers < parts, np.where(numbers % 2, taken // 2, taken - taken // 2), taken)
-    return np.cumsum(taken - given) + given + workspace
+    return taken, given
 
 
 def _in_all_copies(facts: Facts, loop: Loop, device: int, entries: list[tuple[Entry, int]]) -> list[tuple[int, int]]:

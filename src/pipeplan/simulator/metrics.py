@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +12,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.time_limit import checked
 from pipeplan.workload.columns import IntArray, Lines, column, samples
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.held import held_until
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import in_all_copies
 from pipeplan.workload.steady_state.loop import LoopCut
@@ -150,19 +149,22 @@ def _skipped_work(workload: Workload, loop: LoopCut) -> list[int]:
     return [sum(each[item] for item in items) for items in workload.on_resource[: len(workload.devices)]]
 
 
-def in_flight(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> tuple[int, ...]:
+def in_flight(
+    graph: TaskGraph, orders: Orders, loop: LoopCut | None = None, starts: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """The most micro-batches whose activations (or deferred weight gradients) each device holds at once.
 
     On a device whose stages have micro-batches of unequal sizes, they are counted in units of the greatest
-    common divisor of the sizes. With a ``loop`` it is of all that it runs.
+    common divisor of the sizes. With a ``loop`` it is of all that it runs. ``starts`` [task] are the earliest, where
+    they are known.
     """
     if graph.workload.is_inference:
-        return _given(graph, orders)
+        return _given(graph, earliest_starts(graph, with_links(graph, orders)) if starts is None else starts)
     lines = Lines.of(graph.on_devices(orders))
     while_running, after, pieces = _holding(graph, lines)
     if loop is not None and len(loop.moments) > 1:
         cuts = [slice(begin, end) for begin, end in pairwise(lines.begins.tolist())]
-        written = ([each[cut].tolist() for each in (lines.tasks, while_running, after)] for cut in cuts)
+        written = ((lines.tasks[cut].tolist(), while_running[cut].tolist(), after[cut].tolist()) for cut in cuts)
         numbers = (in_all_copies(graph, *each, loop)[1] for each in written)
         most = [max(each, default=0) for each in numbers]
     else:
@@ -211,30 +213,39 @@ def _samples(graph: TaskGraph) -> tuple[IntArray, IntArray]:
     return np.concatenate([begins for begins, _ in both]), np.concatenate([ends for _, ends in both])
 
 
-def _given(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:
+def _given(graph: TaskGraph, starts: Sequence[int]) -> tuple[int, ...]:
     """[device] of forwards alone, which hold what they give until the last that takes it has ended."""
-    workload, starts = graph.workload, earliest_starts(graph, with_links(graph, orders))
-    changes: list[dict[int, Counter[int]]] = [defaultdict(Counter) for _ in workload.devices]
+    workload, begun = graph.workload, column(starts, 4)
+    ends, rows = begun + graph.times, list[tuple[IntArray, IntArray, IntArray, IntArray]]()
     for hold in workload.holds:
-        own = workload.slots[hold.source]
-        for number in checked(range(len(own)), 1024):
-            samples = own.samples(number)
-            begin = starts[graph.offsets[hold.source] + number]
-            takers = [graph.offsets[x] + n for x in hold.targets for n in workload.slots[x].sharing(samples)]
-            end = max(starts[task] + graph.durations[task] for task in takers)
-            for device in workload.holders[hold.source]:
-                changes[device][begin][samples[0]] += 1
-                changes[device][end][samples[0]] -= 1
-    found = [0] * len(changes)
-    for device, moments in enumerate(changes):
-        held = Counter[int]()
-        for moment in sorted(moments):
-            for sample, change in moments[moment].items():
-                held[sample] += change
-                if not held[sample]:
-                    del held[sample]
-            found[device] = max(found[device], len(held))
-    return tuple(found)
+        own = slice(graph.offsets[hold.source], graph.offsets[hold.source + 1])
+        first, devices = samples(workload.slots[hold.source])[0], workload.holders[hold.source]
+        for times, change in ((begun[own], 1), (held_until(graph, hold, ends)[0], -1)):
+            sample, time = np.tile(first, len(devices)), np.tile(times, len(devices))
+            rows.append((np.repeat(np.array(devices), len(first)), sample, time, np.full(len(sample), change)))
+    if not rows:
+        return (0,) * len(workload.devices)
+    device, sample, times, change = (np.concatenate(each) for each in zip(*rows, strict=True))
+    order = np.lexsort((times, sample, device))
+    held = np.cumsum(change[order])  # whatever begins also ends: 0 at the end of each device and sample
+    places = _last_of_each(device[order], sample[order], times[order])
+    last, there = order[places], (held[places] > 0).astype(int)
+    same = np.append(False, (device[last][1:] == device[last][:-1]) & (sample[last][1:] == sample[last][:-1]))
+    changes = there - np.where(same, np.append(0, there[:-1]), 0)
+    order = np.lexsort((times[last], device[last]))
+    own, moments = device[last][order], times[last][order]
+    kept = _last_of_each(own, moments)
+    numbers, found = np.cumsum(changes[order])[kept], np.zeros(len(workload.devices), np.int64)
+    np.maximum.at(found, own[kept], numbers)
+    return tuple(found.tolist())
+
+
+def _last_of_each(*columns: IntArray) -> IntArray:
+    """The last places of equal neighbours, in all of the columns."""
+    differs = np.zeros(max(0, len(columns[0]) - 1), bool)
+    for each in columns:
+        differs |= each[1:] != each[:-1]
+    return np.flatnonzero(np.append(differs, np.ones(min(1, len(columns[0])), bool)))
 
 
 def _share_idle(busy: int, available: int) -> float:

@@ -82,6 +82,13 @@ class Lines:
         return found
 
 
+def counted(values: IntArray) -> tuple[IntArray, IntArray]:
+    """The distinct ones of the values, ascending, and how often each is there."""
+    values = np.sort(values)
+    first = np.flatnonzero(np.concatenate((np.ones(min(1, len(values)), bool), values[1:] != values[:-1])))
+    return values[first], np.diff(np.append(first, len(values)))
+
+
 def sharing(own: Slots, others: Slots) -> tuple[IntArray, IntArray]:
     """[action of one] the first action of others, and the one after the last, that hold any of its samples."""
     if others.plain:
@@ -99,3 +106,19 @@ def samples(slots: Slots) -> tuple[IntArray, IntArray]:
         return begins, begins + slots.size
     found = np.array([slots.samples(number) for number in range(len(slots))], np.int64).reshape(-1, 2)
     return found[:, 0], found[:, 1]
+
+
+def spread(first: IntArray, after: IntArray) -> tuple[IntArray, IntArray]:
+    """(place, number) of all numbers from ``first`` [place] up to ``after`` [place]."""
+    counts = np.maximum(after - first, 0)
+    places = np.repeat(np.arange(len(counts)), counts)
+    return places, np.arange(len(places)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+
+
+def microbatches(slots: Slots) -> IntArray:
+    """[action] its micro-batch."""
+    numbers = np.arange(len(slots))
+    if slots.run == slots.every:
+        return np.where(numbers < 2 * slots.num_parted, numbers // 2, numbers - slots.num_parted)
+    groups, place = np.divmod(numbers - slots.num_parted, slots.run)
+    return np.where(numbers < 2 * slots.num_parted, numbers // 2, slots.first + groups * slots.every + place)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import chain, islice, pairwise
+from itertools import chain, pairwise
 from math import inf
 
 import numpy as np
@@ -22,6 +22,7 @@ from pipeplan.workload.columns import IntArray, Lines, column
 from pipeplan.workload.elements import DeviceMemory
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.exchanges import WholeState, networks_at
+from pipeplan.workload.held import Peak, peaks_in_time
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.steady_state.loop import LoopCut
@@ -279,12 +280,14 @@ class Overflow:
         )
 
 
-def peak_memory(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> tuple[DeviceMemory, ...]:
+def peak_memory(
+    graph: TaskGraph, orders: Orders, loop: LoopCut | None = None, starts: Sequence[int] | None = None
+) -> tuple[DeviceMemory, ...]:
     """What each device holds of every kind at the first moment of its peak; without actions it is its state.
 
-    With a ``loop`` of all that it runs.
+    With a ``loop`` of all that it runs. ``starts`` [task] are the earliest, where they are known.
     """
-    peaks = zip(graph.workload.states, _peaks(graph, orders, loop), strict=True)
+    peaks = zip(graph.workload.states, _peaks(graph, orders, loop, starts), strict=True)
     return tuple(DeviceMemory.of(state + taken) for state, (taken, _) in peaks)
 
 
@@ -312,16 +315,22 @@ def fits(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> bool:
 
 
 def overflow(
-    graph: TaskGraph, orders: Orders, limits: Sequence[int | None] | None = None, loop: LoopCut | None = None
+    graph: TaskGraph,
+    orders: Orders,
+    limits: Sequence[int | None] | None = None,
+    loop: LoopCut | None = None,
+    starts: Sequence[int] | None = None,
 ) -> Overflow | None:
     """The device that exceeds its memory by most, or None if all stay within; ties go to the first.
 
     ``limits`` [device] are what the devices have, None without limit; by default those of the workload. With a ``loop``
-    it is of all that it runs; the action is that of the round that is there.
+    it is of all that it runs; the action is that of the round that is there. ``starts`` as for :func:`peak_memory`.
     """
     worst: Overflow | None = None
     known = [device.usable_bytes for device in graph.workload.devices] if limits is None else limits
-    for index, (limit, (taken, task)) in enumerate(zip(known, _peaks(graph, orders, loop), strict=True)):
+    if all(limit is None for limit in known):
+        return None
+    for index, (limit, (taken, task)) in enumerate(zip(known, _peaks(graph, orders, loop, starts), strict=True)):
         if limit is None:
             continue
         needed = graph.workload.static_bytes(index) + taken.total
@@ -331,25 +340,25 @@ def overflow(
     return worst
 
 
-def _peaks(graph: TaskGraph, orders: Orders, loop: LoopCut | None) -> list[tuple[MemoryBytes, int | None]]:
-    """[device] what it holds beyond its state at the first moment of the peak, and the action that starts then."""
+def _peaks(graph: TaskGraph, orders: Orders, loop: LoopCut | None, starts: Sequence[int] | None = None) -> list[Peak]:
+    """[device] its peak."""
     if graph.workload.order_tells_memory:
         return _peaks_by_order(graph, Lines.of(graph.on_devices(orders)), loop)
-    state = followed(graph, earliest_starts(graph, with_links(graph, orders)))
-    found = zip(state.at_peak, state.peak_task, strict=True)
-    return list(islice(found, len(graph.workload.devices)))
+    if starts is None:
+        starts = earliest_starts(graph, with_links(graph, orders))
+    return peaks_in_time(graph, starts, _exchanged(graph, starts) if graph.workload.exchanges else ())
 
 
-def _peaks_by_order(graph: TaskGraph, lines: Lines, loop: LoopCut | None) -> list[tuple[MemoryBytes, int | None]]:
+def _peaks_by_order(graph: TaskGraph, lines: Lines, loop: LoopCut | None) -> list[Peak]:
     """The same of devices whose orders say what they hold."""
     levels, held = _levels(graph, lines)
     if loop is not None and len(loop.moments) > 1:
         cuts = [slice(begin, end) for begin, end in pairwise(lines.begins.tolist())]
-        written = ([each[cut].tolist() for each in (lines.tasks, levels, held)] for cut in cuts)
+        written = ((lines.tasks[cut].tolist(), levels[cut].tolist(), held[cut].tolist()) for cut in cuts)
         copies = [in_all_copies(graph, *each, loop) for each in written]
         lines = Lines.of([order for order, _ in copies])
         levels = column([*chain.from_iterable(own for _, own in copies)])
-    found = list[tuple[MemoryBytes, int | None]]()
+    found = list[Peak]()
     for place in lines.highest(levels):
         highest = 0 if place is None else int(levels[place])
         if place is None or not highest:
@@ -387,14 +396,6 @@ def in_all_copies(
     return [*found, *(order[at] for at in rest)], [*raised, *(levels[at] + later for at in rest)]
 
 
-def followed(graph: TaskGraph, starts: Sequence[int]) -> MemoryState:
-    """The state after all actions have started at ``starts`` [task], in ns, and ended, with what they exchange."""
-    state = MemoryState(graph)
-    for _ in _changes(graph, starts, state):
-        pass
-    return state
-
-
 def memory_curves(graph: TaskGraph, starts: Sequence[int]) -> list[list[tuple[int, int]]]:
     """[device] pairs (time in ns, bytes that it holds beyond the static ones from then on), the first at 0.
 
@@ -402,7 +403,7 @@ def memory_curves(graph: TaskGraph, starts: Sequence[int]) -> list[list[tuple[in
     """
     state = MemoryState(graph)
     curves: list[list[tuple[int, int]]] = [[(0, 0)] for _ in graph.workload.devices]
-    for time, devices in _changes(graph, starts, state):
+    for time, devices in changes_of(graph, starts, state):
         for device in devices:
             curve, held = curves[device], state.held[device]
             if time == curve[-1][0]:
@@ -412,7 +413,7 @@ def memory_curves(graph: TaskGraph, starts: Sequence[int]) -> list[list[tuple[in
     return curves
 
 
-def _changes(graph: TaskGraph, starts: Sequence[int], state: MemoryState) -> Iterator[tuple[int, Sequence[int]]]:
+def changes_of(graph: TaskGraph, starts: Sequence[int], state: MemoryState) -> Iterator[tuple[int, Sequence[int]]]:
     """Let everything happen to a state, in time: (ns, devices concerned) after each start and end."""
     events: list[tuple[int, int, int, int]] = []  # time, 0 for ends and 1 for starts, what it is of, which of these
     for task in range(graph.num_actions):

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from pipeplan.workload.columns import IntArray, sharing
+from pipeplan.workload.columns import IntArray, sharing, spread
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
 
@@ -72,9 +72,7 @@ class _Parts:
         own, others = self.workload.slots[target], self.workload.slots[source]
         needs = self.workload.needs.get((source, target))
         first, after = sharing(own, others) if needs is None else (np.zeros(len(needs), np.int64), np.array(needs))
-        counts = np.maximum(after - first, 0)
-        targets = np.repeat(np.arange(len(own)), counts)
-        sources = np.arange(len(targets)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        targets, sources = spread(first, after)
         lags = np.full(len(targets), lag)
         if parted := 2 * min(own.num_parted, others.num_parted):
             lags[sources < parted] = self.workload.part_lags.get((source, target), lag)

@@ -67,7 +67,7 @@ class TaskGraph:
     @cached_property
     def num_predecessors(self) -> list[int]:
         """[task] how many tasks it waits for."""
-        return np.bincount(self.pairs.targets, minlength=len(self.durations)).tolist()
+        return list(np.bincount(self.pairs.targets, minlength=len(self.durations)).tolist())
 
     @cached_property
     def items(self) -> IntArray:
@@ -77,7 +77,7 @@ class TaskGraph:
     @cached_property
     def numbers(self) -> IntArray:
         """[task] which of its item's it is."""
-        return np.arange(len(self.durations)) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        return np.arange(len(self.durations)) - np.array(self.offsets)[self.items]
 
     @cached_property
     def times(self) -> IntArray:
