@@ -25,8 +25,7 @@ def master_stage(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> int
     wanted = _orders_of_1f1b(graph, workload)
     if wanted is None:
         return None
-    for order in graph.on_devices(orders):
-        actions = [task for task in order if task < graph.num_actions]
+    for actions in map(list, graph.on_devices(orders)):
         if actions and actions != wanted[workload.operations[graph.operation_of[actions[0]]].stage]:
             return None
     depths, count = workload.stage_depths, workload.num_microbatches

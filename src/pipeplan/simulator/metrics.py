@@ -218,23 +218,23 @@ def _given(graph: TaskGraph, starts: Sequence[int]) -> tuple[int, ...]:
     workload, begun = graph.workload, column(starts, 4)
     ends, rows = begun + graph.times, list[tuple[IntArray, IntArray, IntArray, IntArray]]()
     for hold in workload.holds:
-        own = slice(graph.offsets[hold.source], graph.offsets[hold.source + 1])
+        cut = slice(graph.offsets[hold.source], graph.offsets[hold.source + 1])
         first, devices = samples(workload.slots[hold.source])[0], workload.holders[hold.source]
-        for times, change in ((begun[own], 1), (held_until(graph, hold, ends)[0], -1)):
-            sample, time = np.tile(first, len(devices)), np.tile(times, len(devices))
-            rows.append((np.repeat(np.array(devices), len(first)), sample, time, np.full(len(sample), change)))
+        for moments, change in ((begun[cut], 1), (held_until(graph, hold, ends)[0], -1)):
+            of = np.repeat(np.array(devices), len(first))
+            rows.append((of, np.tile(first, len(devices)), np.tile(moments, len(devices)), np.full(len(of), change)))
     if not rows:
         return (0,) * len(workload.devices)
-    device, sample, times, change = (np.concatenate(each) for each in zip(*rows, strict=True))
+    device, sample, times, changed = (np.concatenate(each) for each in zip(*rows, strict=True))
     order = np.lexsort((times, sample, device))
-    held = np.cumsum(change[order])  # whatever begins also ends: 0 at the end of each device and sample
+    held = np.cumsum(changed[order])  # whatever begins also ends: 0 at the end of each device and sample
     places = _last_of_each(device[order], sample[order], times[order])
     last, there = order[places], (held[places] > 0).astype(int)
     same = np.append(False, (device[last][1:] == device[last][:-1]) & (sample[last][1:] == sample[last][:-1]))
     changes = there - np.where(same, np.append(0, there[:-1]), 0)
     order = np.lexsort((times[last], device[last]))
-    own, moments = device[last][order], times[last][order]
-    kept = _last_of_each(own, moments)
+    own = device[last][order]
+    kept = _last_of_each(own, times[last][order])
     numbers, found = np.cumsum(changes[order])[kept], np.zeros(len(workload.devices), np.int64)
     np.maximum.at(found, own[kept], numbers)
     return tuple(found.tolist())
@@ -333,6 +333,11 @@ class StepsBefore:
         if self._graph.workload.exchanges:
             return None
         raise AssertionError(f"{self._graph.label(task)} starts at {self._starts[task]} and nothing let it start then")
+
+    def times_of(self, tasks: Sequence[int]) -> tuple[IntArray, IntArray]:
+        """Starts and ends of tasks."""
+        own = np.array(tasks, np.int64)
+        return self._waited.starts[own], self._waited.ends[own]
 
     def maker(self, task: int) -> int | None:
         """The task that made the last of a task's inputs; None where it has none."""

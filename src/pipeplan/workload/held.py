@@ -86,9 +86,9 @@ def _of_actions(graph: TaskGraph, starts: IntArray) -> Iterator[_Changes]:
             until, alike = held_until(graph, hold, ends)
             parts = 0 if alike else workload.effects[hold.source].num_parts
             yield _change(hold.kind, workload.holders[hold.source], until, -_sizes(hold.size, len(until), parts))
-    for (item, kind), size in taken.items():
+    for (item, kind), whole in taken.items():
         tasks = np.arange(graph.offsets[item], graph.offsets[item + 1])
-        sizes = _sizes(size, len(tasks), workload.effects[item].num_parts)
+        sizes = _sizes(whole, len(tasks), workload.effects[item].num_parts)
         yield _change(kind, workload.holders[item], starts[tasks], sizes, tasks)
 
 

@@ -297,6 +297,13 @@ def memory_levels(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     return found
 
 
+def held_after(graph: TaskGraph, orders: Orders) -> list[list[int]]:
+    """[device][action of its order] bytes beyond the static ones that it holds after it, if orders tell memory."""
+    lines = Lines.of(graph.on_devices(orders))
+    after = _levels(graph, lines)[1].tolist()
+    return [after[begin:end] for begin, end in pairwise(lines.begins.tolist())]
+
+
 def _levels(graph: TaskGraph, lines: Lines) -> tuple[IntArray, IntArray]:
     """[place] bytes beyond the static ones that a device holds while an action of its line runs, and after it."""
     effects, items = graph.workload.effects, graph.items[lines.tasks]

@@ -77,7 +77,8 @@ class TaskGraph:
     @cached_property
     def numbers(self) -> IntArray:
         """[task] which of its item's it is."""
-        return np.arange(len(self.durations)) - np.array(self.offsets)[self.items]
+        found: IntArray = np.arange(len(self.durations)) - np.array(self.offsets)[self.items]
+        return found
 
     @cached_property
     def times(self) -> IntArray:
