@@ -24,8 +24,9 @@ class Wait:
     it, the lag is that much less, and may be negative. Then ``inside`` says that it may wait for a message that stands
     after it in its program.
 
-    ``dependency`` is the number of the dependency that says so. ``needs`` [action], where there is such a list, is how
-    many of the other's first actions it waits for; otherwise for those that hold its samples.
+    ``later`` is by how many micro-batches its own is later than the other's. ``dependency`` is the number of the
+    dependency that says so. ``needs`` [action], where there is such a list, is how many of the other's first actions it
+    waits for; otherwise for those that hold its samples.
     """
 
     source: int
@@ -34,6 +35,7 @@ class Wait:
     dependency: int
     needs: tuple[int, ...] | None
     inside: bool = False
+    later: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,10 @@ def _pairs(
     for target, own in enumerate(waits):
         for index, wait in enumerate(own):
             count, parts = len(slots[target]), 2 * min(slots[target].num_parted, slots[wait.source].num_parted)
-            if wait.needs is not None:
+            if wait.later:  # between micro-batches of one size
+                targets = np.arange(wait.later, max(wait.later, count))
+                numbers = targets - wait.later
+            elif wait.needs is not None:
                 targets, numbers = spread(np.zeros(count, np.int64), np.array(wait.needs, np.int64))
             elif slots[target] is slots[wait.source]:
                 targets = numbers = np.arange(count)

@@ -20,6 +20,8 @@ def given_spans(facts: Facts) -> list[list[Span]]:
     takers: dict[str, list[int]] = {}
     its = facts.columns
     for dependency in facts.plan.dependencies:
+        if dependency.later:  # a token, of which nobody counts the bytes
+            continue
         takers.setdefault(dependency.source, []).append(facts.ids.index(dependency.target))
     for operation, own in enumerate(facts.plan.operations):
         if not own.acquire_bytes:

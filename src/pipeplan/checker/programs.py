@@ -381,7 +381,10 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, inside: _
                     place = _place(facts, hop.source_device, sent)
                     text = f"sends what {facts.label(source, n)} makes only afterwards, at [{sender[source, n]}]"
                     findings.add("transfer-order", place, text)
-            for n in facts.slots[target].sharing(samples):
+            takers = facts.slots[target].sharing(samples)
+            if dependency.later:
+                takers = range(message + dependency.later, message + dependency.later + 1)
+            for n in takers:
                 if receiver[target, n] < received and not inside.may_wait(
                     hop.target_device, (target, n), number, received
                 ):
@@ -392,11 +395,14 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, inside: _
 
 def _is_between(facts: Facts, messages: Messages, programs: Programs, number: int, ends: tuple[int, int]) -> bool:
     """Whether all messages of a hop are sent after what makes them, and received before what needs them."""
-    hop, slots, item = messages.hops[number][3], messages.slots[number], len(facts.ids) + number
+    _, _, dependency, hop = messages.hops[number]
+    slots, item = messages.slots[number], len(facts.ids) + number
     sent, received = (programs.places_of(device, item) for device in (hop.source_device, hop.target_device))
     for side, (device, own) in enumerate(zip((hop.source_device, hop.target_device), ends, strict=True)):
         places = programs.places_of(device, own)
-        if slots == facts.slots[own]:
+        if side and dependency.later:
+            wrong = places[dependency.later :] < received
+        elif slots == facts.slots[own]:
             wrong = places < received if side else sent < places
         else:
             at, others = spread(*sharing(slots, facts.slots[own]))

@@ -21,7 +21,7 @@ from pipeplan.costs.zero import AUTO
 from pipeplan.display import Displayed
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
-from pipeplan.files.plan import KindSource
+from pipeplan.files.plan import Decode, KindSource
 from pipeplan.lower import programs
 from pipeplan.planning.alternatives import EqualPlan, Explanation
 from pipeplan.planning.candidates import PlacementCandidate
@@ -62,13 +62,14 @@ def assemble(
     where: str = "",
     cut: tuple[Sequence[int], int] | None = None,
     as_written: bool = False,
+    decode: Decode | None = None,
 ) -> Plan:
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
 
     ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload: with a ``loop``, of all its
     micro-batches. ``recipe`` is what training keeps, ``modules`` are those of blocks, ``where`` is the profile's file.
     ``cut`` [operation] is the first micro-batch of the repetend, and its unroll; None: whatever can be repeated, or
-    ``as_written`` what the orders themselves repeat.
+    ``as_written`` what the orders themselves repeat. ``decode`` is what a loop of decode steps is for.
 
     Raises:
         UsageError: a figure is larger than a plan can say, such as the bytes that a device holds.
@@ -99,6 +100,7 @@ def assemble(
             programs=written,
             repetend=repetend,
             loop=repeated,
+            decode=decode,
             predicted=Predicted(
                 makespan_ns=figures.makespan_ns,
                 lower_bound_ns=bound_ns,

@@ -17,7 +17,7 @@ from pipeplan.workload.workload import Workload
 class Pairs:
     """[pair] what waits for what: a task of ``targets`` until ``lags`` ns after the end of that of ``sources``.
 
-    In the order of the workload's edges.
+    In the order of the workload's edges, and after them of what returns.
     """
 
     sources: IntArray
@@ -34,6 +34,8 @@ class Pairs:
                     parts.add_sharing(source, target, lag)
             else:
                 parts.add_alike([*edges])
+        for source, target, lag, later in workload.returns:
+            parts.add_returns(source, target, lag, later)
         return cls(*(np.concatenate(each) if each else np.zeros(0, np.int64) for each in parts.columns))
 
 
@@ -77,6 +79,12 @@ class _Parts:
         if parted := 2 * min(own.num_parted, others.num_parted):
             lags[sources < parted] = self.workload.part_lags.get((source, target), lag)
         self._add(sources + self.offsets[source], targets + self.offsets[target], lags)
+
+    def add_returns(self, source: int, target: int, lag: int, later: int) -> None:
+        """What an action waits for of an earlier micro-batch, of the same size."""
+        numbers = np.arange(max(0, len(self.workload.slots[target]) - later))
+        sources, targets = numbers + self.offsets[source], numbers + later + self.offsets[target]
+        self._add(sources, targets, np.full(len(numbers), lag))
 
     def _add(self, *columns: IntArray) -> None:
         for known, more in zip(self.columns, columns, strict=True):
