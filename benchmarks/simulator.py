@@ -27,8 +27,22 @@ from tables import machine, markdown, note
 import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
+from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.files import Plan
+from pipeplan.files import (
+    Block,
+    Cluster,
+    CostRow,
+    DeviceKind,
+    Edge,
+    LinkLevel,
+    PlacedStage,
+    Placement,
+    Plan,
+    Profile,
+    Recipe,
+    Source,
+)
 from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.simulator.simulation import simulate
@@ -116,6 +130,37 @@ def _model(model: str = "gpt2-345m", scheduler: str = "1f1b", **options: Any) ->
     return made
 
 
+def _chain(*, zero: bool = False, late: bool = False) -> Callable[[int], Plan]:
+    """Twelve blocks in four stages on pairs of devices; if inputs are late, each takes what the two before it make."""
+
+    def made(count: int) -> Plan:
+        row = CostRow(microbatch_size=1, forward_ns=100, backward_ns=200, activation_bytes=100, workspace_bytes=30)
+        blocks = tuple(Block(id=f"b{n}", operator="layer", parameters=1000, costs=(row,)) for n in range(12))
+        ends = [(b - back, b) for b in range(1, 12) for back in range(1, min(b, 2 if late else 1) + 1)]
+        edges = tuple(Edge(source=f"b{a}", target=f"b{b}", bytes_per_sample=8, transfer_ns=21) for a, b in ends)
+        source = Source(method="literature")
+        profile = Profile(name="chain", source=source, blocks=blocks, edges=edges, recipe=Recipe(name="bf16-mixed"))
+        every = (2, 4) if zero else (None, None)
+        stages = [
+            PlacedStage(
+                blocks=tuple(block.id for block in blocks[3 * n : 3 * n + 3]),
+                devices=(2 * n, 2 * n + 1),
+                replicas=2,
+                zero=3 if zero else 0,
+                unshard_every=every[0],
+                reduce_every=every[1],
+            )
+            for n in range(4)
+        ]
+        placement = Placement(strategy="one-to-one", num_devices=8, stages=tuple(stages))
+        level = LinkLevel(name="wire", group_size=8, latency_ns=5, bandwidth_bytes_per_s=10**12)
+        cluster = Cluster(name="wires", source=source, devices=(DeviceKind(name="small", count=8),), levels=(level,))
+        workload = build_workload(profile, placement, num_microbatches=count, microbatch_size=2, cluster=cluster)
+        return plan_of(with_late_inputs(profile, workload, cluster) if late else workload)
+
+    return made
+
+
 def _graph(count: int) -> Plan:
     """Two branches that meet, under GPipe's order."""
     return plan_of(workload_of(8, count, name="k"), "gpipe")
@@ -158,10 +203,9 @@ KINDS: dict[str, tuple[str, Callable[[int], Plan]]] = {
     "graph": ("two branches that meet", _graph),
     "replicas": ("pp 4, dp 4", _model(pp=4, replicas=4, tp=1)),
     "shards": ("pp 4, tp 2, dp 2", _model(pp=4, replicas=2, tp=2)),
-    "zero-3": ("pp 4, dp 4, exchanges by actions", _model(pp=4, replicas=4, tp=1, zero=3)),
+    "zero-3": ("pp 4, dp 2, state exchanged by actions", _chain(zero=True)),
     "recomputed": ("pp 4, dp 4, all computed again", _model(pp=4, replicas=4, tp=1, recompute="all")),
-    "late inputs": ("pp 4, tp 2, dp 2, begun before inputs", _model(pp=4, replicas=2, tp=2, late_inputs="yes")),
-    "slices": ("pp 8, leading micro-batches in halves", _model(pp=8, replicas=2, tp=1, slices=4)),
+    "late inputs": ("pp 4, dp 2, begun before all inputs", _chain(late=True)),
     "forwards": ("inference, 2 chunks", _forwards),
     "unrolled": ("a loop written out", _unrolled),
 }

@@ -39,7 +39,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ActionColumns:
     """``firsts`` [operation] is its first action, and in the end the number of all; the rest are [action], in ns.
 
     ``targets``, ``sources``, ``lags`` and ``waits`` [pair]: an action of ``targets`` waits until so much after the end
@@ -62,7 +62,7 @@ class Columns:
         starts: Sequence[Sequence[int]],
         durations: tuple[Sequence[int], Sequence[int]],
         waits: Sequence[Sequence[Wait]],
-    ) -> Columns:
+    ) -> ActionColumns:
         """Of a plan's operations; ``durations`` of whole micro-batches and of parts."""
         firsts = np.array([0, *accumulate(map(len, slots))])
         counts = np.diff(firsts)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeplan.checker.columns import Columns, Wait
+from pipeplan.checker.columns import ActionColumns, Wait
 from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Plan
@@ -129,9 +129,9 @@ class Facts:
         )
 
     @cached_property
-    def columns(self) -> Columns:
+    def columns(self) -> ActionColumns:
         """The actions in columns."""
-        return Columns.of(self.slots, self.starts, (self.durations, self.part_durations), self.waits)
+        return ActionColumns.of(self.slots, self.starts, (self.durations, self.part_durations), self.waits)
 
     @cached_property
     def first_starts(self) -> list[int]:

@@ -23,7 +23,7 @@ Peak = tuple[MemoryBytes, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Changes:
+class _HeldChanges:
     """[change] from ``times`` on, in ns, a device holds ``sizes`` bytes more; what ends does before what starts.
 
     ``tasks`` are those that start, or an exchange's number after them; changes of one start come together.
@@ -70,7 +70,7 @@ def peaks_in_time(
     return found
 
 
-def _of_actions(graph: TaskGraph, starts: IntArray) -> Iterator[_Changes]:
+def _of_actions(graph: TaskGraph, starts: IntArray) -> Iterator[_HeldChanges]:
     """Workspace while actions run, and what they hold from their start on to the end of the last that needs it."""
     workload, ends = graph.workload, starts + graph.times
     for item, operation in enumerate(workload.operations):
@@ -113,18 +113,20 @@ def held_until(graph: TaskGraph, hold: Hold, ends: IntArray) -> tuple[IntArray, 
     return found, alike
 
 
-def _of_exchanges(graph: TaskGraph, exchanged: Sequence[tuple[tuple[int, ...], WholeState]]) -> Iterator[_Changes]:
+def _of_exchanges(graph: TaskGraph, exchanged: Sequence[tuple[tuple[int, ...], WholeState]]) -> Iterator[_HeldChanges]:
     """What devices have whole for a time."""
-    for number, (devices, each) in enumerate(exchanged):
-        own = np.array([graph.num_tasks + number])
-        size = column([each.size], 4 + len(exchanged))
-        yield _change(each.kind, devices, np.array([each.begin_ns]), size, own)
-        yield _change(each.kind, devices, np.array([each.end_ns]), -size)
+    alike: defaultdict[tuple[tuple[int, ...], MemoryKind], list[tuple[int, int, int, int]]] = defaultdict(list)
+    for number, (devices, each) in enumerate(exchanged, graph.num_tasks):
+        alike[devices, each.kind].append((number, each.begin_ns, each.end_ns, each.size))
+    for (devices, kind), own in alike.items():
+        numbers, begins, ends, sizes = (column(each, 4 + len(exchanged)) for each in zip(*own, strict=True))
+        yield _change(kind, devices, begins, sizes, numbers)
+        yield _change(kind, devices, ends, -sizes)
 
 
 def _change(
     kind: MemoryKind, devices: Sequence[int], times: IntArray, sizes: IntArray, tasks: IntArray | None = None
-) -> _Changes:
+) -> _HeldChanges:
     """The same on every device, at each of the times: the start of a task, or an end."""
     count = len(times)
     of = np.repeat(np.array(devices, np.int64), count)
@@ -132,4 +134,4 @@ def _change(
     sizes = np.broadcast_to(sizes, (count,))
     tiled = (np.tile(each, len(devices)) for each in (times, sizes, numbers))
     at, size, task = tiled
-    return _Changes(kind, of, at, size, tasks is not None, task)
+    return _HeldChanges(kind, of, at, size, tasks is not None, task)

@@ -14,7 +14,7 @@ from pipeplan.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
+class TaskPairs:
     """[pair] what waits for what: a task of ``targets`` until ``lags`` ns after the end of that of ``sources``.
 
     In the order of the workload's edges, and after them of what returns.
@@ -25,9 +25,9 @@ class Pairs:
     lags: IntArray
 
     @classmethod
-    def of(cls, workload: Workload, offsets: Sequence[int]) -> Pairs:
+    def of(cls, workload: Workload, offsets: Sequence[int]) -> TaskPairs:
         """Join the actions of a workload, of which operation o has those from ``offsets[o]`` on."""
-        parts = _Parts(workload, offsets)
+        parts = _PairsSoFar(workload, offsets)
         for alike, edges in groupby(workload.edges, parts.alike):
             if alike is None:
                 for source, target, lag in edges:
@@ -40,7 +40,7 @@ class Pairs:
 
 
 @dataclass(slots=True)
-class _Parts:
+class _PairsSoFar:
     """Pairs as they come: sources, targets and lags."""
 
     workload: Workload

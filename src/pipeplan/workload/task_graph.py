@@ -23,7 +23,7 @@ from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.columns import IntArray, Lines, column
 from pipeplan.workload.exchanges import networks_of
-from pipeplan.workload.pairs import Pairs
+from pipeplan.workload.pairs import TaskPairs
 from pipeplan.workload.tail import NOTHING, ExchangeEnds, best_tail, exchanged_by
 from pipeplan.workload.workload import Workload
 
@@ -49,9 +49,9 @@ class TaskGraph:
     at_once: bool = False
 
     @cached_property
-    def pairs(self) -> Pairs:
+    def pairs(self) -> TaskPairs:
         """Every task that waits for another."""
-        found = Pairs.of(self.workload, self.offsets)
+        found = TaskPairs.of(self.workload, self.offsets)
         return replace(found, lags=np.zeros_like(found.lags)) if self.at_once else found
 
     @cached_property
