@@ -217,11 +217,13 @@ def _check_fingerprint(what: str, found: str, stated: str, findings: Findings, k
 
 def _check_origin(plan: Plan, profile: Profile, findings: Findings) -> None:
     """What the plan says of the profile's device and samples, which older plans do not, is what the profile says."""
-    stated = plan.provenance
+    stated, tokens = plan.provenance, profile.tokens_per_sample
+    if plan.decode is not None:  # a sample is a request's next token
+        tokens = 1
     for key, said, found in (
         ("device", stated.device, profile.source.device),
         ("dtype", stated.dtype, profile.source.dtype),
-        ("tokens_per_sample", stated.tokens_per_sample, profile.tokens_per_sample),
+        ("tokens_per_sample", stated.tokens_per_sample, tokens),
         ("forward_flops_per_sample", stated.forward_flops_per_sample, profile.forward_flops_per_sample),
     ):
         if said and said != found:

@@ -26,7 +26,8 @@ from pipeplan.workload.kinds import MemoryBytes
 from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, SAMPLES, SHARDS, Mesh
 
 STATISTIC_BYTES = 4
-"""The largest score of a head and the sum of its exponentials are in single precision, whatever the model is in."""
+"""The logarithm of a head's sum of exponentials is in single precision, whatever the model is in; with it pieces merge,
+for which the text has two numbers (:func:`.step_volume`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ def _exchanged(block: Block, way: StepWay, requests: int) -> list[Exchange]:
     queries, mixture = block.query_bytes_per_token // way.shards, block.mixture_bytes_per_token // way.shards
     written = cached_bytes(block, 1, way.shards)
     heads = -(-block.dimensions.get("heads", 1) // way.shards)
-    found = Exchange("all_to_all", requests * (mixture + 2 * heads * STATISTIC_BYTES))
+    found = Exchange("all_to_all", requests * (mixture + heads * STATISTIC_BYTES))
     if way.by_queries:
         own = -(-requests // way.cache) * written
         return [Exchange("all_gather", requests * queries), Exchange("all_to_all", own), found]

@@ -26,6 +26,7 @@ from pipeplan.lower import programs
 from pipeplan.planning.alternatives import EqualPlan, Explanation
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.choices import choices_of
+from pipeplan.planning.decoding import DecodeAnswer
 from pipeplan.planning.request import Request
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
@@ -417,7 +418,7 @@ class Result(Displayed):
     are the micro-batch sizes per replica, of those that were open, of which nothing was looked at. ``tie`` is a simpler
     plan that is as good as this one. ``request`` is what was asked; None of a result put together by hand. ``cost`` is
     what the limits of the target cost, where there is one; ``start_ns`` what the plan takes here that the search was
-    given to start from, if it fits.
+    given to start from, if it fits. ``decode`` is what a plan of decode steps is for.
     """
 
     plan: Plan
@@ -436,6 +437,7 @@ class Result(Displayed):
     request: Request | None = field(default=None, repr=False, compare=False)
     cost: TargetCost | CacheCost | None = None
     start_ns: int | None = None
+    decode: DecodeAnswer | None = None
 
     def __repr__(self) -> str:
         bound = f"bound {format_ns(self.lower_bound_ns)}, gap {self.gap:.2%}"
@@ -518,5 +520,6 @@ class Result(Displayed):
             "partition_seconds": self.partition_seconds,
             "notes": list(self.notes),
             **({} if self.cost is None else {"for": self.cost.figures()}),
+            **({} if self.decode is None else self.decode.figures()),
             **({} if self.explanation is None else self.explanation.figures()),
         }

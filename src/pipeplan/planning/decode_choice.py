@@ -23,7 +23,7 @@ from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile
 from pipeplan.planning.decoding import ServingAsked
 from pipeplan.sharding.decode_graph import TOKEN_BYTES, DecodeRuns, StepChoice, chain_of
 from pipeplan.sharding.table import FloatArray, IntArray
-from pipeplan.time_limit import TimeUpError, checkpoint
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 from pipeplan.units import format_bytes
 
 ALL_SIZES = 8
@@ -92,8 +92,8 @@ class DecodeSearch:
     """What is asked: ``devices`` of ``limit`` bytes for ``batch`` requests with ``context`` tokens at the last step.
 
     ``positions`` is the number of stages, where it is asked for, ``shards`` and ``samples`` are of every block with a
-    cache. ``finished``: nothing was left for lack of time; numbers of groups that were ``looked_at``, of them
-    ``refuted`` as no better, and ``left``.
+    cache. Of the numbers of groups some were ``looked_at``, of these some ``refuted`` as no better, and some
+    ``left`` for lack of time.
     """
 
     profile: Profile
@@ -106,7 +106,6 @@ class DecodeSearch:
     positions: int | None = None
     shards: int | None = None
     samples: int | None = None
-    finished: bool = False
     looked_at: int = 0
     refuted: int = 0
     left: int = 0
@@ -129,12 +128,16 @@ class DecodeSearch:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Devices of a group, of any number that is looked at; what names a way to share has several, if there are."""
+        """Devices of a group, of any number that is looked at and leaves no device over; named ways have several."""
         count = self.devices
         every = range(1, count + 1) if count <= ALL_SIZES else [1 << n for n in range(count.bit_length())]
         least = 2 if self.asked.named and count > 1 else 1
         pieces = self.asked.dcp or 1
-        return tuple(sorted({each for each in (*every, count) if least <= each <= count and each % pieces == 0}))
+        able = {each for each in (*every, count) if least <= each <= count and each % pieces == 0}
+        sums = {0}
+        for devices in range(1, count + 1):
+            sums |= {devices} if any(devices - each in sums for each in able) else set()
+        return tuple(each for each in sorted(able) if count - each in sums)
 
     def allows(self, block: Block, way: StepWay) -> bool:
         """Whether a block may be shared so, by what is asked."""
@@ -153,8 +156,8 @@ class DecodeSearch:
         pieces = self.asked.dcp or devices
         return way.cache == pieces and way.shards == way.copies == 1 and way.by_queries == (kv == "cp-q")
 
-    def best(self) -> DecodeChoice:
-        """The quickest.
+    def best(self, limit: Limit | None = None) -> DecodeChoice:
+        """The quickest; a ``limit`` that is enforced waits for the first that is found.
 
         Raises:
             InfeasibleError: none fits; the text says how many requests would.
@@ -174,13 +177,20 @@ class DecodeSearch:
                 choice = self.of_groups(groups, self.batch)
                 if choice is not None and (found is None or choice.token_ns < found.token_ns):
                     found = choice
-            self.finished, self.left = True, 0
+                    if limit is not None:
+                        limit.wait_no_longer()
+            self.left = 0
         except TimeUpError:
             if found is None:
                 raise
         if found is None:
             raise self._nothing()
         return found
+
+    def bound_ns(self, found: DecodeChoice) -> float:
+        """Ns between tokens that no choice is below, once the best was ``found`` in the time."""
+        numbers = self._numbers_of_groups()
+        return min([found.token_ns, *map(self._least_ns, numbers[len(numbers) - self.left :])])
 
     def _numbers_of_groups(self) -> list[int]:
         """From 1 on, powers of two first: where time is up, what is left lies between those looked at."""
@@ -212,6 +222,12 @@ class DecodeSearch:
                 way[name] = min(way.get(name, math.inf), step)
         alike = [self.profile.alike[name] for name in self.order]
         return max(groups * sum(work[each] for each in alike) / self.devices, sum(way[each] for each in alike))
+
+    def one_stage(self) -> list[StepChoice]:
+        """All ways to share all blocks over all devices that no other beats in memory and time, least memory first."""
+        at = DecodeAt.of(self.batch, 1, self.context)
+        runs = self._runs(self.devices, at)
+        return runs.frontier(0, len(self.order)) if all(runs.ways.values()) else []
 
     def _runs(self, size: int, at: DecodeAt) -> DecodeRuns:
         return DecodeRuns(self.profile, size, at, self.links, self.limit, self.allows)

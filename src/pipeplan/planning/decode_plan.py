@@ -68,6 +68,7 @@ def decode_plan(
     require_cache(workload, decode)
     schedule = decode_schedule(workload, budget)
     said = {"kv": decode.kv, "batch": decode.batch, "context": decode.context_tokens, "groups": decode.groups}
+    made = provenance_of(profile, cluster, {**said, **(options or {})}, budget.seed, ortools=version("ortools"))
     plan = assemble(
         schedule.graph,
         schedule.orders,
@@ -76,9 +77,8 @@ def decode_plan(
         schedule.scheduler,
         recipe=profile.recipe,
         modules=profile.modules,
-        provenance=provenance_of(
-            profile, cluster, {**said, **(options or {})}, budget.seed, ortools=version("ortools")
-        ),
+        # a sample is a request's next token, and what that takes grows with its text
+        provenance=made.model_copy(update={"tokens_per_sample": 1, "forward_flops_per_sample": None}),
         where=profile.where,
         cut=schedule.repetend,
         decode=decode,

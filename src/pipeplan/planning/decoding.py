@@ -60,8 +60,8 @@ OPEN = ServingAsked()
 class LayerVolume:
     """What a device sends in a step and layer where so many ``devices`` share it as ``kept`` says, for ``requests``.
 
-    ``printed`` are numbers as the thesis has them, None of what it has no formula for; ``counted`` and ``bytes`` count
-    rings and direct sends.
+    ``printed`` are numbers as the thesis has them, None of what it has no formula for; ``counted`` are these by rings
+    and direct sends, ``bytes`` what runs send: one number of each head, for which the text has two.
     """
 
     kept: Kept
@@ -76,7 +76,8 @@ class LayerVolume:
         """Of a block with attention whose numbers have ``width`` bytes; what is cached may have fewer."""
         hidden, heads = (block.dimensions.get(name, 1) for name in ("hidden", "heads"))
         numbers = block.query_bytes_per_token // width, block.cache_bytes_per_token // (2 * width)
-        counted = step_volume(kept, AttentionShape(hidden, *numbers, heads), requests, devices)
+        shape = AttentionShape(hidden, *numbers, heads)
+        counted = step_volume(kept, shape, requests, devices)
         printed = printed_volume(kept, hidden, heads, requests, devices) if kept in ("tp", "cp") else None
         return cls(
             kept,
@@ -84,8 +85,20 @@ class LayerVolume:
             requests,
             None if printed is None else float(printed),
             float(counted.numbers + counted.statistics),
-            counted.bytes(width),
+            step_volume(kept, shape, requests, devices, statistics=1).bytes(width),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPoint:
+    """A way for devices to share all blocks that no other beats in both: bytes on each, ns between two tokens.
+
+    ``blocks`` says how many blocks are shared in which way.
+    """
+
+    blocks: str
+    memory_bytes: int
+    token_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +106,8 @@ class DecodeAnswer:
     """What is to be said of a plan of decode steps: how caches are shared, over how many devices along the sequence.
 
     ``volumes`` are of each plain way on the plan's largest group of devices, where it has several; ``max_requests`` is
-    None without a memory limit.
+    None without a memory limit. No choice of stages, groups and ways has tokens sooner than ``token_lower_bound_ns``.
+    ``frontier``, where it was asked for, is of one stage on all devices.
     """
 
     kv: str
@@ -102,9 +116,11 @@ class DecodeAnswer:
     context: int
     groups: int
     token_ns: float
+    token_lower_bound_ns: float
     cache_bytes: tuple[int, ...]
     max_requests: int | None
     volumes: tuple[LayerVolume, ...] = ()
+    frontier: tuple[SharedPoint, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -115,7 +131,9 @@ class DecodeAnswer:
         """As in JSON."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         found |= {"tokens_per_s": self.tokens_per_s, "cache_bytes": list(self.cache_bytes)}
-        return found | {"volumes": [asdict(each) for each in self.volumes]}
+        found["volumes"] = [asdict(each) for each in self.volumes]
+        points = [asdict(each) for each in found.pop("frontier")]
+        return found | ({"frontier": points} if points else {})
 
 
 class DecodeCost(NamedTuple):

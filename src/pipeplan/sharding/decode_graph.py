@@ -104,8 +104,13 @@ class DecodeRuns:
         return self.at.largest * self._hidden(end) if end < len(self.order) else 0
 
     def _hidden(self, end: int) -> int:
-        edges = self.profile.edges_into.get(self.order[end], ())
-        return sum(bytes_between(self.profile, edge, 1) for edge in edges)
+        """Bytes of a request's hidden state before a block."""
+        return self._hidden_bytes[end]
+
+    @cached_property
+    def _hidden_bytes(self) -> list[int]:
+        into = self.profile.edges_into
+        return [sum(bytes_between(self.profile, edge, 1) for edge in into.get(name, ())) for name in self.order]
 
     @cached_property
     def least(self) -> FloatArray:
@@ -115,14 +120,20 @@ class DecodeRuns:
         if not all(self.ways.values()):
             return found
         working = [min(each.working_bytes for each in self.of(name)) for name in self.order]
+        endings = [self._ending(end) for end in range(1, count + 1)]
+        known = dict[object, float]()
         for begin in range(count):
             checkpoint()
             number, costs = self._first(self.order[begin])
+            most = 0
             for end in range(begin + 1, count + 1):
                 if end > begin + 1:
                     number, costs = self._longer(number, costs, end - 1)
-                space = self._space(end, max(working[begin:end]))
-                found[begin, end] = _quickest(costs, self._ending(end), space)
+                most = max(most, working[end - 1])
+                key = number, most, self.given_bytes(end)
+                if key not in known:
+                    known[key] = _quickest(costs, endings[end - 1], self._space(end, most))
+                found[begin, end] = known[key]
         return found
 
     def _space(self, end: int, working: int) -> float:
@@ -135,7 +146,7 @@ class DecodeRuns:
         """A run with one block more, which is worked out once for all that are alike."""
         names = self.order[last - 1], self.order[last]
         key = number, *(self.profile.alike[name] for name in names), self._hidden(last)
-        return self._known(key, lambda: product(contract(costs, self._edge(*names, last)), self._node(names[1])))
+        return self._known(key, lambda: product(contract(costs, self._edge(*names, last)), self._first(names[1])[1]))
 
     def _known(self, key: object, make: Callable[[], Table]) -> tuple[int, Table]:
         if key not in self._tables:
@@ -150,12 +161,18 @@ class DecodeRuns:
 
     def _edge(self, source: str, target: str, place: int) -> Table:
         size = self.at.largest * self._hidden(place)
-        return table(0, self._times(self.of(source), [each.way.owners for each in self.of(target)], size))
+        owners = [each.way.owners for each in self.of(target)]
+        key = "edge", self.profile.alike[source], self.profile.alike[target], size
+        return self._known(key, lambda: table(0, self._times(self.of(source), owners, size)))[1]
 
     def _ending(self, end: int) -> IntArray:
         """[way of the last block] ns of gathering what a run gives."""
+        return self._gathering(self.of(self.order[end - 1]), end)
+
+    def _gathering(self, sources: Sequence[StepCost], end: int) -> IntArray:
         size = self.given_bytes(end) or self.at.largest * TOKEN_BYTES
-        return self._times(self.of(self.order[end - 1]), [1], size)[:, 0]
+        made: IntArray = self._times(sources, [1], size)[:, 0]
+        return made
 
     def _times(self, sources: Sequence[StepCost], targets: Sequence[int], size: int) -> IntArray:
         return np.array([[self._gather_ns(each.way.owners, to, size) for to in targets] for each in sources], np.int64)
@@ -201,6 +218,8 @@ class DecodeRuns:
             for choice in self._tracked(begin, end, level, quickest=True):
                 if best is None or choice.step_ns < best.step_ns:
                     best = choice
+            if best is not None and best.step_ns <= self.least[begin, end]:
+                break
         return best
 
     def _levels(self, begin: int, end: int) -> list[int]:
@@ -243,7 +262,7 @@ class DecodeRuns:
             costs = ways[name]
             memory = np.array([each.kept_bytes for each in costs], np.int64)
             time = np.array([each.step_ns for each in costs], np.int64)
-            after = self._times(costs, [1], self.given_bytes(end) or self.at.largest * TOKEN_BYTES)[:, 0] if ends else 0
+            after = self._gathering(costs, end) if ends else 0
             made = once((self.profile.alike[name], ends), lambda: table(memory, time + after))
             return CostNode(name, tuple(str(each.way.mesh) for each in costs), made)
 
