@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 from tables import markdown
 
 import pipeplan
 from pipeplan import InfeasibleError, Profile
+from pipeplan.planning.decoding import Sharing
 from pipeplan.units import format_ns
 
 MODEL = (
     "LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, "
     "num_key_value_heads={heads}, vocab_size=32000, max_position_embeddings=131072)"
 )
-WAYS = ("dp", "tp", "cp", "cp-q", "auto")
+WAYS: tuple[Sharing, ...] = ("dp", "tp", "cp", "cp-q", "auto")
 CASES = {
     32: ((1, 32_768), (4, 32_768), (8, 1_024), (8, 4_096), (8, 8_192), (32, 1_024), (32, 4_096)),
     2: ((1, 32_768), (4, 32_768), (32, 1_024), (32, 4_096), (32, 32_768)),
@@ -43,7 +45,7 @@ def main() -> None:
 
 def estimated(heads: int) -> Profile:
     """The model's rows, for as many devices as can share its heads."""
-    how = {"inference": True, "batch": (1, 8, 32), "context": (1_024, 32_768)}
+    how: dict[str, Any] = {"inference": True, "batch": (1, 8, 32), "context": (1_024, 32_768)}
     shards = [count for count in (1, 2, 4) if heads % count == 0]
     return pipeplan.estimate(MODEL.format(heads=heads), device="a5000-24gb", shards=shards, **how)
 
