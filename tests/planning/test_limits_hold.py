@@ -704,24 +704,50 @@ def test_a_large_request_has_an_even_cut_first_and_says_where_none_fits() -> Non
     assert found.timed_out
 
 
-@pytest.mark.parametrize("working", [0.0, 3.0])
-def test_on_a_busy_machine_a_first_plan_is_not_given_up_half_made(
-    working: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The clock goes on, and the process has hardly worked: what was done for the first plan would be lost."""
+@pytest.mark.parametrize("large", [False, True])
+def test_on_a_busy_machine_a_first_plan_is_not_given_up_half_made(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on, and the process has worked longer than it would on any other day: of a large request what was
+    done for the first plan would be lost, and nothing else comes sooner."""
     clock, worked = Hand(), [0.0]
 
     def slowly() -> float:
-        clock.now += 0.05
-        worked[0] += 0.001
+        clock.now += 0.02
+        worked[0] += 0.016
         return clock.now
 
     monkeypatch.setattr(time, "process_time", lambda: worked[0])
+    monkeypatch.setattr(planning_steps, "is_large", lambda _: large)
     asked = of(2_000, 8, time_limit=20.0)
     search = PlanSearch(asked, Budget(asked.time_limit, clock=slowly), None, STEPS)
-    EvenCut(working=working).run(search)
+    EvenCut().run(search)
     assert clock.now > 4.0, "its share of the time"
-    assert (search.best is not None) == (working > 0)
+    assert worked[0] > 3.0
+    assert (search.best is not None) == large, clock.now
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_no_further_cut_of_a_large_request_is_begun_when_time_is_over(
+    endless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second ends after all of the step's time; a cut that never ends is given up near the limit."""
+    clock, tried = Hand(), list[float]()
+    monkeypatch.setattr(time, "process_time", lambda: clock.now)
+
+    def cuts(request: Request, begin: Callable[[], None]) -> Iterator[PlacementCandidate]:
+        for _ in range(3):
+            tried.append(clock.now)
+            for _ in range(100 if endless else 3):
+                clock.now += 1.0
+                checkpoint()
+            begin()
+        yield from ()
+
+    monkeypatch.setattr(planning_steps, "even_cuts", cuts)
+    asked = of(2_000, 8, time_limit=20.0)
+    search = PlanSearch(asked, Budget(asked.time_limit, clock=clock), None, STEPS)
+    EvenCut().run(search)
+    assert tried == ([0.0] if endless else [0.0, 3.0])
+    assert clock.now == (16.0 if endless else 6.0)
 
 
 def test_that_no_even_cut_fits_is_said_once() -> None:

@@ -382,19 +382,20 @@ def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
     return able if only.zero_groups else [zero for zero in able if zero.group in (1, replicas)]
 
 
-def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
+def even_cuts(request: Request, before_next: Callable[[], None] = lambda: None) -> Iterator[PlacementCandidate]:
     """Chains cut evenly by time, in the order in which they are likely to fit and to be quick: the quickest to plan.
 
     Where blocks may be split, those come first that usually take least time, of the longest pipelines and then of all.
     Else those with fewest stages, each on as many replicas, then those that recompute: of these every size of
     micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, or the
-    schedule that is asked for; it takes a time linear in blocks and devices.
+    schedule that is asked for; it takes a time linear in blocks and devices. ``before_next`` is called whenever one has
+    been tried, or does not fit, and before another is looked for.
     """
     request = request.levelled
     blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
     known: dict[Pricing, tuple[list[StageCost], int]] = {}
-    for choice in checked(_plain(request), 1):
+    for choice in checked(_followed(_plain(request), before_next), 1):
         if choice.usual in (None, USUAL[0]) and choice.strategy == "one-to-one":
             if choice.pricing not in known:
                 costs = blocks.costs(choice.pricing)
@@ -415,6 +416,13 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
             yield cut_so(request, choice, "even", begins)
         elif choice.levels and (again := fitting_chain(request, choice).chosen(begins)) is not None:
             yield cut_so(request, choice, "even", begins, again)
+
+
+def _followed(choices: Iterable[Choice], after_each: Callable[[], None]) -> Iterator[Choice]:
+    """The same, and what is to be done after each, before the next is found."""
+    for choice in choices:
+        yield choice
+        after_each()
 
 
 def _evenly(chain: FittingChain) -> tuple[int, ...]:
