@@ -33,6 +33,7 @@ from pipeplan.partition.strategies import SEARCHED, STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
+from pipeplan.schedule.search import MOST_ENTRIES
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
@@ -452,15 +453,18 @@ def _plain(request: Request) -> Iterator[Choice]:
         open_ = open_splits(request)
         many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
-        for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
+        for each in chain.from_iterable(_written_first(request, _uniform_of(same, *which)) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
             suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS
             if suits and each.choice not in seen:
                 seen.add(each.choice)
                 yield each.choice
     elif name != "auto" or request.placement not in ("auto", "one-to-one"):
-        for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas):
-            yield from _best_size_first(request, list(alike))
+        groups = [list(alike) for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas)]
+        if is_large(request):
+            groups.sort(key=lambda alike: min(map(_written, alike)))
+        for alike in groups:
+            yield from _best_size_first(request, alike)
     else:
         for recompute, replicas in product(request.recomputes, sorted(_replicas(request), reverse=True)):
             count, zero = request.num_devices // replicas, request.sharing(replicas)
@@ -471,6 +475,25 @@ def _plain(request: Request) -> Iterator[Choice]:
                 for batch in _batches(request, replicas, False)
             ]
             yield from _best_size_first(request, sizes)
+
+
+def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[BoundedChoice]:
+    """The rows of a large request, where a schedule is asked for by name, with those first that are quick to write.
+
+    1F1B and GPipe may begin again and again with few micro-batches, and then take little in any pipeline; what a name
+    says is one run, which of the longest pipelines has millions of entries. What may fit comes before what cannot.
+    """
+    if request.scheduler == "auto" or not is_large(request):
+        return rows
+    limits = [limit for limit in request.memory if limit is not None]
+    room = max(limits) if len(limits) == request.num_devices else math.inf
+    return sorted(rows, key=lambda each: (each.least_bytes > room, _written(each.choice)))
+
+
+def _written(choice: Choice) -> int:
+    """How many times fourfold of :data:`MOST_ENTRIES` the programs of all devices have, messages among them."""
+    entries = 2 * choice.actions_looked_at * choice.width * choice.replicas
+    return max(0, math.ceil(math.log(entries / MOST_ENTRIES, 4)))
 
 
 _MANY_KINDS = 1_000
