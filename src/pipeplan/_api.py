@@ -171,6 +171,10 @@ def search(
     from pipeplan.planning.steps import search_plan
     from pipeplan.planning.targeted import search_target
 
+    if request.decodes:
+        from pipeplan.planning.decode_search import search_decoding
+
+        return search_decoding(request, progress=progress, within=within, explain=explain)
     found = search_plan if request.only is None else search_target
     how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
     if not isinstance(executor, str):

@@ -102,6 +102,7 @@ _OTHER_NAMES = {
     "global_batch_size": "mini_batch",
     "tensor_parallel": "tp",
     "context_parallel": "cp",
+    "decode_context_parallel": "dcp",
     "expert_parallel": "ep",
     "pipeline_parallel": "pp",
 }
@@ -235,6 +236,8 @@ def search(
     objective: Literal["cache", "time"] | None = None,
     batch: int | None = None,
     context: int | str | None = None,
+    kv: Literal["auto", "dp", "tp", "cp", "cp-q"] | None = None,
+    dcp: int | None = None,
     keep_together: str | Sequence[str] | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
@@ -309,8 +312,13 @@ def search(
         objective: with ``for_`` a server, what its cut is best for: most tokens in the ``"cache"``, or the ``"time"``
             of the busiest stage. By default the cache where a profile of inference says what it keeps and memory is
             limited.
-        batch: requests of a decode step, for a server's cut; by default the most profiled.
-        context: tokens of each request's text by then; by default the most profiled.
+        batch: requests that are served at once, all together, for ``kv`` or a server's cut; by default the most
+            profiled.
+        context: tokens of each request's text by the last step; by default the most profiled.
+        kv: plan decode steps of a profile of inference, and how devices share caches: each has requests of its own
+            (``"dp"``), heads (``"tp"``), or a piece of every cache (``"cp"``; ``"cp-q"`` gathers queries alone), or
+            whatever is quickest, mixtures too (``"auto"``). ``.decode`` then has what the plan is for.
+        dcp: decode context parallelism: how many devices share the cache of a request along its text.
         keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
             layers; or several of these.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning

@@ -85,7 +85,8 @@ class Wait:
     it, the lag is that much less, and may be negative. Then ``inside`` says that it may wait for a message that stands
     after it in its program.
 
-    ``dependency`` is the number of the dependency that says so. ``needs`` [action], where there is such a list, is how
+    ``later`` is by how many micro-batches its own is later than the other's. ``dependency`` is the number of the
+    dependency that says so. ``needs`` [action], where there is such a list, is how
     many of the other's first actions it waits for; otherwise for those that hold its samples.
     """
 
@@ -95,6 +96,7 @@ class Wait:
     dependency: int
     needs: tuple[int, ...] | None
     inside: bool = False
+    later: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +193,12 @@ class Facts:
         """What an action waits for: (wait, action of its source, ns between that one's end and this one's start)."""
         part = self.is_part(operation, number)
         for wait in self.waits[operation]:
-            waited_for = (
-                self.sharing(operation, number, wait.source) if wait.needs is None else range(wait.needs[number])
-            )
+            if wait.later:  # between micro-batches of one size
+                waited_for = range(max(0, number - wait.later), max(0, number - wait.later + 1))
+            elif wait.needs is None:
+                waited_for = self.sharing(operation, number, wait.source)
+            else:
+                waited_for = range(wait.needs[number])
             for n in waited_for:
                 yield wait, n, wait.part_ns if part and self.is_part(wait.source, n) else wait.lag_ns
 
@@ -201,7 +206,8 @@ class Facts:
         """The messages of a hop: one per micro-batch of its source that goes there, two where both ends have parts."""
         source, target = (self.slots[self.position[id_]] for id_ in (dependency.source, dependency.target))
         parted = min(source.num_parted, target.num_parted)
-        return replace(source, num_parted=parted, every=hop.every, run=hop.run, first=hop.first)
+        count = max(0, source.count - dependency.later)  # the last ones of a run return to nobody
+        return replace(source, count=count, num_parted=parted, every=hop.every, run=hop.run, first=hop.first)
 
     def busy(self) -> list[int]:
         """Time that each device computes in one iteration [device], in ns."""
@@ -248,7 +254,7 @@ def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
         lag = dependency.lag_ns - left - begun
         if pair not in slowest or slowest[pair].lag_ns < lag:
             part_ns = max((hop.part.duration_ns for hop in dependency.hops), default=0)
-            slowest[pair] = Wait(pair[1], lag, part_ns, number, dependency.needs, begun > 0)
+            slowest[pair] = Wait(pair[1], lag, part_ns, number, dependency.needs, begun > 0, dependency.later)
     waits: list[list[Wait]] = [[] for _ in position]
     for (target, _), wait in slowest.items():
         waits[target].append(wait)

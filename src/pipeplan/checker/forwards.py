@@ -17,6 +17,8 @@ def given_spans(facts: Facts) -> list[list[Span]]:
     spans: list[list[Span]] = [[] for _ in facts.plan.devices]
     takers: dict[str, list[int]] = {}
     for dependency in facts.plan.dependencies:
+        if dependency.later:  # a token, of which nobody counts the bytes
+            continue
         takers.setdefault(dependency.source, []).append(facts.ids.index(dependency.target))
     for operation, own in enumerate(facts.plan.operations):
         for number, begin in checked(enumerate(facts.starts[operation]), 1024):

@@ -11,6 +11,7 @@ from decimal import Decimal
 from functools import cache, partial
 from typing import NamedTuple
 
+from pipeplan.checker.decoding import check_decode_costs, check_returned, of_tokens
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
 from pipeplan.checker.forwards import check_forward
 from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
@@ -68,6 +69,12 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
         findings.add("profile", "recipe", f"is {plan.recipe}: {error}")
         return
     profile = _launched(profile, plan.launch_overhead_ns)
+    if plan.decode is not None:
+        if profile.tokens_per_sample is None:
+            findings.add("profile", "decode", "the profile has no tokens_per_sample, and so nothing of a single token")
+            return
+        check_decode_costs(plan, plan.decode, profile, findings)
+        profile = of_tokens(profile)
     known = _Known.of(profile, apart=not plan.read_sha256)
     _check_block_order(plan, known, findings)
     operations: dict[int, list[Operation]] = defaultdict(list)
@@ -77,8 +84,8 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     between = _between(plan, profile)
     ends = _gathers_at_ends(plan, between, known, cluster)
     for number, stage in checked(enumerate(plan.stages), 1):
-        rows = _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
-        if rows or stage.configurations:
+        rows = [] if plan.decode else _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
+        if rows or stage.configurations or (plan.decode and stage.blocks):
             _check_state(number, stage, profile, known, findings)
         if rows:
             own = operations[number]
@@ -210,11 +217,13 @@ def _check_fingerprint(what: str, found: str, stated: str, findings: Findings, k
 
 def _check_origin(plan: Plan, profile: Profile, findings: Findings) -> None:
     """What the plan says of the profile's device and samples, which older plans do not, is what the profile says."""
-    stated = plan.provenance
+    stated, tokens = plan.provenance, profile.tokens_per_sample
+    if plan.decode is not None:  # a sample is a request's next token
+        tokens = 1
     for key, said, found in (
         ("device", stated.device, profile.source.device),
         ("dtype", stated.dtype, profile.source.dtype),
-        ("tokens_per_sample", stated.tokens_per_sample, profile.tokens_per_sample),
+        ("tokens_per_sample", stated.tokens_per_sample, tokens),
         ("forward_flops_per_sample", stated.forward_flops_per_sample, profile.forward_flops_per_sample),
     ):
         if said and said != found:
@@ -1050,6 +1059,8 @@ def _check_dependencies(
                 findings.add("profile", f"dependencies[{number}].slices", text)
             sent = [(each[0], cut) for each, cut in zip(tensors, cuts, strict=True)]
             _check_hops(plan, number, dependency, sent, cluster, findings)
+        elif dependency.later:
+            check_returned(plan, number, dependency, cluster, findings, timed=_knows_links(plan, cluster))
         elif dependency.source_stage != dependency.target_stage and not dependency.has_instruction:
             text = f"{pair[0]} -> {pair[1]} comes from no edge of the profile"
             findings.add("profile", f"dependencies[{number}]", text)

@@ -89,6 +89,9 @@ def _counted(found: _RoundsOfPlan) -> bool:
         if dependency.needs is not None:
             text = "counts actions; a loop is of actions that depend on each other by the samples they hold"
             found.add(f"dependencies[{number}].needs", text)
+        if dependency.later:
+            text = "is of a later micro-batch; what returns is written for all steps, or repeats with the repetend"
+            found.add(f"dependencies[{number}].later", text)
     for number, stage in enumerate(plan.stages):
         if stage.kept.total:
             found.add(f"stages[{number}]", "keeps memory from one action to another; a loop is for stages that do not")

@@ -267,7 +267,10 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, inside: _
                     place = _place(facts, hop.source_device, sent)
                     text = f"sends what {facts.label(source, n)} makes only afterwards, at [{sender[source, n]}]"
                     findings.add("transfer-order", place, text)
-            for n in facts.slots[target].sharing(samples):
+            takers = facts.slots[target].sharing(samples)
+            if dependency.later:
+                takers = range(message + dependency.later, message + dependency.later + 1)
+            for n in takers:
                 if receiver[target, n] < received and not inside.may_wait(
                     hop.target_device, (target, n), number, received
                 ):

@@ -91,10 +91,10 @@ def _cannot_repeat(facts: Facts, repetend: Repetend, findings: Findings) -> bool
             text = "counts actions; a repetend is of actions that depend on each other by the samples they hold"
             findings.add("repetend", f"dependencies[{number}].needs", text)
         source, target = repetend.first[dependency.source], repetend.first[dependency.target]
-        if source < target:
+        if source + dependency.later < target:
             text = (
-                f"is {source}, less than {target} of {dependency.target}, which waits for it (dependencies[{number}]): "
-                "a copy would wait for a later one"
+                f"is {source}, less than {target - dependency.later} of {dependency.target}, which waits for it "
+                f"(dependencies[{number}]): a copy would wait for a later one"
             )
             findings.add("repetend", f"repetend.first[{dependency.source}]", text)
     return findings.has("repetend")
@@ -137,7 +137,7 @@ def _copy(facts: Facts, repetend: Repetend, orders: list[list[tuple[int, int]]])
             source, time = wait.source, facts.durations[wait.source] + wait.lag_ns
             for u in range(unroll):
                 # micro-batch first[target] + u is the source's u' in an earlier copy, or in this one
-                back, other = divmod(first[target] + u - first[source], unroll)
+                back, other = divmod(first[target] + u - wait.later - first[source], unroll)
                 edges.append((source * unroll + other, target * unroll + u, time, -back))
     begins = [begin + slots.num_parted for begin, slots in zip(first, facts.slots, strict=True)]
     starts = [starts[begin + u] for starts, begin in zip(facts.starts, begins, strict=True) for u in range(unroll)]

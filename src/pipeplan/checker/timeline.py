@@ -285,7 +285,7 @@ def _state(facts: Facts) -> list[MemoryBytes]:
     state = [MemoryBytes()] * len(facts.plan.devices)
     for stage in facts.plan.stages:
         for device in stage.devices:
-            state[device] += stage.state
+            state[device] += stage.state + stage.cached
     for each in facts.plan.tied:
         seen: set[int] = set()
         for device in itertools.chain.from_iterable(each.devices):

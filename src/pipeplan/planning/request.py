@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+from pipeplan.catalog import ExportTarget
 from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
@@ -30,7 +31,7 @@ from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning.decoding import OPEN, ServingAsked
+from pipeplan.planning.decoding import OPEN, ServingAsked, decoding_of
 from pipeplan.planning.restrictions import (
     Restrictions,
     groups_of,
@@ -156,6 +157,58 @@ def _refuse_training(profile: Profile, asked: Mapping[str, Any]) -> None:
         raise UsageError(
             f"{said} is of training, and {profile.where} is of inference, which runs forwards alone; leave it out"
         )
+
+
+def _require_server(serving: ServingAsked, target: ExportTarget | None) -> None:
+    """Refuse what is asked of servers' cuts for other plans, and of plans of decode steps for servers. UsageError."""
+    if serving.flag is not None and (target is None or target.trains):
+        raise UsageError(f"{serving.flag} is for servers (--for vllm, sglang or tensorrt-llm); leave it out")
+    if serving.flag in ("--kv", "--dcp"):
+        raise UsageError(
+            f"{serving.flag} is for plans of decode steps, and servers share caches in ways of their own; leave it or "
+            "--for out"
+        )
+
+
+_NOT_DECODING = {
+    "mini_batch": "--mini-batch",
+    "microbatch_size": "--microbatch-size",
+    "num_microbatches": "--microbatches",
+    "chunks": "--vp",
+    "rules": "--rules",
+    "start": "--start",
+    "keep_together": "--keep-together",
+    "context": "--cp",
+    "expert": "--ep",
+    "spread": "--shard-shared",
+    "unroll": "--unroll",
+    "max_span": "--max-span",
+    "split_overhead_ns": "--split-overhead",
+    "launch_overhead_ns": "--launch-overhead",
+}
+
+
+def _refuse_beside_decoding(profile: Profile, serving: ServingAsked, asked: Mapping[str, Any]) -> None:
+    """Refuse a profile without decode steps, and what a plan of these leaves no room for. Raises UsageError."""
+    flag = serving.flag
+    if not profile.is_inference:
+        raise UsageError(
+            f"{flag}: {profile.where} is of training, and decode steps are of inference; profile the model with "
+            "--inference --context 1k,32k"
+        )
+    decoding_of(profile, serving, limited=False)
+    if serving.kv in ("dp", "tp") and (serving.dcp or 1) > 1:
+        raise UsageError(
+            f"--dcp {serving.dcp} shares caches along the text, which --kv {serving.kv} does not; give --kv cp, cp-q "
+            "or auto, or leave --dcp out"
+        )
+    named = {"placement": "auto", "scheduler": "auto", "planner": "auto"}
+    other = next((name for name, default in named.items() if asked.get(name, default) not in (default, ALL)), None)
+    said = next((text for name, text in _NOT_DECODING.items() if asked.get(name)), None)
+    said = f"--{other}" if other is not None else said
+    if said is not None:
+        beside = "; --cp is of training, --dcp shares caches" if said == "--cp" else ""
+        raise UsageError(f"{flag} asks for a plan of decode steps, which {said} is not for; leave it out{beside}")
 
 
 @dataclass(frozen=True)  # without slots: what is derived is kept
@@ -404,8 +457,17 @@ class Request:
         if profile.is_inference:
             _refuse_training(profile, others)
         target = None if for_ is None else target_named(for_)
-        if serving.flag is not None and (target is None or target.trains):
-            raise UsageError(f"{serving.flag} is for servers (--for vllm, sglang or tensorrt-llm); leave it out")
+        if serving.flag is not None and target is None and serving.objective is None:
+            own: dict[str, Any] = {
+                "mini_batch": mini_batch,
+                "microbatch_size": microbatch_size,
+                "num_microbatches": num_microbatches,
+            }
+            own |= {"chunks": chunks, "scheduler": scheduler, "rules": rules, "start": start, "placement": placement}
+            _refuse_beside_decoding(profile, serving, {**own, "keep_together": keep_together, **others})
+            placement = ALL
+        else:
+            _require_server(serving, target)
         if for_ is not None and target is not None:
             if rules is not None and (target.schedules is not None or not target.trains):
                 raise UsageError(
@@ -495,6 +557,11 @@ class Request:
         )
         made.require_sharing()
         return made
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a plan of decode steps is asked for."""
+        return self.only is None and self.serving.flag is not None
 
     @property
     def tunes(self) -> bool:
@@ -877,7 +944,7 @@ def _one_of_each(request: Request) -> str | None:
 
 
 def _request_notes(request: Request) -> Iterator[str]:
-    if request.samples_assumed:
+    if request.samples_assumed and not request.decodes:
         samples = request.batch.mini_batch
         yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch changes that"
     profile = request.profile
@@ -912,7 +979,7 @@ def _request_notes(request: Request) -> Iterator[str]:
             yield f"costs of devices: {each}; where a stage has several kinds, each block takes what the slowest does"
     if request.num_devices == 1:
         return
-    if one := _one_of_each(request):
+    if (one := _one_of_each(request)) and not request.decodes:
         yield one
     inside = (request.shards or 1) * (request.context or 1)
     if inside > request.unit:
@@ -929,7 +996,10 @@ def _request_notes(request: Request) -> Iterator[str]:
     if cluster is None:
         apart = sum(bool(edge.transfer_ns) for edge in edges)
         except_ = f", except on {apart} edges whose time the profile states" if apart else ""
-        yield f"links are free: without --cluster, transfers take no time{except_}"
+        if request.decodes:
+            yield "links between stages are free: without --cluster, their messages take no time"
+        else:
+            yield f"links are free: without --cluster, transfers take no time{except_}"
     elif edges and timed == len(edges):
         yield (
             "no message uses the cluster's links: the profile states the time of every edge (transfer_ns, "

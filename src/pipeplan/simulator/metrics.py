@@ -317,6 +317,9 @@ class Inputs:
         self._sources: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for source, target, lag in workload.edges:
             self._sources[target].append((source, lag))
+        self._returns: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for source, target, lag, later in workload.returns:
+            self._returns[target].append((source, lag, later))
 
     def of(self, graph: TaskGraph, task: int) -> list[tuple[int, int]]:
         """Pairs (task, lag in ns)."""
@@ -327,4 +330,9 @@ class Inputs:
             parts = 2 * min(slots.num_parted, self._slots[source].num_parted)
             lag = self._part_lags.get((source, target), lag) if number < parts else lag
             found.extend((graph.offsets[source] + m, lag) for m in self._workload.inputs_of(source, target, number))
+        found += [
+            (graph.offsets[source] + number - later, lag)
+            for source, lag, later in self._returns[target]
+            if number >= later
+        ]
         return found

@@ -129,6 +129,10 @@ def task_graph(workload: Workload) -> TaskGraph:
         for task, before in _pairs(workload, offsets, source, target):
             successors[before].append((task, part_lag if before < parts_end else lag))
             num_predecessors[task] += 1
+    for source, target, lag, later in workload.returns:
+        for m in range(counts[target] - later):
+            successors[offsets[source] + m].append((offsets[target] + m + later, lag))
+            num_predecessors[offsets[target] + m + later] += 1
     return TaskGraph(workload, offsets, operation_of, durations, successors, num_predecessors)
 
 

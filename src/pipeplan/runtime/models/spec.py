@@ -114,15 +114,16 @@ class CausalDecoder:
     """How a model writes texts on, token by token, and what it keeps of every token for those after it.
 
     ``at(count)`` is the model that takes so many tokens of each text at once, and gives the logits of the one after the
-    last: of a whole prompt (prefill), or with 1 of one token behind those that are cached (decode). Its blocks have the
-    names of the whole model's. ``longest`` is the most tokens of a text, None for any number. Keys and values have
+    last: of a whole prompt (prefill), or with 1 of one token behind those cached (decode). Its blocks have the whole
+    model's names. ``placed(count)`` is the same of texts that have begun: its batch says in ``positions`` [samples,
+    count] where each token is. ``longest`` is the most tokens of a text, None for any number. Keys and values have
     ``key_heads`` heads before any are copied for those of queries; None: as many as these. With ``latent`` (numbers of
     the latent, of the rotated key) all heads share one latent of a token, from which each makes its own key and value
-    (DeepSeek-V2, section 2.1), and only that is cached. ``windows(block)`` is how far a block looks back, its own token
-    included; None: to the first.
+    (DeepSeek-V2, section 2.1), and only that is cached. ``windows(block)`` is how far back a block looks; None: to all.
     """
 
     at: Callable[[int], Model]
+    placed: Callable[[int], Model]
     longest: int | None = None
     key_heads: int | None = None
     latent: tuple[int, int] | None = None
@@ -464,6 +465,11 @@ def token_batch(vocabulary: int, sequence: int, num_samples: int, step: int, see
 def next_tokens(windows: Tensor) -> dict[str, Tensor]:
     """Windows [..., sequence + 1] of a text as ``tokens`` and ``targets`` [..., sequence], the tokens one place on."""
     return {"tokens": windows[..., :-1], "targets": windows[..., 1:]}
+
+
+def with_positions(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch of texts from their beginning, with the ``positions`` [samples, sequence] of their ``tokens``."""
+    return {**batch, "positions": torch.arange(batch["tokens"].shape[1]).expand(batch["tokens"].shape)}
 
 
 def batch_like(examples: Mapping[str, Tensor], num_samples: int, step: int, seed: int) -> dict[str, Tensor]:

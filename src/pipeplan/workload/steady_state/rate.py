@@ -163,11 +163,12 @@ def require_cut(workload: Workload, first: Mapping[str, int]) -> None:
     """
     require_equal_sizes(workload)
     for dependency in workload.dependencies:
-        source, target = dependency.source, dependency.target
-        if first[source] < first[target]:
+        source, target, later = dependency.source, dependency.target, dependency.later
+        if first[source] + later < first[target]:
+            behind = f", {later} micro-batches before it" if later else ""
             raise InvalidPlanError(
-                f"repetend.first has {target} from micro-batch {first[target]} and {source}, which it waits for, "
-                f"from {first[source]}: a copy would wait for a later one"
+                f"repetend.first has {target} from micro-batch {first[target]} and {source}, which it waits for"
+                f"{behind}, from {first[source]}: a copy would wait for a later one"
             )
 
 
@@ -256,6 +257,10 @@ class _CopyGraph:
         for source, target, lag in workload.edges:
             for u in range(unroll):
                 ahead, back = divmod(first[target] + u - first[source], unroll)
+                waits[target * unroll + u].append((-ahead, source * unroll + back, durations[source] + lag))
+        for source, target, lag, later in workload.returns:
+            for u in range(unroll):
+                ahead, back = divmod(first[target] + u - later - first[source], unroll)
                 waits[target * unroll + u].append((-ahead, source * unroll + back, durations[source] + lag))
         for run in dict.fromkeys(map(tuple, runs)):  # devices of one stage run the same
             tasks = [item * unroll + m - first[item] for item, m in run]

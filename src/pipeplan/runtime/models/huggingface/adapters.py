@@ -150,6 +150,19 @@ class WritingModel(_Adapter):
         return logits[:, -1]
 
 
+class PlacedModel(WordsModel):
+    """A :class:`WritingModel` of texts that have begun, with the position of each word.
+
+    A share with logits of some of the words gives those.
+    """
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens and positions [samples, sequence] to [samples, words]."""
+        made = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+        logits: Tensor = made.logits
+        return logits[:, -1]
+
+
 def causal_tokens(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch without the words that follow."""
     return {"tokens": batch["tokens"]}
