@@ -158,7 +158,8 @@ def test_what_was_tracked_roughly_first_is_kept(factor: float, ending: str, monk
     within = Limit(20.0, clock=clock)
     heard: list[int] = []
 
-    def split(request: Request, splitting: Splitting, *, as_far: bool = False, **_: Any) -> Any:
+    def split(request: Request, splitting: Splitting, *, as_far: bool = False, **given: Any) -> Any:
+        assert given["model"] == "costs"
         asked.append((as_far, clock.now))
         clock.now += 0.4
         if as_far:

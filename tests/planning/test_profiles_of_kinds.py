@@ -328,11 +328,11 @@ def test_speeds_are_the_ratio_of_a_block_by_which_work_takes_longest(
     monkeypatch.setattr(costs_of_kinds, "_times_of", lambda own: own)
     each = [*zip(*times.values(), strict=True)]
     tried = [own for own in [*each, tuple(map(sum, times.values()))] if all(own)]
-    ratios = [[Fraction(repr(own[0] / ns)) for ns in own] for own in tried] or [[Fraction(1)] * len(names)]
+    ratios = [[Fraction(repr(own[0] / ns)) for ns in own] for own in tried or [(1,) * len(names)]]
 
-    def longest(speeds: list[Fraction]) -> Fraction:
-        work = sum(min(speed * ns for speed, ns in zip(speeds, own, strict=True)) for own in each)
-        return work / sum(speed * number for speed, number in zip(speeds, numbers.values(), strict=True))
+    def longest(speeds: Any) -> Fraction:
+        work = sum((min(speed * ns for speed, ns in zip(speeds, own, strict=True)) for own in each), Fraction(0))
+        return work / sum((speed * number for speed, number in zip(speeds, numbers.values(), strict=True)), Fraction(0))
 
     assert costs_of_kinds._speeds(times, numbers) == dict(zip(names, map(float, max(ratios, key=longest)), strict=True))
 

@@ -244,7 +244,7 @@ class _GroupBlocks:
             again_costs = _costs_of(bare, again, way, True)
             for key, sequences in checked(those):
                 how: dict[str, Any] = {**each, "sequence_parallel": sequences}
-                cores = _core(kept[key], core[key]) if key in core else {}
+                cores: dict[str, Any] = _core(kept[key], core[key]) if key in core else {}
                 found[key].append(CostRow(**how, **_figures(kept[key]), **cores))
                 if key in again:
                     found[key].append(CostRow(**how, recompute=True, **_figures(again_costs[key])))
@@ -276,7 +276,7 @@ def _costs_of(
     return dict(zip(groups, group_costs(profile, ids, size, shards, **how) if ids else (), strict=True))
 
 
-def _core(kept: StageCost, core: StageCost) -> dict[str, int]:
+def _core(kept: StageCost, core: StageCost) -> dict[str, Any]:
     """What a group comes to where attention cores are computed again."""
     return {
         "selective_ns": core.backward_ns - kept.backward_ns,

@@ -203,7 +203,7 @@ def _at(kind: DeviceKind, speed: float) -> DeviceKind:
 
 def _speeds(own: Mapping[str, Profile], counts: Mapping[str, int]) -> dict[str, float]:
     """{kind: its speed beside the first}, with which the work, shared out evenly, takes longest."""
-    names, each_count = list(own), list(counts.values())
+    names, each_count = list(own), [counts[name] for name in own]
     times = Counter(zip(*(_times_of(own[name]) for name in names), strict=True))  # [kind] of a block
     totals = tuple(sum(each[kind] * count for each, count in times.items()) for kind in range(len(names)))
     ratios = dict.fromkeys(tuple(repr(each[0] / ns) for ns in each) for each in [*times, totals] if all(each))
@@ -212,8 +212,8 @@ def _speeds(own: Mapping[str, Profile], counts: Mapping[str, int]) -> dict[str, 
         return dict.fromkeys(names, 1.0)
 
     def longest(speeds: Sequence[Fraction]) -> Fraction:
-        work = sum(min(map(mul, speeds, each)) * count for each, count in times.items())
-        return work / sum(map(mul, speeds, each_count))
+        work = sum((min(map(mul, speeds, each)) * count for each, count in times.items()), Fraction(0))
+        return work / sum(map(mul, speeds, each_count), Fraction(0))
 
     columns, numbers = np.array([*times], dtype=float), np.array([*times.values()], dtype=float)
     about = [
