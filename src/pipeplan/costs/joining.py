@@ -158,8 +158,8 @@ def _named(group: Sequence[str], taken: set[str]) -> str:
     return name
 
 
-_Way = tuple[int, int, int, int]
-"""Shards, context, expert, and the number of samples."""
+_Way = tuple[int, int, int, int, int]
+"""Shards, context, expert, expert shards, and the number of samples."""
 
 
 @dataclass
@@ -235,8 +235,7 @@ class _GroupBlocks:
                 ways[way].append((key, sequences))
         found: dict[Hashable, list[CostRow]] = {key: [] for key in groups}
         for way, those in sorted(ways.items(), key=itemgetter(0)):
-            shards, context, expert, size = way
-            each = {"microbatch_size": size, "shards": shards, "context": context, "expert": expert}
+            each = dict(zip(("shards", "context", "expert", "expert_shards", "microbatch_size"), way, strict=True))
             own = {key: groups[key] for key, _ in those}
             kept = _costs_of(bare, own, way, False)
             core = _costs_of(bare, {key: own[key] for key in own if self._has_core(own[key])}, way, "selective")
@@ -252,15 +251,18 @@ class _GroupBlocks:
 
     def _ways(self, blocks: Sequence[Block]) -> Iterator[tuple[_Way, bool]]:
         """What all blocks of a group have costs for, and whether any divides the sequence there."""
-        for shards, context, expert in _splits(blocks):
-            own = [[row for row in block.rows(context, expert) if row.shards == shards] for block in blocks]
+        for shards, *sharing in _splits(blocks):
+            own = [[row for row in block.rows(*sharing) if row.shards == shards] for block in blocks]
             if not all(own):
                 continue
             low = max(min(row.microbatch_size for row in rows) for rows in own)
             high = min(max(row.microbatch_size for row in rows) for rows in own)
             known = {row.microbatch_size for rows in own for row in rows} | self.samples
             sequences = shards > 1 and any(row.sequence_parallel for rows in own for row in rows)
-            yield from (((shards, context, expert, size), sequences) for size in known if low <= size <= high)
+            context, expert, expert_shards = sharing
+            yield from (
+                ((shards, context, expert, expert_shards, size), sequences) for size in known if low <= size <= high
+            )
 
     def _has_core(self, blocks: Sequence[Block]) -> bool:
         return self.selective and any(row.selective_ns is not None for block in blocks for row in block.costs)
@@ -270,8 +272,9 @@ def _costs_of(
     profile: Profile, groups: Mapping[Hashable, Sequence[Block]], way: _Way, again: Again
 ) -> dict[Hashable, StageCost]:
     """{group: what it comes to} where all of them have costs."""
-    shards, context, expert, size = way
-    how: dict[str, Any] = {"context": context, "recompute": again, "experts": Experts(expert)}
+    shards, context, expert, expert_shards, size = way
+    experts = Experts(expert, split=expert_shards)
+    how: dict[str, Any] = {"context": context, "recompute": again, "experts": experts}
     ids = [[block.id for block in blocks] for blocks in groups.values()]
     return dict(zip(groups, group_costs(profile, ids, size, shards, **how) if ids else (), strict=True))
 
@@ -311,12 +314,12 @@ def _operator(blocks: Sequence[Block]) -> str:
     return (others or ends)[0]
 
 
-def _splits(blocks: Sequence[Block]) -> set[tuple[int, int, int]]:
-    """Every (shards, context, expert) that some block has a row of, as those of all others may be."""
-    shards, contexts, experts = (
-        {getattr(row, name) for block in blocks for row in block.costs} for name in ("shards", "context", "expert")
-    )
-    return set(product(shards, contexts, experts))
+def _splits(blocks: Sequence[Block]) -> set[tuple[int, int, int, int]]:
+    """Every (shards, context, expert, expert shards) that some block has a row of, as those of all others may be."""
+    rows = [row for block in blocks for row in block.costs]
+    shards, contexts = ({getattr(row, name) for row in rows} for name in ("shards", "context"))
+    experts = {(row.expert, row.expert_shards) for row in rows}
+    return {(*split, *own) for *split, own in product(shards, contexts, experts)}
 
 
 def _stated(parts: Block | TiedParameter, key: str) -> int:

@@ -580,8 +580,8 @@ class EvenCut(PlanStep):
     name = "even cut"
     when = (
         "first, once; any strategy, with --scheduler auto or a named schedule. With --deterministic only for more than "
-        f"{LARGE} blocks x devices, with --placement auto or one-to-one and --scheduler auto. Of such requests a cut that "
-        "is begun has {most} of what is left"
+        f"{LARGE} blocks x devices, with --placement auto or one-to-one and --scheduler auto. Of such requests a cut "
+        "that is begun has {most} of what is left"
     )
     of = "what is left"
     in_turn = True
