@@ -93,6 +93,12 @@ if TYPE_CHECKING:
     "or cp-q.",
 )
 @click.option(
+    "--prefill",
+    type=NUM_TOKENS,
+    metavar="TOKENS",
+    help="Tokens of joining prompts that run beside every group's step, as 512 or 1k; as many as --context: whole.",
+)
+@click.option(
     "--keep-together",
     multiple=True,
     metavar="BLOCKS|N",
@@ -207,7 +213,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
     start = given_file("plan", flags["start_path"])
-    serving = _api.ServingAsked(flags["objective"], flags["batch"], flags["context_tokens"], flags["kv"], flags["dcp"])
+    asked = ("objective", "batch", "context_tokens", "kv", "dcp", "prefill")
+    serving = _api.ServingAsked(*(flags[name] for name in asked))
     more = {"serving": serving, "for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
     request = read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
     if start is not None and flags["for_"] is not None:

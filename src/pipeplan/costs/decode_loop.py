@@ -40,9 +40,9 @@ class ChunkCost:
 
 
 def chunk_costs(
-    profile: Profile, stages: Sequence[tuple[Sequence[str], int]], prompt_tokens: int, chunk_tokens: int
+    profile: Profile, stages: Sequence[Sequence[tuple[str, int]]], prompt_tokens: int, chunk_tokens: int
 ) -> list[ChunkCost]:
-    """What the last chunk of a prompt takes on each of the ``stages``: its blocks, and how many devices split each.
+    """What the last chunk of a prompt takes on each of the ``stages``: its blocks, each with how many devices split it.
 
     No chunk takes more: it reads the weights as a prompt of its own length does, and its tokens attend to all before
     them, which is the attention of the prompt without that of what came before. The whole prompt is one chunk of its
@@ -52,26 +52,24 @@ def chunk_costs(
         UsageError: the profile has no prefill rows of these lengths, or the chunk is longer than the prompt.
     """
     if not 1 <= chunk_tokens <= prompt_tokens:
-        raise UsageError(f"a chunk of {chunk_tokens} tokens is not of a prompt of {prompt_tokens}; choose 1 to that")
+        raise UsageError(f"--prefill {chunk_tokens} is not of prompts of {prompt_tokens} tokens; choose 1 to that many")
     before, found, blocks = prompt_tokens - chunk_tokens, [], profile.by_id
     leaving = {edge.source: 0 for edge in profile.edges}
     for edge in profile.edges:
         leaving[edge.source] = max(leaving[edge.source], bytes_between(profile, edge, chunk_tokens))
-    for names, shards in stages:
+    for stage in stages:
         times, work = 0, 0
-        for block in (blocks[name] for name in names):
+        for block, shards in ((blocks[name], shards) for name, shards in stage):
             alone, whole = (
                 phase_costs(block, "prefill", 1, tokens, shards=shards) for tokens in (chunk_tokens, prompt_tokens)
             )
             times += alone.forward_ns
             work = max(work, whole.workspace_bytes)
             if before and whole.core_ns:
-                # interpolated times of attention are above the true ones, so that only profiled lengths are taken away
-                known = [row.context_tokens for row in block.phases if row.phase == "prefill" and row.shards == shards]
-                left = max((tokens for tokens in known if tokens <= before), default=0)
-                less = phase_costs(block, "prefill", 1, left, shards=shards).core_ns if left else 0
+                # of what comes before at least: attention grows with the square of the tokens, or less
+                less = whole.core_ns * before**2 // prompt_tokens**2
                 times += max(0, whole.core_ns - less - alone.core_ns)
-        found.append(ChunkCost(times, leaving.get(names[-1], 0), work))
+        found.append(ChunkCost(times, leaving.get(stage[-1][0], 0), work))
     return found
 
 

@@ -120,6 +120,10 @@ class Decode(FileModel):
         ends = [self.batch * number // self.groups for number in range(self.groups + 1)]
         return tuple(end - begin for begin, end in zip(ends, ends[1:], strict=False))
 
+    def tokens_of(self, num_microbatches: int) -> int:
+        """Tokens that so many micro-batches, whole steps of all groups, make for the requests that there are."""
+        return self.batch * num_microbatches // self.groups
+
 
 class AlternativeFigures(FileModel):
     """Another plan that a search found: what it is, and how its iteration splits up, in ns.

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from pipeplan.costs import StageCost
 from pipeplan.costs.cache_volumes import KEPT
+from pipeplan.costs.decode_loop import ChunkCost, chunk_costs
 from pipeplan.errors import SearchTimeoutError, UsageError
 from pipeplan.files import Plan
 from pipeplan.files.plan import Decode
@@ -56,6 +57,7 @@ def search_decoding(
             groups=chosen.groups,
             context_tokens=search.context,
             kv=chosen.kv(request.profile),
+            prefill_tokens=request.serving.prefill or 0,
             max_requests=most,
         )
         own = request.memory_bytes is not None or request.reserve_bytes is not None
@@ -66,6 +68,7 @@ def search_decoding(
             chosen.cache_bytes,
             decode,
             budget=budget,
+            prefill=_chunks(search, chosen) if decode.prefill_tokens else (),
             cluster=request.cluster,
             memory_bytes=request.whole_memory if own else None,
             reserve_bytes=request.reserve if own else None,
@@ -138,6 +141,21 @@ def _stage_cost(stage: DecodeStage, groups: int) -> StageCost:
     )
 
 
+def _chunks(search: DecodeSearch, chosen: DecodeChoice) -> list[ChunkCost]:
+    """What every stage takes in of prompts as long as texts are by the last step, beside each group's step.
+
+    A prompt is one request's, so that only devices that split a block share it.
+    """
+    stages = [
+        [
+            (name, cost.way.shards)
+            for name, cost in zip(search.order[each.begin : each.end], each.choice.costs, strict=True)
+        ]
+        for each in chosen.stages
+    ]
+    return chunk_costs(search.profile, stages, search.context, search.asked.prefill or 0)
+
+
 def _answer(
     search: DecodeSearch, chosen: DecodeChoice, plan: Plan, most: int | None, bound_ns: float, *, explain: bool
 ) -> DecodeAnswer:
@@ -151,6 +169,8 @@ def _answer(
         groups=chosen.groups,
         token_ns=number(token_ns),
         token_lower_bound_ns=min(bound_ns, number(token_ns)),
+        prefill_tokens=search.asked.prefill or 0,
+        alone_token_ns=chosen.token_ns if search.asked.prefill else None,
         cache_bytes=plan.cache_bytes,
         max_requests=most,
         volumes=tuple(_volumes(search, chosen)),

@@ -24,7 +24,8 @@ class ServingAsked:
     """What decode steps are asked for: of how many requests, with how long texts by then; None: open.
 
     Of a server's cut, what it is to be best for; of plans with decode steps, how caches are shared (``kv``), and over
-    how many devices each is split along its sequence (``dcp``).
+    how many devices each is split along its sequence (``dcp``), and tokens of prompts that join beside every group's
+    step (``prefill``).
     """
 
     objective: Objective | None = None
@@ -32,11 +33,12 @@ class ServingAsked:
     context: int | None = None
     kv: Sharing | None = None
     dcp: int | None = None
+    prefill: int | None = None
 
     @property
     def flag(self) -> str | None:
         """The first flag that says something."""
-        said = {"--kv": self.kv, "--dcp": self.dcp, "--objective": self.objective}
+        said = {"--kv": self.kv, "--dcp": self.dcp, "--prefill": self.prefill, "--objective": self.objective}
         said |= {"--batch": self.batch, "--context": self.context}
         return next((flag for flag, value in said.items() if value is not None), None)
 
@@ -107,7 +109,8 @@ class DecodeAnswer:
 
     ``volumes`` are of each plain way on the plan's largest group of devices, where it has several; ``max_requests`` is
     None without a memory limit. No choice of stages, groups and ways has tokens sooner than ``token_lower_bound_ns``.
-    ``frontier``, where it was asked for, is of one stage on all devices.
+    ``frontier``, where it was asked for, is of one stage on all devices. ``prefill_tokens`` of prompts join beside
+    every group's step; without them tokens would follow each other in ``alone_token_ns``.
     """
 
     kv: str
@@ -121,6 +124,8 @@ class DecodeAnswer:
     max_requests: int | None
     volumes: tuple[LayerVolume, ...] = ()
     frontier: tuple[SharedPoint, ...] = ()
+    prefill_tokens: int = 0
+    alone_token_ns: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -133,6 +138,8 @@ class DecodeAnswer:
         found |= {"tokens_per_s": self.tokens_per_s, "cache_bytes": list(self.cache_bytes)}
         found["volumes"] = [asdict(each) for each in self.volumes]
         points = [asdict(each) for each in found.pop("frontier")]
+        prefill = {name: found.pop(name) for name in ("prefill_tokens", "alone_token_ns")}
+        found |= prefill if self.prefill_tokens else {}
         return found | ({"frontier": points} if points else {})
 
 

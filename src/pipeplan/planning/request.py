@@ -163,7 +163,7 @@ def _require_server(serving: ServingAsked, target: ExportTarget | None) -> None:
     """Refuse what is asked of servers' cuts for other plans, and of plans of decode steps for servers. UsageError."""
     if serving.flag is not None and (target is None or target.trains):
         raise UsageError(f"{serving.flag} is for servers (--for vllm, sglang or tensorrt-llm); leave it out")
-    if serving.flag in ("--kv", "--dcp"):
+    if serving.flag in ("--kv", "--dcp", "--prefill"):
         raise UsageError(
             f"{serving.flag} is for plans of decode steps, and servers share caches in ways of their own; leave it or "
             "--for out"

@@ -71,6 +71,11 @@ def _rows(result: Result, answer: DecodeAnswer, written: str | None) -> Iterator
             (f", {answer.tokens_per_s:,.0f} tokens/s of all", 0),
         ],
     )
+    if answer.prefill_tokens and answer.alone_token_ns is not None:
+        said = (
+            f"{answer.prefill_tokens:,} tokens of prompts beside every group's step; {format_ns(answer.alone_token_ns)}"
+        )
+        yield "prompts", [(f"{said} between two tokens without them", 0)]
     yield "memory", [*_memory(result, answer)]
     for shares, count in Counter(_shares(result)).items():
         yield "shared", [(f"{counted(count, 'stage')}: {shares}", 0)]

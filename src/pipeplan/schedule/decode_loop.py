@@ -16,7 +16,7 @@ from heapq import heappush
 from math import ceil
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
-from pipeplan.schedule.cpsat.repetend import least_period
+from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import compose, microbatch_by_microbatch
@@ -125,7 +125,8 @@ def _solved(
     proved = Fraction(least.bound_ns, groups)
     if least.pattern is None:
         return proved, None
-    found = _repeated(problem, given, compose(problem, least.pattern), "repetend")
+    pattern, _ = shortest_way_through(problem, least.pattern, budget, budget.remaining)  # so that few steps have it
+    found = _repeated(problem, given, compose(problem, pattern), "repetend")
     return proved, found if found is not None and (below is None or found[0] < below) else None
 
 

@@ -31,7 +31,7 @@ from pipeplan.workload.action import StateAction, operation_of
 from pipeplan.workload.bounds import weak_iteration_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
 from pipeplan.workload.exchanges import networks_at, text_of, texts_around
-from pipeplan.workload.kinds import REDUCE_GRAD, RESHARD, Role, payload_of
+from pipeplan.workload.kinds import CACHE, REDUCE_GRAD, RESHARD, Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import in_parts, num_sliced, parts_before, whole, with_parts
 from pipeplan.workload.steady_state.loop import LoopCut, LoopedOrders, counts_of, longer, looped
@@ -259,12 +259,35 @@ class Simulation(Displayed):
     @property
     def throughput(self) -> Throughput:
         """The throughput of the iteration."""
-        return self.yardstick.throughput(self.workload.mini_batch, self.iteration_ns, sum(self.workload.device_speeds))
+        samples, decode = self.workload.mini_batch, self.plan.decode
+        if decode is not None:  # smaller groups take as long as the largest
+            samples = decode.tokens_of(self.workload.num_microbatches)
+        return self.yardstick.throughput(samples, self.iteration_ns, sum(self.workload.device_speeds))
 
     @property
     def iteration_ns(self) -> int:
         """The end of everything: gradients summed, parameters stepped and gathered."""
         return self.rates.iteration_ns
+
+    @property
+    def token_ns(self) -> float | None:
+        """Of a loop of decode steps the ns from a request's token to its next one; None of other plans."""
+        decode = self.plan.decode
+        return None if decode is None or self.period_ns is None else self.period_ns * decode.groups
+
+    def _decoding(self) -> dict[str, object]:
+        """What is said of such a loop, under the keys of ``search --json``."""
+        decode = self.plan.decode
+        if decode is None:
+            return {}
+        token_ns = self.token_ns
+        return {
+            "kv": decode.kv,
+            "token_ns": token_ns,
+            "tokens_per_s": None if token_ns is None else decode.batch * 1e9 / token_ns,
+            "cache_bytes": [memory.parts[CACHE] for memory in self.memory],
+            "max_requests": decode.max_requests,
+        }
 
     @property
     def gap(self) -> float:
@@ -335,6 +358,7 @@ class Simulation(Displayed):
             "bubble_rate_span": rates.bubble_rate_span,
             "bubble_rate_steady": self.bubble_rate_steady,
             "peak_memory_bytes": [memory.peak_bytes for memory in self.memory],
+            **self._decoding(),
             "fits": self.overflow is None,
             "search_seconds": None,
             "repetend_seconds": None,

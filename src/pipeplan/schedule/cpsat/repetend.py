@@ -106,7 +106,9 @@ def _reach(problem: OneMicrobatch, durations: Sequence[int], lags: Sequence[int]
     # what may start before what it needs may be that many repetitions before it
     before = sum(max(0, 1 - step) for _, _, step in steps)
     if problem.returns:  # these join parts of a micro-batch that nothing else does
-        return sum(step for _, _, step in steps) + len(problem.returns) * (2 + max(durations) // period) + before
+        unit = Fraction(problem.durations[0], durations[0])
+        back = (1 + math.ceil((durations[x] + math.ceil(lag / unit)) / period) for x, _, lag, _ in problem.returns)
+        return sum(step for _, _, step in steps) + sum(back) + before
     if problem.one_last_forward:
         return max(longest_paths(problem.order, steps).values()) + before
     most: dict[int, int] = {}
