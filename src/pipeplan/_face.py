@@ -104,6 +104,7 @@ _OTHER_NAMES = {
     "context_parallel": "cp",
     "decode_context_parallel": "dcp",
     "expert_parallel": "ep",
+    "expert_tensor_parallel": "etp",
     "pipeline_parallel": "pp",
 }
 """The flags' other names, with underscores."""
@@ -213,6 +214,7 @@ def search(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -276,6 +278,8 @@ def search(
             default searched if it has any.
         ep: expert-parallel size: how many devices of a stage share experts, of ``tp`` x ``cp`` x ``replicas``, which it
             divides. The profile must have costs for it. By default searched if it has any.
+        etp: expert-tensor-parallel size: how many of the ``ep`` devices split each expert. The profile must have costs
+            for it. By default searched if it has any.
         pp: pipeline-parallel size: how many devices, or groups of ``tp`` x ``cp`` x ``replicas``, the model is spread
             over; by default searched.
         zero: sharded state: 0 none, 1 optimizer state and master weights, 2 gradients as well, 3 parameters as well, or
@@ -391,6 +395,7 @@ def tune(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -460,6 +465,7 @@ def compare(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -527,6 +533,7 @@ def frontier(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     split_level: Literal["block", "operator"] = "block",
@@ -557,7 +564,7 @@ def frontier(
         mini_batch: samples per iteration, on any number of devices.
         zero: with ``plans``: sharded state, as in :func:`search`; by default none.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
-        chunks, replicas, tp, cp, ep, pp, recompute: with ``plans``: as in :func:`search`; by default searched.
+        chunks, replicas, tp, cp, ep, etp, pp, recompute: with ``plans``: as in :func:`search`; by default searched.
         split_level: what is split as a unit: whole blocks, the way plans run them, or each operator.
         device: preset to estimate split times for, as ``"a100-80gb"``; by default the profile's.
         data_parallel_loading: inputs arrive already split by samples over all devices.
@@ -795,6 +802,7 @@ def profile(
     granularity: Granularity | None = None,
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
+    expert: Counts = 1,
     inference: bool = False,
     batch: Counts = 1,
     context: Counts = 1,
@@ -825,6 +833,8 @@ def profile(
         granularity: how much of a captured model is one block; by default half a layer.
         shared: blocks to spread over all devices, by id or operator; ``*`` is a wildcard.
         shards: numbers of devices that split each block.
+        expert: numbers of devices that share the experts, each holding whole ones; one device's share is measured
+            alone, with as many tokens as it sends to the others.
         inference: forwards alone.
         batch: of inference, requests at once, as ``microbatch`` is of training.
         context: of inference, tokens of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
@@ -872,7 +882,7 @@ def estimate(
     shards: Counts = 1,
     context: Counts = 1,
     expert: Counts = 1,
-    etp: int = 1,
+    etp: Counts = 1,
     inference: bool = False,
     batch: Counts = 1,
     weights: Literal["int8", "int4", "fp8"] | None = None,
@@ -898,7 +908,7 @@ def estimate(
             of texts, as in :func:`profile`.
         expert: numbers of devices that share the experts, each holding whole ones; experts that are split like
             everything else are always included.
-        etp: how many of these devices split each expert, instead of holding whole ones.
+        etp: numbers of these devices that split each expert; 1 holds whole ones. :func:`search` chooses among several.
         weights: of inference, the format of the layers' weights; by default ``dtype``.
         kv_cache_dtype: of inference, the format of the cache; ``"auto"`` is ``dtype``.
         load_factor: load of the busiest of these devices, as a multiple of the average.

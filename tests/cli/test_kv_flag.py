@@ -84,3 +84,29 @@ def test_errors_say_what_to_do(profile: str) -> None:
         done = run("search", profile, *given, *QUICK)
         assert done.exit_code != 0
         assert said in f"{done.output}{done.exception}", (given, done.output)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_llama_on_four_devices(tmp_path: Path) -> None:
+    """Estimated, then planned in each way; more requests than fit are refused with how many do."""
+    profile, model = (
+        str(tmp_path / "llama.json"),
+        (
+            "LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, "
+            "vocab_size=32000, max_position_embeddings=131072)"
+        ),
+    )
+    of_device = ("--inference", "--estimate", "--device", "a5000-24gb")
+    rows = ("--batch", "1,8,32", "--context", "1k,32k", "--shards", "1,2,4")
+    assert run("profile", model, *of_device, *rows, "-o", profile).exit_code == 0
+    for kv in ("tp", "cp", "dp"):
+        plan = str(tmp_path / f"{kv}.json")
+        done = run("search", profile, "--devices", "4", "--kv", kv, "--time-limit", "8s", "--json", "-o", plan)
+        assert done.exit_code == 0, done.output
+        found = json.loads(done.stdout)
+        assert found["kv"] == kv
+        assert sum(found["cache_bytes"]) == 32 * 32_768 * 32 * 16_384
+        assert run("check", plan, "--profile", profile).exit_code == 0
+    small = run("search", profile, "--devices", "4", "--kv", "tp", "--memory", "24GB", "--time-limit", "8s")
+    assert "there is room for 4 such requests" in str(small.exception)

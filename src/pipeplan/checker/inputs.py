@@ -134,7 +134,7 @@ class _Known(NamedTuple):
 
     ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
     it runs. ``of_kinds`` are blocks of the profiles of kinds of devices. ``expert_shards`` {devices that share experts:
-    how many of them split each}.
+    the numbers of them that may split each}.
     """
 
     blocks: dict[str, Block]
@@ -147,7 +147,7 @@ class _Known(NamedTuple):
     rows: dict[tuple[object, ...], CostRow]
     parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
     of_kinds: dict[str, dict[str, Block]]
-    expert_shards: dict[int, int]
+    expert_shards: dict[int, set[int]]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -161,6 +161,9 @@ class _Known(NamedTuple):
         for edge in profile.edges:
             into[edge.target].append(edge)
         firsts = {block.id: kept(block) for block in profile.kinds}
+        splits: dict[int, set[int]] = defaultdict(set)
+        for row in (row for block in profile.kinds for row in block.costs):
+            splits[row.expert].add(row.expert_shards)
         return _Known(
             {block.id: block for block in profile.blocks},
             dict(into),
@@ -172,7 +175,7 @@ class _Known(NamedTuple):
             {},
             {},
             {kind: own.by_id for kind, own in profile.of_kinds.items()},
-            {row.expert: row.expert_shards for block in profile.kinds for row in block.costs},
+            dict(splits),
         )
 
 
@@ -283,9 +286,11 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
     """
     if stage.configurations or not shares_evenly(stage):  # the latter is refused whatever the profile
         return []
-    if stage.expert_shards != (split := known.expert_shards.get(stage.expert, 1)):
-        text = f"is {stage.expert_shards}; rows of the profile with expert {stage.expert} have {split}"
+    if stage.expert_shards not in (splits := known.expert_shards.get(stage.expert, {1})):
+        have = " and ".join(map(str, sorted(splits)))
+        text = f"is {stage.expert_shards}; rows of the profile with expert {stage.expert} have {have}"
         findings.add("profile", f"stages[{number}].expert_shards", text)
+        return []
     try:
         return [_row(id_, again, stage, samples, known) for id_, again in zip(stage.blocks, stage.again, strict=True)]
     except UsageError as error:
@@ -296,8 +301,8 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
 def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> CostRow:
     """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
     taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
-    how = samples, stage.shards, stage.context, stage.expert, stage.configuration, again, taken, stage.speed
-    key = (id_ if stage.kinds else known.alike[id_], stage.kinds, *how)
+    split = stage.shards, stage.context, stage.expert, stage.expert_shards, stage.configuration
+    key = (id_ if stage.kinds else known.alike[id_], stage.kinds, samples, *split, again, taken, stage.speed)
     if key not in known.rows:
         block = _slowest([known.of_kinds.get(kind, known.blocks)[id_] for kind in stage.kinds] or [known.blocks[id_]])
         row = block_costs(
@@ -306,6 +311,7 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
             stage.shards,
             context=stage.context,
             expert=stage.expert,
+            expert_shards=stage.expert_shards,
             recompute=again,
             input_bytes=taken,
             recipe=known.recipe,

@@ -215,8 +215,9 @@ class _GroupBlocks:
         return found
 
     def _costs(self, blocks: Sequence[Block], operator: str) -> Iterator[CostRow]:
-        for shards, context, expert in sorted(_splits(blocks)):
-            own = [[row for row in block.rows(context, expert) if row.shards == shards] for block in blocks]
+        for shards, context, expert, expert_shards in sorted(_splits(blocks)):
+            sharing = context, expert, expert_shards
+            own = [[row for row in block.rows(*sharing) if row.shards == shards] for block in blocks]
             if not all(own):
                 continue
             low = max(min(row.microbatch_size for row in rows) for rows in own)
@@ -225,10 +226,10 @@ class _GroupBlocks:
             sequences = shards > 1 and any(row.sequence_parallel for rows in own for row in rows)
             for size in sorted(size for size in known if low <= size <= high):
                 how: dict[str, Any] = {"microbatch_size": size, "shards": shards, "context": context, "expert": expert}
-                how |= {"sequence_parallel": sequences}
+                how |= {"expert_shards": expert_shards, "sequence_parallel": sequences}
                 ids = [block.id for block in blocks]
                 cost, core, again = (
-                    self._cost(ids, each, size, shards, context, expert)
+                    self._cost(ids, each, size, shards, context, Experts(expert, split=expert_shards))
                     for each in (False, "selective", recompute_of(asked_again(blocks, True)))
                 )
                 yield CostRow(**how, **_figures(cost), **self._core(blocks, cost, core))
@@ -236,9 +237,9 @@ class _GroupBlocks:
                     yield CostRow(**how, recompute=True, **_figures(again))
 
     def _cost(
-        self, ids: Sequence[str], again: Recompute, size: int, shards: int, context: int, expert: int
+        self, ids: Sequence[str], again: Recompute, size: int, shards: int, context: int, experts: Experts
     ) -> StageCost:
-        how: dict[str, Any] = {"context": context, "recompute": again, "experts": Experts(expert)}
+        how: dict[str, Any] = {"context": context, "recompute": again, "experts": experts}
         return stage_costs(self._bare, ids, size, shards, **how)
 
     def _core(self, blocks: Sequence[Block], kept: StageCost, core: StageCost) -> dict[str, Any]:
@@ -278,12 +279,12 @@ def _operator(blocks: Sequence[Block]) -> str:
     return (others or ends)[0]
 
 
-def _splits(blocks: Sequence[Block]) -> set[tuple[int, int, int]]:
-    """Every (shards, context, expert) that some block has a row of, as those of all others may be."""
-    shards, contexts, experts = (
-        {getattr(row, name) for block in blocks for row in block.costs} for name in ("shards", "context", "expert")
-    )
-    return set(product(shards, contexts, experts))
+def _splits(blocks: Sequence[Block]) -> set[tuple[int, int, int, int]]:
+    """Every (shards, context, expert, expert shards) that some block has a row of, as those of all others may be."""
+    rows = [row for block in blocks for row in block.costs]
+    shards, contexts = ({getattr(row, name) for row in rows} for name in ("shards", "context"))
+    experts = {(row.expert, row.expert_shards) for row in rows}
+    return {(*split, *own) for *split, own in product(shards, contexts, experts)}
 
 
 def _stated(parts: Block | TiedParameter, key: str) -> int:

@@ -78,7 +78,7 @@ def _require_same_model(profile: Profile, kind: str, own: Profile) -> None:
         if (row := next((row for row in here.costs if row.key not in known), None)) is not None:
             raise UsageError(
                 f"--profile-for {kind}: block {here.id!r} has no costs in {own.where} {_case(row)}, which it has in "
-                f"{profile.where}; profile both with the same --microbatch, --shards, --context and --expert"
+                f"{profile.where}; profile both with the same --microbatch, --shards, --context, --expert and --etp"
             )
     for key in ("edges", "tied", "recipe", "tokens_per_sample"):
         pair = getattr(profile, key), getattr(own, key)
@@ -99,6 +99,7 @@ def _case(row: CostRow) -> str:
     """What a row is for."""
     said = [f"{row.microbatch_size} samples", f"{row.shards} shards"]
     said += [f"context {row.context}"] * (row.context > 1) + [f"expert {row.expert}"] * (row.expert > 1)
+    said += [f"expert_shards {row.expert_shards}"] * (row.expert_shards > 1)
     said += [f"configuration {row.configuration!r}"] * (row.configuration is not None) + ["recompute"] * row.recompute
     return f"for {', '.join(said)}"
 

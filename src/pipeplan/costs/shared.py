@@ -51,10 +51,11 @@ class SharedState:
     def row(self, id_: str, samples: int, stage: Stage, again: Again) -> CostRow:
         """What a block of a stage costs, but for its inputs' part, worked out once for all blocks that are alike."""
         profile = on_kinds(self.profile, stage.kinds)
-        key = profile.alike[id_], samples, stage.shards, stage.context, stage.expert, again, stage.speed, stage.kinds
+        split = stage.shards, stage.context, stage.expert, stage.expert_shards
+        key = profile.alike[id_], samples, *split, again, stage.speed, stage.kinds
         if key not in self._rows:
-            how: dict[str, Any] = {"context": stage.context, "expert": stage.expert, "recompute": again}
-            how["speed"] = stage.speed
+            how: dict[str, Any] = {"context": stage.context, "recompute": again, "speed": stage.speed}
+            how |= {"expert": stage.expert, "expert_shards": stage.expert_shards}
             self._rows[key] = block_costs(profile.by_id[id_], samples, stage.shards, **how)
         return self._rows[key]
 

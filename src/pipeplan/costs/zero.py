@@ -63,18 +63,25 @@ WHOLE = Zero()
 
 
 class Experts(NamedTuple):
-    """How many devices share experts, and what those that have the same divide of what is kept of them."""
+    """How many devices share experts, and what those that have the same divide of what is kept of them.
+
+    Each ``split`` neighbours of these devices have parts of the same experts.
+    """
 
     size: int = 1
     zero: Zero = WHOLE
+    split: int = 1
 
     @classmethod
     def of(cls, stage: Stage | PlacedStage) -> Experts:
         """Those of a stage."""
-        return cls.among(stage.expert, stage.shards, stage.copies, stage.zero, stage.zero_group)
+        state = stage.copies, stage.zero, stage.zero_group
+        return cls.among(stage.expert, stage.shards, *state, split=stage.expert_shards or 1)
 
     @classmethod
-    def among(cls, size: int, shards: int, copies: int, level: int = 0, group: int | None = None) -> Experts:
+    def among(
+        cls, size: int, shards: int, copies: int, level: int = 0, group: int | None = None, *, split: int = 1
+    ) -> Experts:
         """Of a stage with so many ``shards`` and ``copies`` of all else, of which each ``group`` divides its state.
 
         Devices of such a group that have the same experts divide what is kept of these; there may be one alone.
@@ -82,7 +89,7 @@ class Experts(NamedTuple):
         if size == 1:
             return TOGETHER
         sharers = (group or copies) * shards // size
-        return cls(size, Zero(level, sharers) if level and sharers > 1 else WHOLE)
+        return cls(size, Zero(level, sharers) if level and sharers > 1 else WHOLE, split)
 
 
 TOGETHER = Experts()

@@ -741,7 +741,10 @@ class Plan(File):
             num_devices=len(self.devices),
             num_routes=self.num_routes,
             stages=tuple(
-                PlacedStage(**{name: getattr(stage, name) for name in PlacedStage.model_fields})
+                PlacedStage(
+                    **{name: getattr(stage, name) for name in PlacedStage.model_fields if name != "expert_shards"},
+                    expert_shards=stage.expert_shards if stage.expert > 1 else None,
+                )
                 for stage in self.stages
                 if stage.blocks
             ),

@@ -194,7 +194,11 @@ def _provenance(request: Request, candidate: PlacementCandidate, scheduler: str,
             "recompute": request.recompute,
             "replicas": request.replicas,
             **{key: value for key in ("zero", "zero_group") if (value := getattr(request, key)) is not None},
-            **{key: value for key in ("shards", "context", "expert") if (value := getattr(request, key)) is not None},
+            **{
+                key: value
+                for key in ("shards", "context", "expert", "expert_shards")
+                if (value := getattr(request, key)) is not None
+            },
             "spread": request.spread,
             "num_parted": request.num_parted,
             **({} if request.planner == "auto" else {"planner": request.planner}),

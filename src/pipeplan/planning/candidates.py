@@ -77,7 +77,7 @@ Proposal = Callable[[], CandidateOrError | None]
 class CandidateStep(SearchStep, ABC):
     """Placements other than chains. Where it is tried stages may be of any form."""
 
-    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp, and --tp, --cp or --ep above 1"
+    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp, and --tp, --cp, --ep or --etp above 1"
 
     @abstractmethod
     def candidates(self, request: Request) -> Iterator[Proposal]:
@@ -173,16 +173,20 @@ def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None
 def kept_choice(candidate: PlacementCandidate) -> Choice | None:
     """A strategy's candidate with nothing recomputed, before it is cut; None if stages are no strategy's, or unlike."""
     strategy, stages = STRATEGIES.get(candidate.placement.strategy), candidate.placement.stages
-    alike = {(each.shards, each.replicas, each.context, each.expert, Zero.of(each)) for each in stages}
+    alike = {
+        (each.shards, each.replicas, each.context, each.expert, each.expert_shards or 1, Zero.of(each))
+        for each in stages
+    }
     groups = {each.devices for each in stages}
     if strategy is None or len(alike) > 1 or any(each.configurations or each.num_parted for each in stages):
         return None
-    ((shards, replicas, context, expert, zero),) = alike
+    ((shards, replicas, context, expert, expert_shards, zero),) = alike
     chunks, rest = divmod(len(stages), len(groups) * candidate.placement.num_routes)
     if rest:
         return None
     own = (candidate.placement.strategy, replicas, candidate.batch, False, False, shards, len(groups), zero)
-    return Choice(*own, chunks=chunks if strategy.chunked else None, context=context, expert=expert)
+    split: dict[str, Any] = {"context": context, "expert": expert, "expert_shards": expert_shards}
+    return Choice(*own, chunks=chunks if strategy.chunked else None, **split)
 
 
 def _as_is(candidate: CandidateOrError) -> CandidateOrError:
@@ -204,17 +208,30 @@ class BoundedProposal:
 class SplitSizes(NamedTuple):
     """How many devices split each block, and into how many parts each sequence is divided, each with that many devices.
 
-    Of these and of their replicas each ``expert`` share experts.
+    Of these and of their replicas each ``expert`` share experts, of which ``expert_shards`` split each.
     """
 
     shards: int
     context: int
     expert: int = 1
+    expert_shards: int = 1
+
+    @classmethod
+    def asked(cls, request: Request) -> SplitSizes:
+        """As the request says, else 1; where it says only how many share experts, as few split each as may."""
+        expert = request.expert or 1
+        split = request.profile.expert_shards_on(expert, request.expert_shards)
+        return cls(request.shards or 1, request.context or 1, expert, split)
 
     @property
     def width(self) -> int:
         """Devices of a replica at each position."""
         return self.shards * self.context
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """All but the shards, by their names."""
+        return {"context": self.context, "expert": self.expert, "expert_shards": self.expert_shards}
 
 
 def open_splits(request: Request) -> tuple[SplitSizes, ...]:
@@ -223,36 +240,34 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
     The costs have the time of the devices' messages, which is that inside a node. One where a strategy is asked for and
     nothing is said, as with replicas.
     """
-    asked = request.shards, request.context, request.expert
+    asked = request.shards, request.context, request.expert, request.expert_shards
     if None not in asked or request.placement != "auto" or request.spread:
-        return (SplitSizes(*(count or 1 for count in asked)),)
+        return (SplitSizes.asked(request),)
     blocks = request.profile.once("splits", lambda: _splits_of(request.profile))
-    sizes = sorted({expert for _, rows in blocks for _, _, expert in rows})
+    sizes = sorted({tuple(experts) for _, rows in blocks for _, _, *experts in rows})
     known = (
         {
-            SplitSizes(shards, context, each)
-            for shards, context, expert in rows
-            for each in ((expert,) if has_experts else sizes)
+            SplitSizes(shards, context, *each)
+            for shards, context, *experts in rows
+            for each in ((tuple(experts),) if has_experts else sizes)
         }
         for has_experts, rows in blocks
     )
     most = max(min(request.unit, request.num_devices), (request.shards or 1) * (request.context or 1))
     common = [
         each
-        for each in sorted(set.intersection(*known), key=lambda each: (each.expert, each.context, each.shards))
+        for each in sorted(set.intersection(*known), key=lambda each: (*each[2:], each.context, each.shards))
         if all(count in (None, own) for count, own in zip(asked, each, strict=True))
         and each.width <= most
         and each.expert <= request.num_devices
+        and (request.only is None or request.only.splits_experts(each.shards, each.expert_shards))
     ]
-    return tuple(common) or (SplitSizes(*(count or 1 for count in asked)),)
+    return tuple(common) or (SplitSizes.asked(request),)
 
 
-def _splits_of(profile: Profile) -> set[tuple[bool, tuple[tuple[int, int, int], ...]]]:
+def _splits_of(profile: Profile) -> set[tuple[bool, tuple[tuple[int, int, int, int], ...]]]:
     """Of each block whether it has experts, and for how many shards, parts of a sequence and of experts it has rows."""
-    return {
-        (bool(block.expert_parameters), tuple((row.shards, row.context, row.expert) for row in block.costs))
-        for block in profile.kinds
-    }
+    return {(bool(block.expert_parameters), tuple(row.key[1:5] for row in block.costs)) for block in profile.kinds}
 
 
 def uniform_choices(request: Request) -> list[BoundedChoice]:
@@ -336,7 +351,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
                         continue
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
-                        choice = Choice(*own, chunks=chunks, context=split.context, expert=split.expert)
+                        choice = Choice(*own, chunks=chunks, **split.rest)
                         yield from _directions(choice, uneven)
 
 
@@ -568,8 +583,7 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
                 for spread, possible in batches.items():
                     if batch in possible and _allows(request, strategy, positions, batch):
                         own = (strategy, replicas, batch, recompute, spread, request.shards or 1, request.positions)
-                        context, expert = request.context or 1, request.expert or 1
-                        choice = Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
+                        choice = Choice(*own, zero, chunks=request.chunks, **SplitSizes.asked(request).rest)
                         yield from _directions(choice, request.uneven)
 
 
@@ -605,7 +619,7 @@ def any_stages(request: Request) -> bool:
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
     any_form = request.placement == "auto" and request.only is None and not request.num_parted and not request.spread
-    whole = {request.shards, request.context, request.expert} <= {None, 1}
+    whole = {request.shards, request.context, request.expert, request.expert_shards} <= {None, 1}
     return any_form and request.replicas is request.positions is None and whole
 
 
@@ -680,7 +694,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
         )
     else:
         how |= {"chunks": choice.chunks, "spread": choice.spread, "wide": _wide(request, choice)}
-        how |= {"context": choice.context, "expert": choice.expert}
+        how |= {"context": choice.context, "expert": choice.expert, "expert_shards": choice.expert_shards}
         placement = place(request.profile, strategy, request.num_devices, **how)
     fallback = _is_fallback(request, choice.recompute)
     return PlacementCandidate(placement, batch, choice.recompute, source, fallback, usual=choice.usual)
@@ -817,6 +831,7 @@ def cut_so(
             replicas=choice.replicas,
             context=choice.context,
             expert=choice.expert,
+            expert_shards=choice.expert_shards if choice.expert > 1 else None,
             route=route,
             recompute=None if again is None else recompute_of(again[number]),
             **choice.zero.keys(choice.copies),
@@ -918,10 +933,10 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
 
 def _profiled(request: Request, replicas: int, spread: bool, split: SplitSizes | None = None) -> tuple[int, int]:
     """The least and most samples per device for which every block has costs as placed; none: (1, 0)."""
-    blocks, own = request.profile.blocks, split or SplitSizes(1, request.context or 1, request.expert or 1)
+    blocks, own = request.profile.blocks, split or SplitSizes.asked(request)
     ways = [split.shards if split else shards_of(request, replicas, spread, block) for block in blocks]
     sizes = [
-        [row.microbatch_size for row in block.rows(own.context, own.expert) if row.shards == way]
+        [row.microbatch_size for row in block.rows(*own[1:]) if row.shards == way]
         for block, way in zip(request.profile.blocks, ways, strict=True)
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
@@ -939,7 +954,7 @@ def _or(remedy: str | None) -> str:
 def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
     """Some block has no costs for how strategies would place it, or blocks have no costs in common."""
     for block in request.profile.blocks:
-        known = sorted({row.shards for row in block.rows(request.context or 1, request.expert or 1)})
+        known = sorted({row.shards for row in block.rows(*SplitSizes.asked(request)[1:])})
         shards = shards_of(request, replicas, spread, block)
         if shards not in known:
             return UsageError(

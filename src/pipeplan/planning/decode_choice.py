@@ -166,6 +166,8 @@ class DecodeSearch:
         """
         if not self.sizes:
             raise self._no_costs()
+        if not self._may_fit(self.batch):
+            raise self._nothing()
         found: DecodeChoice | None = None
         try:
             numbers = self._numbers_of_groups()
@@ -236,31 +238,46 @@ class DecodeSearch:
         """Why there is no choice: costs are missing, or the cache does not fit, and how many requests would."""
         if self.limit is None or not self._priced():
             return self._no_costs()
-        fit = self.most_requests()
+        fit, known = self._room()
+        room = f"room for {'' if known else 'at most '}{fit} such requests"
         weights = "" if fit else f": {format_bytes(self.limit)} per device hold not even one"
         return InfeasibleError(
             f"a cache for {self.batch} requests of {self.context} tokens does not fit into {format_bytes(self.limit)} "
-            f"per device on {self.devices} devices{self.asked.words}; there is room for {fit} such requests{weights}; "
-            f"lower --batch{f' to {fit}' if fit else ''} or --context, raise --memory, or give more --devices"
+            f"per device on {self.devices} devices{self.asked.words}; there is {room}{weights}; lower --batch"
+            f"{f' to {fit}' if fit else ''} or --context, raise --memory, or give more --devices"
         )
 
     def _priced(self) -> bool:
         """Whether some cut has costs, whatever fits."""
-        free = self._unlimited()
+        given = self.profile, self.devices, self.batch, self.context, self.asked, None, self.cluster
+        free = DecodeSearch(*given, self.positions, self.shards, self.samples)
         return any(free.of_groups(groups, self.batch) is not None for groups in (1, min(self.batch, self.most_stages)))
 
-    def _unlimited(self) -> DecodeSearch:
-        given = self.profile, self.devices, self.batch, self.context, self.asked, None, self.cluster
-        return DecodeSearch(*given, self.positions, self.shards, self.samples)
-
-    def most_requests(self) -> int:
-        """The most requests, fewer than those asked for, that some choice has memory for."""
+    def _room(self) -> tuple[int, bool]:
+        """The most requests, fewer than those asked for, that some choice has memory for; or at most, if time is up."""
         low, high = 0, self.batch - 1
         while low < high:
-            checkpoint()
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits(middle) else (low, middle - 1)
-        return low
+            low, high = (middle, high) if self._may_fit(middle) else (low, middle - 1)
+        low, step = 0, 1
+        try:
+            while low < high:  # near the bound mostly, and the less so the wider the steps
+                middle = max(low + 1, high - step + 1)
+                low, high, step = (middle, high, 1) if self._fits(middle) else (low, middle - 1, 2 * step)
+        except TimeUpError:
+            return high, False
+        return low, True
+
+    def _may_fit(self, batch: int) -> bool:
+        """Whether what all blocks keep at least, on all devices together, is no more than these have."""
+        at = DecodeAt.of(batch, 1, self.context)
+        least = dict[str, float]()
+        for size in self.sizes:
+            for name, costs in self._runs(size, at).ways.items():
+                kept = min((size * each.kept_bytes for each in costs), default=math.inf)
+                least[name] = min(least.get(name, math.inf), kept)
+        whole = sum(least[self.profile.alike[name]] for name in self.order)
+        return self.limit is None or not math.isfinite(whole) or whole <= self.limit * self.devices
 
     def _fits(self, batch: int) -> bool:
         numbers = dict.fromkeys((1, min(batch, self.most_stages)))

@@ -231,9 +231,10 @@ class Request:
     where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
     of a chain, ``context`` how many of them, or groups, share each sequence, ``expert`` how many devices of a stage
-    share experts, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared
-    blocks stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts
-    (or ``autopipe``: as many as its formula has). ``planner`` is who chooses the stages: a published planner alone
+    share experts, ``expert_shards`` how many of these split each, ``positions`` how many devices, or groups of them,
+    blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
+    micro-batches run their warmup forwards in two parts (or ``autopipe``: as many as its formula has). ``planner`` is
+    who chooses the stages: a published planner alone
     (:mod:`pipeplan.planning.planners`), or ``auto``.
     ``late_inputs`` says whether actions may wait inside for messages (:mod:`pipeplan.costs.late_inputs`); None: where
     that is shorter. ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
@@ -277,6 +278,7 @@ class Request:
     shards: int | None = None
     context: int | None = None
     expert: int | None = None
+    expert_shards: int | None = None
     positions: int | None = None
     spread: bool | None = None
     num_parted: int | Literal["autopipe"] | None = None
@@ -318,7 +320,7 @@ class Request:
         if self.max_span is not None:
             self._require_span(self.max_span)
         if isinstance(self.placement, Placement):
-            object.__setattr__(self, "placement", self.placement.whole)
+            object.__setattr__(self, "placement", _with_expert_shards(self.profile, self.placement.whole))
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
             own = "the rules, which place submodules," if self.placement == SUBMODULES else "the placement"
             raise UsageError(
@@ -740,6 +742,7 @@ _SIZE_FLAGS = {"shards": "--tp", "context": "--cp", "positions": "--pp", "replic
 _CHOICE_FLAGS = {
     **_SIZE_FLAGS,
     "expert": "--ep",
+    "expert_shards": "--etp",
     "chunks": "--chunks",
     "zero": "--zero",
     "zero_group": "--zero-group",
@@ -765,6 +768,8 @@ def require_sizes(profile: Profile, placement: Placement | str, num_devices: int
         _require_positions(profile, placement, num_devices, asked)
     if (expert := said.get("expert")) is not None:
         _require_experts(profile, placement, num_devices, asked, expert, said)
+    if (expert_shards := said.get("expert_shards")) is not None:
+        _require_expert_shards(profile, placement, expert, expert_shards)
 
 
 def _require_context(
@@ -861,6 +866,46 @@ def _require_experts(
         where = f"{also.removeprefix(' x ') or '1 device'} at each position" if every else f"{most} devices"
         says = f"does not divide {where}" if every else f"is more than the {where} that a stage can have"
         raise UsageError(f"{flag} {says}; choose --ep {_listed(fitting or [1])}")
+
+
+def _require_expert_shards(
+    profile: Profile, placement: Placement | str, expert: int | None, expert_shards: int
+) -> None:
+    """Check that experts can be split over this many devices. Raises UsageError, which lists the numbers that work."""
+    flag = f"--etp {expert_shards}"
+    if expert_shards == 1 and (expert in (None, 1) or not profile.has_experts):
+        return
+    _require_strategy(profile, placement, flag, "how many devices split each expert")
+    if not profile.has_experts:
+        raise UsageError(f"{flag} would do nothing: no block of profile {profile.name!r} has experts; leave it out")
+    if placement != "auto" and expert is None:
+        raise UsageError(f"{flag} is of devices that share experts; give --ep, a multiple of it, or --placement auto")
+    known = profile.expert_shards if expert is None else {expert: profile.expert_shards.get(expert, (1,))}
+    if any(expert_shards in own for own in known.values()):
+        return
+    able = sorted(set(chain.from_iterable(known.values())))
+    sizes = sorted(profile.expert_shards) if expert is None else [expert]
+    fitting = [each for each in sizes if each > 1 and each % expert_shards == 0]
+    splits = ",".join(map(str, sorted({*able, expert_shards})))
+    profiled = f", or profile with --estimate --expert {','.join(map(str, fitting))} --etp {splits}" if fitting else ""
+    those = "" if expert is None else f" where {expert} devices share experts"
+    raise UsageError(
+        f"{flag}: profile {profile.name!r} has costs{those} with {_listed(able)} of them splitting each, not "
+        f"{expert_shards}; choose --etp {_listed(able)}{profiled}"
+    )
+
+
+def _with_expert_shards(profile: Profile, placement: Placement) -> Placement:
+    """The placement, each of whose stages that have shared experts says how many devices split each."""
+    if all(stage.expert == 1 for stage in placement.stages):
+        return placement
+    stages = tuple(
+        stage
+        if stage.expert == 1
+        else stage.model_copy(update={"expert_shards": profile.expert_shards_on(stage.expert, stage.expert_shards)})
+        for stage in placement.stages
+    )
+    return placement.model_copy(update={"stages": stages})
 
 
 def _require_strategy(profile: Profile, placement: Placement | str, flag: str, what: str) -> None:

@@ -34,6 +34,7 @@ class Restrictions:
     whole_groups: bool
     serves: bool
     first_layers: bool
+    expert_shards: str
 
     @classmethod
     def of(cls, name: str, target: ExportTarget, profile: Profile) -> Restrictions:
@@ -50,6 +51,7 @@ class Restrictions:
             target.whole_groups,
             not target.trains,
             target.first_layers,
+            target.expert_shards,
         )
 
     def allows(self, strategy: str, positions: int, num_microbatches: int) -> bool:
@@ -57,6 +59,12 @@ class Restrictions:
         if strategy == "one-to-one":
             return True
         return positions > 1 and not (self.whole_groups and num_microbatches % positions)
+
+    def splits_experts(self, shards: int, expert_shards: int) -> bool:
+        """Whether so many devices may split each expert, where so many split all else."""
+        if self.expert_shards == "any":
+            return True
+        return expert_shards == 1 or (self.expert_shards == "shards" and shards == expert_shards)
 
 
 def search_targets() -> list[str]:
@@ -214,6 +222,9 @@ def restricted_fields(
         raise refuse(f"--planner {said['planner']}", "is searched for by our own planner alone", "leave --planner out")
     if not target.experts and said.get("expert") not in (None, 1):
         raise refuse(f"--ep {said['expert']}", "is not told of shared experts", "leave --ep out")
+    if not target.expert_shards and said.get("expert_shards") not in (None, 1):
+        why = "has whole experts" if target.experts else "is not told of shared experts"
+        raise refuse(f"--etp {said['expert_shards']}", why, "leave --etp out")
     if not target.trains and said.get("replicas") not in (None, 1):
         raise refuse(f"--dp {said['replicas']}", "is one pipeline, whose copies stand beside it", "leave --dp out")
     chunks = said.get("chunks")
@@ -226,6 +237,8 @@ def restricted_fields(
         settled["recompute"] = False
     if not target.experts:
         settled["expert"] = 1
+    if target.experts and not target.expert_shards and said.get("expert") not in (None, 1):
+        settled["expert_shards"] = 1
     if not target.trains:
         settled |= {"replicas": 1, "zero": 0}
     return settled

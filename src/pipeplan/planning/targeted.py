@@ -241,7 +241,8 @@ def _cost_of(request: Request, cut: Served) -> TargetCost | CacheCost:
     assert only is not None
     assert free is not None
     with suppress(PipeplanError):
-        alone = replace(free, batch=request.batch, replicas=1, expert=1, only=only, serving=request.serving)
+        one: dict[str, Any] = {"replicas": 1, "expert": 1, "expert_shards": None}
+        alone = replace(free, batch=request.batch, only=only, serving=request.serving, **one)
         apart = served(alone)
     decoding = cut.decoding
     if decoding is not None and decoding.objective == "cache" and cut.tokens is not None:

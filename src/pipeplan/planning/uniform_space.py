@@ -66,6 +66,7 @@ class Choice:
     chunks: int | None = None
     context: int = 1
     expert: int = 1
+    expert_shards: int = 1
     backwards: bool = False
 
     @property
@@ -95,7 +96,8 @@ class Choice:
     def pricing(self) -> Pricing:
         """What a device's costs are for."""
         samples = self.batch.microbatch_size // self.replicas
-        experts = Experts.among(self.expert, self.shards, self.copies, self.zero.level, self.zero.group)
+        among = self.expert, self.shards, self.copies, self.zero.level, self.zero.group
+        experts = Experts.among(*among, split=self.expert_shards)
         return Pricing(samples, self.recompute, self.shards, self.zero, self.context, experts)
 
 

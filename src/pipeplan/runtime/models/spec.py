@@ -143,9 +143,10 @@ class Model:
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
     None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, if these
-    are known. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of, if any.
-    ``aliases`` are further names of tensors, and those that ``names`` have. ``decoder`` is there for a causal language
-    model that is known to be one. Raises UsageError where names do not fit.
+    are known, ``spread(num_devices)`` with one device's part of all experts, which multiplies as many words as it
+    sends to the others. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of,
+    if any. ``aliases`` are further names of tensors, and those that ``names`` have. ``decoder`` is there for a causal
+    language model that is known to be one. Raises UsageError where names do not fit.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Model:
     aliases: Mapping[str, str] = field(default_factory=dict)
     parted: Callable[[int], Model] | None = None
     decoder: CausalDecoder | None = None
+    spread: Callable[[int], Model] | None = None
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()

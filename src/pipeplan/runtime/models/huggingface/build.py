@@ -45,6 +45,7 @@ from pipeplan.runtime.models.huggingface.families import (
     share_of,
     split_weights,
     widths_of,
+    with_experts_of_one,
 )
 from pipeplan.runtime.models.huggingface.running import RunningShares
 from pipeplan.runtime.models.spec import (
@@ -453,6 +454,7 @@ def load_configuration(
     sharded = partial(_share, whole, grain)
     loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
     known: dict[str, Any] = {"settings": settings, "made_up": True, "decoder": _decoder(whole, grain, model)}
+    known["spread"] = partial(_spread, whole, grain)
     model = replace(model, sharded=sharded, texts=texts_of(whole.contents), loss_of=loss_of, **known)
     return _named_as_in_transformers(_split_for_runs(model, whole, grain))
 
@@ -574,6 +576,10 @@ def _share(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
     share = whole.sharded(num_devices)
     model = _captured(share, grain)
     return model if num_devices == 1 else collectives_of(model, share)
+
+
+def _spread(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
+    return _captured(whole, grain, with_experts_of_one(whole.module, num_devices))
 
 
 def collectives_of(model: Model, share: LoadedModel) -> Model:
