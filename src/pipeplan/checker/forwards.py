@@ -40,20 +40,21 @@ def check_gives_back(plan: Plan, findings: Findings) -> None:
 
 def held_bytes(profile: Profile, stage: Stage, rows: Sequence[CostRow]) -> tuple[int, int]:
     """What a stage's forward gives to others, and the most that it has beside while it runs, block after block."""
-    left = {block: [edge.target for edge in profile.edges if edge.source == block] for block in stage.blocks}
-    given, most = 0, 0
-    there: dict[str, int] = {}
+    inside = set(stage.blocks)
+    given = most = now = 0
+    left: dict[str, int] = {}  # those that are to take it, of each block whose output is there
+    size = dict(zip(stage.blocks, (row.activation_bytes for row in rows), strict=True))
     for block, row in zip(stage.blocks, rows, strict=True):
-        stays = left[block] and set(left[block]) <= set(stage.blocks)
-        if stays:
-            there[block] = row.activation_bytes
+        takers = {edge.target for edge in profile.edges_from.get(block, ())}
+        if takers and takers <= inside:
+            left[block], now = len(takers), now + size[block]
         else:
-            given += row.activation_bytes
-        most = max(most, row.workspace_bytes + sum(there.values()))
-        for source, targets in left.items():
-            left[source] = [target for target in targets if target != block]
-            if not left[source] and source != block:
-                there.pop(source, None)
+            given += size[block]
+        most = max(most, row.workspace_bytes + now)
+        for source in {edge.source for edge in profile.edges_into.get(block, ())} & left.keys():
+            left[source] -= 1
+            if not left[source]:
+                now -= size[source]
     return given, most
 
 
