@@ -1100,6 +1100,11 @@ def run(
     keep_checkpoints: int = 2,
     resume: bool = False,
     init: Path | None = None,
+    prompt_file: Path | None = None,
+    new_tokens: int = 16,
+    tokenizer: Path | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
     export_weights: Path | None = None,
     dtype: Literal["float32", "float64", "bfloat16"] | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -1154,6 +1159,11 @@ def run(
         resume: resume from the last checkpoint; ``steps`` is the total.
         init: safetensors file, or folder of a Hugging Face model, to take the parameters from, by the names that they
             have in the module.
+        prompt_file: with a decoding plan: prompts to write on, one a line, each a JSON list of token ids, or text.
+        new_tokens: tokens to write for each prompt.
+        tokenizer: folder of a Hugging Face tokenizer, for prompts of text.
+        temperature: draw tokens, from logits divided by this; 0 takes the likeliest.
+        top_k: with a temperature, draw of so many likeliest tokens alone.
         export_weights: where to write them in the end; one file, whatever the plan.
         dtype: of parameters; by default that of the plan's recipe, or float32 where it says none.
         device: where to run.
@@ -1166,7 +1176,8 @@ def run(
 
     Returns:
         ``.result`` with the losses and times of steps and evaluations, ``.warm_ns`` beside ``.predicted_ns``, and
-        ``.throughput``; on every rank.
+        ``.throughput``; on every rank. Of a decoding plan ``.result.requests`` has the tokens of each prompt, and when
+        they came.
 
     Raises:
         InvalidPlanError: the plan is not right.

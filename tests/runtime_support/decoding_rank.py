@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeplan.costs import StageCost
+from pipeplan.files import Block, CostRow, Edge, PhaseRow, Placement, Plan, Profile, Recipe, Source
 from pipeplan.files.placement import PlacedStage
+from pipeplan.files.plan import Decode
+from pipeplan.planning.decode_plan import decode_plan
 from pipeplan.runtime.decoding.choosing import WordChoice
 from pipeplan.runtime.decoding.decode import rank_of
 from pipeplan.runtime.decoding.options import DecodeOptions
@@ -21,6 +25,7 @@ from pipeplan.runtime.launch.job import RankContext, Report
 from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
+from pipeplan.schedule.cpsat.solver import Budget
 from runtime_support.plans import RANK
 from runtime_support.warm import warm_ranks
 
@@ -151,17 +156,17 @@ def written_by(cases: Sequence[Case], num_ranks: int) -> list[Found]:
 
 
 @cache
-def _module(model: str, count: int, dtype: str) -> Any:
+def _module(model: str, count: int, dtype: str, seed: int) -> Any:
     of = model_of(model).decoder
     assert of is not None
     made = of.at(count)
-    return made, {block.id: made.build(block.id, 0, dtype=getattr(torch, dtype)).eval() for block in made.blocks}
+    return made, {block.id: made.build(block.id, seed, dtype=getattr(torch, dtype)).eval() for block in made.blocks}
 
 
 @cache
-def logits_of(model: str, text: tuple[int, ...], dtype: str) -> Tensor:
+def logits_of(model: str, text: tuple[int, ...], dtype: str, seed: int = 0) -> Tensor:
     """The logits of the word after a text, by all of it at once."""
-    made, modules = _module(model, len(text), dtype)
+    made, modules = _module(model, len(text), dtype, seed)
     values: dict[str, Tensor] = {}
     with torch.inference_mode():
         for block in made.blocks:
@@ -171,13 +176,13 @@ def logits_of(model: str, text: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def unsplit(case: Case) -> Written:
-    """What one process writes of a case, reading the whole text again for every word."""
+    """What one process writes of a case, reading the whole text again for every word; a seed is of parameters, too."""
     options = DecodeOptions(model=case["model"], **case["options"])
     choice, found = WordChoice(options.temperature, options.top, options.seed), Written()
     for request, prompt in enumerate(options.prompts):
         text = list(prompt)
         for _ in range(options.new_tokens):
-            logits = logits_of(case["model"], tuple(text), options.dtype or "float32")
+            logits = logits_of(case["model"], tuple(text), options.dtype or "float32", options.seed)
             word = choice.of(logits, request, len(text))
             found.setdefault(request, []).append((word, logits.double().tolist()))
             text.append(word)
@@ -196,3 +201,33 @@ def distance(found: Written, wanted: Written) -> float:
         for key, of in wanted.items()
         for (_, own), (_, other) in zip(found[key], of, strict=True)
     )
+
+
+def plan_of(
+    model: str, kinds: Sequence[str], devices: Sequence[Sequence[int]], *, batch: int, groups: int, context: int
+) -> Plan:
+    """The plan of a loop of such stages, whose times are made up."""
+    of = model_of(model)
+    rows = tuple(
+        PhaseRow(phase="decode", microbatch_size=size, context_tokens=context, forward_ns=1000, activation_bytes=8)
+        for size in range(1, batch + 1)
+    )
+    plain = CostRow(microbatch_size=1, forward_ns=1000, activation_bytes=8)
+    profile = Profile(
+        name=of.name,
+        mode="inference",
+        source=Source(method="estimated", dtype="float32"),
+        tokens_per_sample=context,
+        recipe=Recipe(name="custom"),
+        blocks=tuple(
+            Block(id=each.id, operator=each.operator, costs=(plain,), phases=rows, gradient_bytes=0)
+            for each in of.blocks
+        ),
+        edges=tuple(Edge(source=s, target=t, bytes_per_sample=64, gradient=False) for s, t in of.edges),
+    )
+    stages = tuple(stages_of(model, kinds, devices))
+    count = 1 + max(device for own in devices for device in own)
+    placement = Placement(strategy="one-to-one", num_devices=count, stages=stages)
+    given = [StageCost(1000 * len(stage.blocks), 0) for stage in stages]
+    decode = Decode(batch=batch, groups=groups, context_tokens=context, kv="cp")
+    return decode_plan(profile, placement, given, [0] * len(stages), decode, budget=Budget(10.0)).plan

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from builders.chains import chain_plan
+from pipeplan import UsageError, _api
 from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
-from runtime_support.decoding_rank import Case, Found, case, distance, unsplit, written_by
+from pipeplan.runtime.decoding.options import DecodeOptions
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.weights import WeightNames
+from runtime_support.decoding_rank import Case, Found, case, distance, plan_of, unsplit, written_by
+from runtime_support.warm import warm_ranks
 
 LLAMA = (
     "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, "
@@ -108,3 +119,45 @@ def sent_in_attention(found: Found, rank: int, kept: Kept) -> Fraction:
             if name.startswith("layers.") and name.rpartition(" ")[2] in purposes
         )
     )
+
+
+def test_a_plan_is_followed_from_a_file_of_weights(tmp_path: Path) -> None:
+    """Two devices with two stages each, which take turns as the plan's repetend says; numbers are those of the file."""
+    model, others = load_model("gpt2-tiny"), 9
+    names = WeightNames.of(model, torch.float32).name_of
+    weights = {
+        names[block.id, own]: tensor.clone()
+        for block in model.blocks
+        for own, tensor in model.build(block.id, others).state_dict().items()
+    }
+    save_file(weights, tmp_path / "weights.safetensors")
+    plan = plan_of("gpt2-tiny", ["", "", "", ""], [[0], [1], [0], [1]], batch=4, groups=2, context=13)
+    assert plan.repetend is not None
+    options = DecodeOptions(model="gpt2-tiny", prompts=PROMPTS, new_tokens=4, seed=others)
+    with warm_ranks():
+        found = _api.run(plan, replace(options, init=str(tmp_path / "weights.safetensors"), seed=0))
+    asked = {"prompts": PROMPTS, "new_tokens": 4, "dtype": "float32", "seed": others}
+    wanted = unsplit({"model": "gpt2-tiny", "options": asked})
+    assert [list(each.ids) for each in found.result.requests] == [[word for word, _ in of] for of in wanted.values()]
+    assert all(sorted(each.times_ns) == [*each.times_ns] for each in found.result.requests)
+    assert found.figures()["predicted_token_ns"] == plan.token_ns
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([[1] * 12], "a text has 16, and the plan's caches are for 13"),
+        ([[1, 64]], "prompt 1 has token 64, and gpt2-tiny has those from 0 to 63"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(prompts: list[list[int]], words: str) -> None:
+    plan = plan_of("gpt2-tiny", ["samples2"], [[0, 1]], batch=2, groups=1, context=13)
+    with warm_ranks(), pytest.raises(UsageError, match=words):
+        _api.run(plan, DecodeOptions(model="gpt2-tiny", prompts=prompts, new_tokens=4))
+
+
+def test_a_plan_that_does_not_decode_is_refused() -> None:
+    with pytest.raises(UsageError, match="not of decode steps, which --prompt-file needs"):
+        _api.run(chain_plan(1, 2), DecodeOptions(model="gpt2-tiny", prompts=[[1]]))
+    with pytest.raises(UsageError, match="give the prompts with --prompt-file"):
+        _api.run(plan_of("gpt2-tiny", [""], [[0]], batch=1, groups=1, context=9), TrainOptions("gpt2-tiny"))

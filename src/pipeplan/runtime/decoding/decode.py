@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 from torch import Tensor
 
 from pipeplan.errors import UsageError
+from pipeplan.files import Plan, sha256_of
 from pipeplan.runtime.decoding.choosing import WordChoice
 from pipeplan.runtime.decoding.exchanges import SentBytes
 from pipeplan.runtime.decoding.layouts import Placed
@@ -16,11 +17,79 @@ from pipeplan.runtime.decoding.options import DecodeOptions
 from pipeplan.runtime.decoding.rank import DecodingRank, Turns
 from pipeplan.runtime.decoding.requests import Pass, RequestQueue
 from pipeplan.runtime.decoding.stage import DecodingStage, WrittenModel, lines_of
-from pipeplan.runtime.executor.process_groups import ProcessGroups
-from pipeplan.runtime.launch.status import Progress
+from pipeplan.runtime.executor.process_groups import AllRanks, ProcessGroups, require_alike
+from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, RunResult, Started, WrittenText, run_job
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
+from pipeplan.runtime.models.given_names import PythonValue
+from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import CausalDecoder, Model
+from pipeplan.runtime.parallel.device import rank_device
 
 _CPU = torch.device("cpu")
+
+
+def decode_job(job: Report, context: RankContext) -> None:
+    """The job of a rank that writes texts on."""
+    run_job(decode, DecodeOptions(**job["options"]), job, context)
+
+
+def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnEvent) -> RunResult:
+    """Write all texts on; every rank of the process group calls this, and gets the same.
+
+    Raises RankError where an action fails, and UsageError, the same on every rank, where plan, model and options do not
+    go together.
+    """
+    progress.begin(Phase.LOADING)
+    options = options.by_plan(plan)
+    assert plan.decode is not None
+    rank_device(options.device, options.transport, options.num_threads)
+    name = options.model.value if isinstance(options.model, PythonValue) else options.model
+    model = load_model(name, sequence=options.sequence, grain=options.grain, seed=options.seed)
+    turns = Turns.of(plan, progress.rank)
+    here, groups = rank_of(plan.stages, turns, plan.decode.sizes, model, options, progress, plan.decode.prefill_tokens)
+    here.counters = counters_of(plan, progress.rank)
+    progress.begin(Phase.CONNECTING)
+    timeout = timedelta(seconds=options.timeout_ns / 1e9)
+    with lost_others(progress):
+        all_ranks = AllRanks(_CPU, progress, timeout)
+        require_alike(all_ranks.gather({"plan": sha256_of(plan), **said(options)}))
+        groups.connect(options.transport, timeout)
+    if options.init is not None:
+        progress.begin(Phase.RESUMING)
+        here.read_weights(options.init)
+    on_event(Started(0, {"torch": torch.__version__}))
+    all_ranks.begin()
+    here.clock = all_ranks.passed_ns
+    here.run()
+    progress.begin(Phase.REPORTING)
+    words = [(each.request, each.place, each.word, each.at_ns) for each in here.words]
+    chosen = {(request, place): (word, at) for own in all_ranks.gather(words) for request, place, word, at in own}
+    sent, kept = all_ranks.gather(here.sent_bytes), all_ranks.gather(here.cache_bytes)
+    all_ranks.close()
+    groups.close()
+    progress.begin(Phase.DONE)
+    requests = tuple(_text(chosen, request) for request in range(len(options.prompts)))
+    versions = {"torch": torch.__version__}
+    return RunResult((), (), versions, requests=requests, sent_bytes=tuple(sent), cache_bytes=tuple(kept))
+
+
+def said(options: DecodeOptions) -> dict[str, object]:
+    """What ranks must have been started alike with."""
+    found = options.as_json()
+    return {**found, "model": str(options.model), "prompts": [list(each) for each in options.prompts]}
+
+
+def counters_of(plan: Plan, rank: int) -> dict[tuple[int, int], int]:
+    """{(stage, group): the place in a rank's program of its first step}, by which errors say where it is."""
+    assert plan.decode is not None
+    places = {text: place for place, text in reversed(list(enumerate(plan.whole_programs[rank])))}
+    wanted = ((number, group) for number in range(len(plan.stages)) for group in range(plan.decode.groups))
+    return {key: places[f"{key[0]}F{key[1]}"] for key in wanted if f"{key[0]}F{key[1]}" in places}
+
+
+def _text(chosen: Mapping[tuple[int, int], tuple[int, int]], request: int) -> WrittenText:
+    own = [found for (number, _), found in sorted(chosen.items()) if number == request]
+    return WrittenText(tuple(word for word, _ in own), tuple(at for _, at in own))
 
 
 def rank_of(

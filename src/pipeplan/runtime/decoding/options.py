@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, Self
 
 from pipeplan.errors import FileError, UsageError
+from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions
-from pipeplan.runtime.models.given_names import Name
+from pipeplan.runtime.models.given_names import Name, PythonValue, require_model
+from pipeplan.runtime.training.options import RunOutcome, format_of, grain_of
+from pipeplan.runtime.training.weight_files import files_of
 
 _MOST_AT_ONCE = 256
 """Words of a prompt that enter at once, where the plan says nothing of it."""
@@ -32,7 +37,7 @@ class DecodeOptions(RunOptions):
     top: int | None = None
     stop: int | None = None
     sequence: int | None = None
-    grain: Any = None
+    grain: Literal["layer", "half", "operator"] | None = None
     seed: int = 0
     dtype: str | None = None
     init: str | None = None
@@ -48,8 +53,41 @@ class DecodeOptions(RunOptions):
         for number, prompt in enumerate(self.prompts, 1):
             if not prompt:
                 raise UsageError(f"--prompt-file: prompt {number} is empty; a text begins with one token at least")
+        if self.device != "cpu":
+            raise UsageError("--prompt-file: texts are written on by CPUs only so far; leave --device out")
+        if self.trace or self.blocking:
+            raise UsageError("--prompt-file: of decode steps there is no --trace and no --blocking; leave them out")
+        if isinstance(self.model, str):
+            require_model(self.model)
+        if self.init is not None:
+            files_of(self.init)
         if self.top is not None and not self.temperature:
             raise UsageError(f"--top-k {self.top} draws, and without --temperature nothing is drawn; give both")
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether the model is what Python has given."""
+        return isinstance(self.model, PythonValue)
+
+    def by_plan(self, plan: Plan) -> Self:
+        """The same, with what the plan says where they leave it open.
+
+        Raises:
+            UsageError: it is no decoding plan, or its caches were not counted for texts of this length.
+        """
+        if plan.decode is None:
+            raise UsageError(
+                f"plan {plan.name!r} is not of decode steps, which --prompt-file needs: search a profile of inference "
+                "with --kv auto for one"
+            )
+        planned = plan.decode.context_tokens
+        if self.longest > planned:
+            raise UsageError(
+                f"--new-tokens {self.new_tokens}: with the longest prompt, of {max(map(len, self.prompts))} tokens, a "
+                f"text has {self.longest}, and the plan's caches are for {planned}; give fewer, or search with "
+                f"--context {self.longest}"
+            )
+        return replace(self, dtype=self.dtype or format_of(plan), grain=self.grain or grain_of(plan, self.model))
 
     @property
     def longest(self) -> int:
@@ -113,3 +151,57 @@ def _prompt(where: str, line: str, encode: Any) -> list[int]:
         )
     made: list[int] = encode.encode(line)
     return made
+
+
+_WARM_UP = 3
+"""Tokens of a text that do not count: its prompt, and steps that warm up."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class DecodeOutcome(RunOutcome):
+    """Texts that were written on, and how long a token took, beside the plan's."""
+
+    @property
+    def predicted_ns(self) -> int:
+        """From a request's token to its next one, as predicted."""
+        return round(self.plan.token_ns or 0)
+
+    @property
+    def warm_ns(self) -> int:
+        """The same as it was: the median over all texts, without their first tokens. 0 where none has more."""
+        gaps = [
+            end - begin
+            for request in self.result.requests
+            for begin, end in pairwise(request.times_ns[min(_WARM_UP, max(0, len(request.times_ns) - 2)) :])
+        ]
+        return round(statistics.median(gaps or [0]))
+
+    @property
+    def is_off(self) -> bool:
+        """Whether a token took clearly another time than predicted."""
+        return self._differs(self.warm_ns, self.predicted_ns) if self.warm_ns else False
+
+    def figures(self) -> dict[str, object]:
+        """The object of ``run --json``."""
+        options, result = self.options, self.result
+        assert isinstance(options, DecodeOptions)
+        assert self.plan.decode is not None
+        last = max((request.times_ns[-1] for request in result.requests if request.times_ns), default=0)
+        count = sum(len(request.ids) for request in result.requests)
+        return {
+            "plan": self.plan.name,
+            "model": str(options.model),
+            "num_ranks": len(self.plan.devices),
+            "device": options.device,
+            "dtype": options.dtype,
+            "backend": options.transport,
+            "kv": self.plan.decode.kv,
+            "token_ns": self.warm_ns,
+            "predicted_token_ns": self.predicted_ns,
+            "tokens_per_s": count * 1e9 / last if last else None,
+            "requests": [{"ids": list(each.ids), "times_ns": list(each.times_ns)} for each in result.requests],
+            "sent_bytes": [dict(each) for each in result.sent_bytes],
+            "cache_bytes": list(result.cache_bytes),
+            "predicted_cache_bytes": list(self.plan.cache_bytes),
+            "versions": dict(result.versions),
+        }

@@ -2,8 +2,8 @@
 
 Every request has room for all its words from the start, as it is known how many those can be; word t of the request in
 slot s is kept by device (t + s) modulo the number of pieces, as its word t // pieces. Pages would have to be gathered
-before attention, which takes several times as long as attention (``benchmarks/cache_pages.py``), and save nothing where
-all requests end after as many words.
+before attention, which takes as long as that or several times as long (``benchmarks/cache_pages.py``), and save nothing
+where all requests end after as many words.
 """
 
 from __future__ import annotations

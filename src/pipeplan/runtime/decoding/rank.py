@@ -45,7 +45,9 @@ class Turns:
         return cls(sorted(entries, key=lambda each: program[f"{each[0]}F{each[1]}"]), repetend.unroll)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Pairs of stage and turn, without end."""
+        """Pairs of stage and turn, without end, but of a device without stages."""
+        if not self.entries:
+            return
         by = -(max(turn for _, turn in self.entries) // self.unroll) * self.unroll
         while True:
             yield from ((stage, turn + by) for stage, turn in self.entries if turn + by >= 0)
@@ -78,6 +80,7 @@ class DecodingRank:
     progress: Progress
     clock: Callable[[], int]
     timeout: timedelta
+    counters: Mapping[tuple[int, int], int] = field(default_factory=dict)
     words: list[WrittenWord] = field(default_factory=list)
     _heard: set[int] = field(default_factory=set)
     _here: dict[tuple[int, str, int, int], Tensor] = field(default_factory=dict)
@@ -85,13 +88,10 @@ class DecodingRank:
 
     def run(self) -> None:
         """All turns, until every request has ended. Raises RankError, which names the action."""
-        numbers = {
-            stage: number for number, stage in enumerate(dict.fromkeys(stage for stage, _ in self.turns.entries))
-        }
         try:
             for stage, turn in self.turns:
                 self.progress.step = turn // len(self.queue.sizes)
-                self.progress.begin(Phase.RUNNING, numbers[stage])
+                self.progress.begin(Phase.RUNNING, self.counters.get((stage, turn % len(self.queue.sizes)), -1))
                 if not self._turn(stage, turn):
                     break
             while self._under_way:
@@ -103,6 +103,21 @@ class DecodingRank:
         except StageError as error:
             where = f"rank {self.progress.rank} failed {self.progress.describe()}"
             raise RankError(Cause.RAISED, f"{where}: {error}") from error
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """What it has sent so far."""
+        return next((dict(stage.sent.texts()) for stage in self.stages.values()), {})
+
+    @property
+    def cache_bytes(self) -> int:
+        """The room that it has for keys and values."""
+        return sum(kept.num_bytes for stage in self.stages.values() for kept in stage.caches.values())
+
+    def read_weights(self, path: str) -> None:
+        """Take the parameters from a file of weights. Raises UsageError, the same on every rank."""
+        for stage in self.stages.values():
+            stage.read_weights(path)
 
     def _turn(self, number: int, turn: int) -> bool:
         """A turn of a stage; False where nothing is left to do for any."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,8 @@ from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import CausalDecoder, Model, placed
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
+from pipeplan.runtime.training.checkpoint import ParameterChunk
+from pipeplan.runtime.training.weights import WeightNames, read_weights
 
 Words = Callable[[Pass, range], Tensor]
 """The words [rows, width] that some rows of a pass enter."""
@@ -239,6 +241,25 @@ class DecodingStage:
         return self.caches[id_, group]
 
     # Building
+
+    def read_weights(self, path: str) -> None:
+        """Take the blocks' parameters, or this device's parts of them, from a file of weights. Raises UsageError."""
+        model = self.written.model
+        names = WeightNames.of(model, self.dtype)
+        read_weights(path, names, model.name, self._held(names, model.parameter_shapes()))
+
+    def _held(
+        self, names: WeightNames, shapes: Mapping[tuple[str, str], tuple[int, ...]]
+    ) -> Iterator[tuple[str, Sequence[ParameterChunk]]]:
+        """Parts of a file's tensors that this device has, and where they begin there."""
+        for id_ in self.stage.blocks:
+            for own, tensor in self.modules[id_, 1].state_dict().items():
+                if (id_, own) not in names.name_of:
+                    continue
+                whole = torch.Size(shapes.get((id_, own), tuple(tensor.shape)))
+                places = self.written.model.part_of(self.shares[id_], own).places(tensor, whole)
+                chunks = [ParameterChunk(whole, torch.Size(begin), piece) for begin, piece in places]
+                yield names.name_of[id_, own], chunks
 
     def _build(self, id_: str) -> None:
         """Modules for all widths, with one set of parameters."""
