@@ -6,9 +6,10 @@
 Prints Markdown tables (FlexPipe, section 7.1, Fig. 12 to 15). Costs are estimated and iterations simulated: nothing is
 measured. Every schedule has the best of all depths, replicas and micro-batch sizes that are powers of two, the others
 with and without recomputation, the rules without. Those that search, Tessel and the rules, have the same seconds in all
-(``--limit``), then both twice as many, until two doublings shorten neither by a thousandth. What the rules find is a
-piece, and what each choice of depth and size brings Tessel; pieces that are done are kept in a file, so that it can be
-run in parts. Fails where the rules are slower than even 1F1B or T-1F1B.
+(``--limit``), then both twice as many, until two doublings shorten neither by a thousandth: seconds that the process
+works, which other work on the machine does not shorten. What the rules find is a piece, and what each choice of depth
+and size brings Tessel; pieces that are done are kept in a file, so that it can be run in parts.
+Fails where the rules are slower than even 1F1B or T-1F1B.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from resumed import Paused, Pieces, resumable
+from resumed import Paused, Pieces, resumable, work_of
 from tables import machine, markdown, note
 
 from pipeplan.costs.clusters import named_cluster
@@ -161,7 +162,7 @@ def rival_plan(
             break
         promising = [each for each in waiting[index:] if best is None or each.bound_ns < best.predicted.iteration_ns]
         share = max(1.0, left / len(promising)) if rival.searches else 0.0
-        name = f"{request.profile.name}, {rival.name}, {seconds:g} s, choice {index}"
+        name = f"{request.profile.name}, {rival.name}, {seconds:g} s of work, choice {index}"
         found = pieces.get(name, partial(searched, request, rival, cell, share))
         left -= found["seconds"]
         best = shorter(best, None if found["plan"] is None else parse(found["plan"], Plan))
@@ -171,18 +172,18 @@ def rival_plan(
 def searched(request: Request, rival: Rival, cell: Cell, seconds: float) -> dict[str, Any]:
     """The text of the plan of one choice, None where none is found, and the seconds that took."""
     assert cell.candidate is not None
-    workload, begun = Trial.of(request, cell.candidate).ways[0], time.monotonic()
+    workload, begun = Trial.of(request, cell.candidate).ways[0], time.process_time()
     try:
-        found = search_schedule(workload, Budget(seconds, 0), scheduler=rival.scheduler)
+        found = search_schedule(workload, Budget(seconds, 0, clock=time.process_time), scheduler=rival.scheduler)
         plan = planned(request, cell.candidate, found, found.workload).model_dump_json()
     except (InfeasibleError, SearchTimeoutError):
         plan = None
-    return {"plan": plan, "seconds": time.monotonic() - begun}
+    return {"plan": plan, "seconds": time.process_time() - begun}
 
 
 def rules_plan(request: Request, kept: str | None) -> Plan:
     """The best of the auto-tuner, with one process; of cells in the cache it takes what is known."""
-    found = tune(request, cache=kept)
+    found = tune(request, cache=kept, within=work_of(request.time_limit))
     note(f"  {found.said}")
     return found.result.plan
 
@@ -210,7 +211,7 @@ def even_plans(
             GPUS,
             {"spread": True, "recompute": False, "time_limit": seconds if seconds == limit else seconds / 2},
         )
-        rules = pieces.get(f"{profile.name}, rules, {seconds:g} s", partial(rules_text, asked, cells))
+        rules = pieces.get(f"{profile.name}, rules, {seconds:g} s of work", partial(rules_text, asked, cells))
         found: dict[str, Plan | None] = {"rules": parse(rules, Plan)}
         for rival in RIVALS:
             if rival.searches:

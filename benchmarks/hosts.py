@@ -8,8 +8,9 @@ limited by ``tc tbf``. Latency is ``netem``'s where the kernel has it; elsewhere
 holds every frame back for so long.
 
 *losses*: a model trained on several hosts has the losses that it has on one. *times*: blocks that take 20 ms and
-messages that take half as long, a third of what both take: the iteration beside the predicted one. *cut*: a host that
-is cut off in mid-run; how long the others take to end, and what they say.
+messages that take half as long, a third of what both take: the iteration beside the predicted one, with links as they
+are limited, and as ``pipeplan profile --communication`` measures them between the hosts. *cut*: a host that is cut off
+in mid-run; how long the others take to end, and what they say.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 import ctypes
 import fcntl
 import heapq
+import itertools
 import json
 import os
 import re
@@ -208,15 +210,15 @@ def relay(count: int, latency_s: float) -> None:
 # Runs -------------------------------------------------------------------------------------------------------------
 
 
-def run_on(hosts: Hosts, folder: Path, plan: str, *how: str) -> list[subprocess.Popen[bytes]]:
-    """Start ``pipeplan run`` under torchrun, one rank on each host; what a host prints is in ``folder``/NUMBER."""
+def start_on(hosts: Hosts, folder: Path, *command: str) -> list[subprocess.Popen[bytes]]:
+    """Start a command under torchrun, one rank on each host; what a host prints is in ``folder``/NUMBER."""
     first = ("--nproc-per-node", "1", "--master-addr", hosts.address(0), "--master-port", str(PORT))
     return [
         hosts.start(
             number,
             (
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts.count)),
-                *("--node-rank", str(number), *first, "-m", "pipeplan", "run", plan, *how),
+                *("--node-rank", str(number), *first, "-m", "pipeplan", *command),
             ),
             folder / str(number),
         )
@@ -272,15 +274,22 @@ def losses(count: int) -> dict[str, list[float]]:
         plan = model_plan(folder, count)
         how = ("--model", "gpt2-tiny", "--dtype", "float64", "--steps", "3", "--json")
         here = json.loads(pipeplan("run", plan, "--local", *how))
-        there = json.loads(printed_by(run_on(hosts, folder, plan, *how), folder).splitlines()[-1])
+        there = json.loads(printed_by(start_on(hosts, folder, "run", plan, *how), folder).splitlines()[-1])
     return {name: [step["loss"] for step in found["steps"]] for name, found in (("one", here), ("several", there))}
 
 
 BLOCK_MS, MESSAGE_MS, BYTES_PER_S = 20.0, 10.0, 20_000_000
 
 
-def times(count: int, latency_s: float, steps: int) -> dict[str, float]:
-    """Predicted and measured iterations in ms, whose messages take half as long as their blocks."""
+SIZES = ("--min-bytes", "64KiB", "--max-bytes", "1MiB")
+"""Of messages that are measured: a half to five times those of the run."""
+
+
+def times(count: int, latency_s: float, steps: int, *, measured: bool) -> dict[str, float]:
+    """Predicted and measured iterations in ms, whose messages take half as long as their blocks.
+
+    With links that are ``measured`` first, or as they are limited.
+    """
     size = round(1e-3 * MESSAGE_MS * BYTES_PER_S - latency_s * BYTES_PER_S)
     with tempfile.TemporaryDirectory() as given, Hosts(count, BYTES_PER_S, latency_s) as hosts:
         folder = Path(given)
@@ -288,9 +297,21 @@ def times(count: int, latency_s: float, steps: int) -> dict[str, float]:
         shape = ("--devices", count, "--chunks", 1, "--forward", f"{BLOCK_MS}ms", "--backward", f"{2 * BLOCK_MS}ms")
         pipeplan("example", "shape-circular", *shape, "--bytes", f"{size}B", "-o", profile)
         cluster.write_text(json.dumps(cluster_of(count, latency_s)))
+        if measured:
+            words = (
+                "profile",
+                "--communication",
+                *SIZES,
+                "--cluster",
+                str(cluster),
+                "-o",
+                str(folder / "measured.json"),
+            )
+            printed_by(start_on(hosts, folder, *words), folder)
+            cluster = folder / "measured.json"
         pipeplan("search", profile, "--cluster", cluster, "--microbatches", 8, "--scheduler", "1f1b", "-o", plan)
         how = ("--emulate", "--stretch", "1", "--message-limit", "1GB", "--steps", str(steps), "--json")
-        found = json.loads(printed_by(run_on(hosts, folder, str(plan), *how), folder).splitlines()[-1])
+        found = json.loads(printed_by(start_on(hosts, folder, "run", str(plan), *how), folder).splitlines()[-1])
     taken = [step["iteration_ns"] / 1e6 for step in found["steps"]][1:]
     return {"predicted": found["predicted_iteration_ns"] / 1e6, "measured": statistics.median(taken)}
 
@@ -328,7 +349,7 @@ def cut(count: int, timeout_s: float = 5.0) -> Cut:
         folder = Path(given)
         plan = model_plan(folder, count)
         how = ("--model", "gpt2-tiny", "--steps", "100000", "--timeout", f"{timeout_s:g}s")
-        processes = run_on(hosts, folder, plan, *how)
+        processes = start_on(hosts, folder, "run", plan, *how)
         _until_steps(folder / "0", processes)
         hosts.cut(count - 1)
         begin = time.monotonic()
@@ -356,11 +377,11 @@ def rows(what: str, counts: Sequence[int], given: argparse.Namespace) -> Iterato
             apart = max(abs(a - b) for a, b in zip(both["one"], both["several"], strict=True))
             yield ["losses", str(count), "", f"differ by {apart:.0e}"]
         elif what == "times":
-            for latency_s in (0.0, 1e-3):
-                found = times(count, latency_s, given.steps)
+            for latency_s, measured in itertools.product((0.0, 1e-3), (False, True)):
+                found = times(count, latency_s, given.steps, measured=measured)
                 ratio = found["measured"] / found["predicted"] - 1
                 told = f"{found['measured']:.1f} ms, predicted {found['predicted']:.1f} ({ratio:+.1%})"
-                yield ["times", str(count), f"20 MB/s, {1e3 * latency_s:.0f} ms", told]
+                yield ["times", str(count), f"20 MB/s, {1e3 * latency_s:.0f} ms" + ", measured" * measured, told]
         else:
             ended = cut(count)
             yield ["cut", str(count), "--timeout 5s", f"{ended.seconds:.1f} s, codes {ended.codes}: {ended.said}"]

@@ -9,7 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Paused", "Pieces", "resumable"]
+from pipeplan import Limit
+
+__all__ = ["Paused", "Pieces", "resumable", "work_of"]
+
+
+def work_of(seconds: float) -> Limit:
+    """So many seconds that this process works, all threads together: on a busy machine as much as on a quiet one."""
+    return Limit(seconds, clock=time.process_time)
 
 
 class Paused(Exception):

@@ -9,8 +9,9 @@ that ``pipeplan search`` finds with ``--scheduler`` and all other flags the same
 and Chimera keep embedding and head in their first and last stages, 1F1B+ and the repetend have them on all devices.
 1F1B may be one stage on all devices; beside it is that of two and more stages, and that which splits its blocks over 16
 or 32 devices, so over several servers, as the paper's had to for the embedding. All have the same time, ``--limit``
-seconds, then twice as much, until two doublings shorten none by a thousandth, or they had 160 s. One search is a piece;
-pieces that are done are kept in a file, so that it can be run in parts.
+seconds, then twice as much, until two doublings shorten none by a thousandth, or they had 160 s: seconds that the
+process works, which other work on the machine does not shorten. One search is a piece; pieces that are done are kept in
+a file, so that it can be run in parts.
 
 The paper's models do not fit its cluster with 16 bytes of state per parameter, as mixed precision has them (24 billion
 parameters are 388 GB, eight V100s have 256). They fit with everything in 16 bits, 8 bytes per parameter, which
@@ -24,7 +25,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from resumed import Paused, Pieces, resumable
+from resumed import Paused, Pieces, resumable, work_of
 from tables import machine, markdown, note
 
 import pipeplan
@@ -119,8 +120,9 @@ def searched(name: str, devices: int, side: str, layout: dict[str, Any], seconds
     profile = model(name, device="v100-32gb", microbatch_sizes=(1, 2, 4, 8), shards=shards, cluster=cluster)
     same = {"mini_batch": 128, "recompute": "all", "precision": "bf16", "split_backward": "no", "slices": 0}
     flags: dict[str, Any] = {**same, **SIDES[side], **layout}
+    limit: dict[str, Any] = {"time_limit": f"{seconds:g}s", "within": work_of(seconds)}
     try:
-        return Found.of(pipeplan.search(profile, cluster=cluster, time_limit=f"{seconds:g}s", **flags).plan)
+        return Found.of(pipeplan.search(profile, cluster=cluster, **limit, **flags).plan)
     except (InfeasibleError, SearchTimeoutError, UsageError) as error:  # some layouts are not for so many heads
         note(f"  {side} {layout}: {str(error)[:400]}")
         return None
@@ -136,7 +138,7 @@ def one_side(pieces: Pieces, name: str, devices: int, side: str, seconds: float)
             return None if found is None else asdict(found)
 
         words = ", ".join(f"{flag} {value}" for flag, value in layout.items())
-        known = pieces.get(f"{name}, {side}, {words or 'any layout'}, {seconds:g} s", piece)
+        known = pieces.get(f"{name}, {side}, {words or 'any layout'}, {seconds:g} s of work", piece)
         plans += [Found(**known)] if known else []
     return min(plans, key=lambda plan: plan.iteration_ns, default=None)
 

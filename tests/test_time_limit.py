@@ -6,14 +6,16 @@ import itertools
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
+from ortools.sat.python import cp_model
 
 from builders.chains import chain_workload
-from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.solver import Budget, solve
 from pipeplan.schedule.search import search_schedule
 from pipeplan.time_limit import INTERRUPTS, Limit, TimeUpError, checked, checkpoint, shielded
 
@@ -55,6 +57,20 @@ def test_every_thread_has_limits_of_its_own() -> None:
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(work, (100, 10_000))) == [99, 9_999]
     checkpoint()  # none here
+
+
+def test_a_solver_ends_when_its_process_has_worked_enough() -> None:
+    """Of a question that takes it hours, with no limit by the wall's clock."""
+    model = cp_model.CpModel()
+    holes = [[model.new_bool_var("") for _ in range(30)] for _ in range(31)]
+    for pigeon in holes:
+        model.add_bool_or(pigeon)
+    for hole in zip(*holes, strict=True):
+        for one, other in itertools.combinations(hole, 2):
+            model.add_bool_or(one.negated(), other.negated())
+    model.add_assumption(holes[0][0])  # or presolve finds cliques
+    answer = solve(model, Budget(0.3, clock=time.process_time), 3600.0)
+    assert answer.feasible is None
 
 
 def test_searches_at_once_have_limits_of_their_own() -> None:

@@ -59,9 +59,14 @@ if TYPE_CHECKING:
     from pipeplan.planning.restrictions import search_targets as search_targets
     from pipeplan.planning.tuning import Tuning as Tuning
     from pipeplan.reporting.html.report import PlanReport as PlanReport
+    from pipeplan.runtime.decoding.options import DecodeOptions as DecodeOptions
+    from pipeplan.runtime.decoding.options import DecodeOutcome as DecodeOutcome
+    from pipeplan.runtime.decoding.options import read_prompts as read_prompts
+    from pipeplan.runtime.decoding.options import tokenizer_of as tokenizer_of
     from pipeplan.runtime.launch.job import Evaluated as Evaluated
     from pipeplan.runtime.launch.job import Event as Event
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
+    from pipeplan.runtime.launch.job import RunResult as RunResult
     from pipeplan.runtime.launch.job import Started as Started
     from pipeplan.runtime.launch.job import StepResult as StepResult
     from pipeplan.runtime.models.given_names import PythonValue as PythonValue
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
     from pipeplan.runtime.profiling.links import LinkOptions as LinkOptions
     from pipeplan.runtime.profiling.links import LinkPoint as LinkPoint
     from pipeplan.runtime.profiling.rounds import UnfinishedProfile as UnfinishedProfile
+    from pipeplan.runtime.training.options import OF_TRAINING as OF_TRAINING
     from pipeplan.runtime.training.options import RunOutcome as RunOutcome
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.runtime.training.options import throughput_of as throughput_of
@@ -108,13 +114,14 @@ _PARTS = {
     "pipeplan.planning.decoding": ("ServingAsked",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),
+    "pipeplan.runtime.decoding.options": ("DecodeOptions", "DecodeOutcome", "read_prompts", "tokenizer_of"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("advice_on", "hindrance_of", "load_where_even", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
     "pipeplan.runtime.launch.job": ("Evaluated", "RunOptions", "Started", "StepResult"),
     "pipeplan.runtime.models.given_names": ("PythonValue",),
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
-    "pipeplan.runtime.training.options": ("RunOutcome", "TrainOptions", "throughput_of"),
+    "pipeplan.runtime.training.options": ("OF_TRAINING", "RunOutcome", "TrainOptions", "throughput_of"),
     "pipeplan.schedule.rules": ("Rules",),
     "pipeplan.schedule.rules.given_order": ("num_microbatches_of",),
     "pipeplan.schedule.rules.language": ("to_toml",),
@@ -171,6 +178,10 @@ def search(
     from pipeplan.planning.steps import search_plan
     from pipeplan.planning.targeted import search_target
 
+    if request.decodes:
+        from pipeplan.planning.decode_search import search_decoding
+
+        return search_decoding(request, progress=progress, within=within, explain=explain)
     found = search_plan if request.only is None else search_target
     how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
     if not isinstance(executor, str):
@@ -486,16 +497,32 @@ def run(
 
     from pipeplan.runtime.launch.local import run_local
     from pipeplan.runtime.launch.machine import OthersUse
-    from pipeplan.runtime.training.options import RunOutcome, settled
 
     check(plan).require(where)
-    options = settled(options, plan)
+    options = _settled(options, plan)
     if options.has_objects or "OMP_NUM_THREADS" not in os.environ:
         cores = 1 if options.has_objects else (os.cpu_count() or 1)  # a copy has no pool of threads
         options = replace(options, num_threads=max(1, cores // len(plan.devices)))
     others = OthersUse()
     result = run_local(options.job, plan, options, on_event, on_look, *_copied(options, len(plan.devices)))
-    return RunOutcome(plan, options, result, others.cores())
+    return _outcome(plan, options, result, others.cores())
+
+
+def _settled(options: RunOptions, plan: Plan) -> RunOptions:
+    """The options with what the plan says where they leave it open. Raises UsageError."""
+    from pipeplan.runtime.decoding.options import DecodeOptions
+    from pipeplan.runtime.training.options import settled
+
+    return options.by_plan(plan) if isinstance(options, DecodeOptions) else settled(options, plan)
+
+
+def _outcome(plan: Plan, options: RunOptions, result: RunResult, others_cores: float | None = None) -> RunOutcome:
+    """What came of a run, of texts or of a training."""
+    from pipeplan.runtime.decoding.options import DecodeOptions, DecodeOutcome
+    from pipeplan.runtime.training.options import RunOutcome
+
+    kind = DecodeOutcome if isinstance(options, DecodeOptions) else RunOutcome
+    return kind(plan, options, result, others_cores)
 
 
 def _copied(options: RunOptions, num_ranks: int) -> tuple[Callable[[Mapping[str, Any]], None], ...]:
@@ -526,7 +553,7 @@ def run_as_rank(
     """
     from pipeplan.runtime.launch.stopping import STOPPING
     from pipeplan.runtime.launch.worker import run_under_torchrun
-    from pipeplan.runtime.training.options import RunOutcome, TrainOptions, settled
+    from pipeplan.runtime.training.options import TrainOptions
 
     plans: list[Plan] = []
 
@@ -538,7 +565,7 @@ def run_as_rank(
         STOPPING.heed()
     heard = on_event if os.environ["RANK"] == "0" else lambda event: None
     result = run_under_torchrun(options.job, kept, options, heard)
-    return RunOutcome(plans[-1], settled(options, plans[-1]), result)
+    return _outcome(plans[-1], _settled(options, plans[-1]), result)
 
 
 def join_launcher() -> bool:

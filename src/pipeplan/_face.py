@@ -102,7 +102,9 @@ _OTHER_NAMES = {
     "global_batch_size": "mini_batch",
     "tensor_parallel": "tp",
     "context_parallel": "cp",
+    "decode_context_parallel": "dcp",
     "expert_parallel": "ep",
+    "expert_tensor_parallel": "etp",
     "pipeline_parallel": "pp",
 }
 """The flags' other names, with underscores."""
@@ -212,6 +214,7 @@ def search(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -235,6 +238,9 @@ def search(
     objective: Literal["cache", "time"] | None = None,
     batch: int | None = None,
     context: int | str | None = None,
+    kv: Literal["auto", "dp", "tp", "cp", "cp-q"] | None = None,
+    dcp: int | None = None,
+    prefill: int | str | None = None,
     keep_together: str | Sequence[str] | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
@@ -272,6 +278,8 @@ def search(
             default searched if it has any.
         ep: expert-parallel size: how many devices of a stage share experts, of ``tp`` x ``cp`` x ``replicas``, which it
             divides. The profile must have costs for it. By default searched if it has any.
+        etp: expert-tensor-parallel size: how many of the ``ep`` devices split each expert. The profile must have costs
+            for it. By default searched if it has any.
         pp: pipeline-parallel size: how many devices, or groups of ``tp`` x ``cp`` x ``replicas``, the model is spread
             over; by default searched.
         zero: sharded state: 0 none, 1 optimizer state and master weights, 2 gradients as well, 3 parameters as well, or
@@ -309,8 +317,14 @@ def search(
         objective: with ``for_`` a server, what its cut is best for: most tokens in the ``"cache"``, or the ``"time"``
             of the busiest stage. By default the cache where a profile of inference says what it keeps and memory is
             limited.
-        batch: requests of a decode step, for a server's cut; by default the most profiled.
-        context: tokens of each request's text by then; by default the most profiled.
+        batch: requests that are served at once, all together, for ``kv`` or a server's cut; by default the most
+            profiled.
+        context: tokens of each request's text by the last step; by default the most profiled.
+        kv: plan decode steps of a profile of inference, and how devices share caches: each has requests of its own
+            (``"dp"``), heads (``"tp"``), or a piece of every cache (``"cp"``; ``"cp-q"`` gathers queries alone), or
+            whatever is quickest, mixtures too (``"auto"``). ``.decode`` then has what the plan is for.
+        dcp: decode context parallelism: how many devices share the cache of a request along its text.
+        prefill: tokens of joining prompts that run beside every group's decode step; as many as ``context``: whole.
         keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
             layers; or several of these.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
@@ -381,6 +395,7 @@ def tune(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -450,6 +465,7 @@ def compare(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -517,6 +533,7 @@ def frontier(
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
     ep: int | Literal["auto"] = "auto",
+    etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     split_level: Literal["block", "operator"] = "block",
@@ -547,7 +564,7 @@ def frontier(
         mini_batch: samples per iteration, on any number of devices.
         zero: with ``plans``: sharded state, as in :func:`search`; by default none.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
-        chunks, replicas, tp, cp, ep, pp, recompute: with ``plans``: as in :func:`search`; by default searched.
+        chunks, replicas, tp, cp, ep, etp, pp, recompute: with ``plans``: as in :func:`search`; by default searched.
         split_level: what is split as a unit: whole blocks, the way plans run them, or each operator.
         device: preset to estimate split times for, as ``"a100-80gb"``; by default the profile's.
         data_parallel_loading: inputs arrive already split by samples over all devices.
@@ -785,6 +802,7 @@ def profile(
     granularity: Granularity | None = None,
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
+    expert: Counts = 1,
     inference: bool = False,
     batch: Counts = 1,
     context: Counts = 1,
@@ -815,6 +833,8 @@ def profile(
         granularity: how much of a captured model is one block; by default half a layer.
         shared: blocks to spread over all devices, by id or operator; ``*`` is a wildcard.
         shards: numbers of devices that split each block.
+        expert: numbers of devices that share the experts, each holding whole ones; one device's share is measured
+            alone, with as many tokens as it sends to the others.
         inference: forwards alone.
         batch: of inference, requests at once, as ``microbatch`` is of training.
         context: of inference, tokens of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
@@ -862,7 +882,7 @@ def estimate(
     shards: Counts = 1,
     context: Counts = 1,
     expert: Counts = 1,
-    etp: int = 1,
+    etp: Counts = 1,
     inference: bool = False,
     batch: Counts = 1,
     weights: Literal["int8", "int4", "fp8"] | None = None,
@@ -888,7 +908,7 @@ def estimate(
             of texts, as in :func:`profile`.
         expert: numbers of devices that share the experts, each holding whole ones; experts that are split like
             everything else are always included.
-        etp: how many of these devices split each expert, instead of holding whole ones.
+        etp: numbers of these devices that split each expert; 1 holds whole ones. :func:`search` chooses among several.
         weights: of inference, the format of the layers' weights; by default ``dtype``.
         kv_cache_dtype: of inference, the format of the cache; ``"auto"`` is ``dtype``.
         load_factor: load of the busiest of these devices, as a multiple of the average.
@@ -1080,6 +1100,11 @@ def run(
     keep_checkpoints: int = 2,
     resume: bool = False,
     init: Path | None = None,
+    prompt_file: Path | None = None,
+    new_tokens: int = 16,
+    tokenizer: Path | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
     export_weights: Path | None = None,
     dtype: Literal["float32", "float64", "bfloat16"] | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -1134,6 +1159,11 @@ def run(
         resume: resume from the last checkpoint; ``steps`` is the total.
         init: safetensors file, or folder of a Hugging Face model, to take the parameters from, by the names that they
             have in the module.
+        prompt_file: with a decoding plan: prompts to write on, one a line, each a JSON list of token ids, or text.
+        new_tokens: tokens to write for each prompt.
+        tokenizer: folder of a Hugging Face tokenizer, for prompts of text.
+        temperature: draw tokens, from logits divided by this; 0 takes the likeliest.
+        top_k: with a temperature, draw of so many likeliest tokens alone.
         export_weights: where to write them in the end; one file, whatever the plan.
         dtype: of parameters; by default that of the plan's recipe, or float32 where it says none.
         device: where to run.
@@ -1146,7 +1176,8 @@ def run(
 
     Returns:
         ``.result`` with the losses and times of steps and evaluations, ``.warm_ns`` beside ``.predicted_ns``, and
-        ``.throughput``; on every rank.
+        ``.throughput``; on every rank. Of a decoding plan ``.result.requests`` has the tokens of each prompt, and when
+        they came.
 
     Raises:
         InvalidPlanError: the plan is not right.

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -205,15 +205,30 @@ def test_devices_that_split_the_same_experts_are_of_those_that_share_them(how: d
         assert any(f"expert_shards: is {damaged}; rows of the profile with expert 4" in text for text in texts), texts
 
 
-def test_how_experts_are_split_is_said_once_for_each_number_of_devices() -> None:
+def test_rows_may_be_of_several_ways_to_split_the_same_experts() -> None:
+    """The same as by a profile of each alone; what a placement leaves open is the fewest."""
     with pytest.raises(ValidationError, match="expert_shards 3 does not divide the 4 devices"):
         CostRow(microbatch_size=1, forward_ns=1, backward_ns=1, expert=4, expert_shards=3)
-    known = profile(4, split=2)
-    moe = known.blocks[1]
-    rows = tuple(row.model_copy(update={"expert_shards": 1}) for row in moe.costs if row.expert == 4)
-    blocks = (*known.blocks, moe.model_copy(update={"id": "other", "costs": rows + moe.costs[:1]}))
-    with pytest.raises(ValidationError, match="rows with expert 4 have expert_shards 1 and 2"):
-        Profile(name="unlike", source=known.source, recipe=known.recipe, blocks=blocks)
+    with pytest.raises(ValidationError, match="expert_shards 3 does not divide the 4 devices"):
+        placement(4, expert_shards=3)
+    one, two = profile(4), profile(4, split=2)
+    longer = tuple(
+        row.model_copy(update={"forward_ns": row.forward_ns + 7}) for row in two.blocks[1].costs if row.expert == 4
+    )
+    blocks = [
+        (each.blocks[0], each.blocks[1].model_copy(update={"costs": rows}))
+        for each, rows in ((one, one.blocks[1].costs + longer), (two, two.blocks[1].costs[:2] + longer))
+    ]
+    both, alone = (two.model_copy(update={"blocks": each}) for each in blocks)
+    assert both.expert_shards == {1: (1,), 4: (1, 2)}
+    how: dict[str, Any] = {"num_microbatches": 2, "microbatch_size": 8, "cluster": LINKS}
+    for said, same in ((None, one), (1, one), (2, alone)):
+        placed = placement(4) if said is None else placement(4, expert_shards=said)
+        assert build_workload(both, placed, **how) == build_workload(same, placed, **how)
+    with pytest.raises(UsageError, match=r"expert 4 with expert_shards 4, only with \[1, 2\]; .* --expert 4 --etp 4"):
+        build_workload(both, placement(4, expert_shards=4), **how)
+    with pytest.raises(ValidationError, match=r"same case .* expert 4, expert_shards 2, recompute"):
+        Block(id="twice", operator="moe", parameters=1, expert_parameters=1, costs=(*longer, longer[0]))
 
 
 @pytest.mark.parametrize(

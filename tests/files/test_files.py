@@ -53,7 +53,7 @@ from pipeplan.files import (
     write_file,
 )
 from pipeplan.files import read_write as files
-from pipeplan.files.plan import AlternativeFigures, KindSource
+from pipeplan.files.plan import AlternativeFigures, Decode, KindSource
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import (
     BlockGroup,
@@ -531,6 +531,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Round of a loop": Round,
     "Predicted figures of a plan": Predicted,
     "Memory of a device": DeviceMemory,
+    "Decode steps of a plan": Decode,
     "Provenance of a plan": Provenance,
     "Another plan that a search found": AlternativeFigures,
     "Profile of a kind of device": KindSource,

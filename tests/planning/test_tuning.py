@@ -29,6 +29,7 @@ from pipeplan.planning.tuning_cells import cell_of, rows_of
 from pipeplan.reporting.tables import print_ranking
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
 from pipeplan.simulator.metrics import rates
+from pipeplan.time_limit import Limit
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from support.marks import slow_but
@@ -249,6 +250,12 @@ def test_no_time_and_no_memory_are_said() -> None:
             tune(replace(quick(), time_limit=0.0))
     with pytest.raises(InfeasibleError, match="raise --memory"):
         tune(replace(quick(), memory_bytes=GB // 10))
+
+
+def test_a_limit_counts_by_its_own_clock() -> None:
+    """As by what the process works: here it stands still, and by the wall's clock there is no time at all."""
+    within = Limit(1.0, clock=lambda: 0.0)
+    assert tune(replace(quick(), time_limit=1e-9), within=within).rows == tune(quick()).rows
 
 
 def test_devices_of_a_cluster_are_chosen() -> None:

@@ -25,7 +25,7 @@ from pipeplan.costs import StageCost, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.zero import Experts, Zero
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe
+from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, Recipe
 from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.chain.kernel import balanced_split
@@ -52,22 +52,23 @@ UNIFORM = without(
 
 @st.composite
 def chains(
-    draw: st.DrawFn, most: int = 6, contexts: tuple[int, ...] = (1,), experts: tuple[int, ...] = (1,)
+    draw: st.DrawFn, most: int = 6, contexts: tuple[int, ...] = (1,), experts: tuple[tuple[int, int], ...] = ((1, 1),)
 ) -> Profile:
     """Two to six blocks with costs for one and two shards and samples; half of a block takes more than half as long.
 
-    So does half of each sequence, where there are contexts, and of the experts of some blocks.
+    So does half of each sequence, where there are contexts, and of the experts of some blocks, of which each of
+    ``experts`` says how many devices share them, and how many split each.
     """
 
     def block(index: int) -> Block:
         rows = []
         alone = draw(st.integers(2, 30)), draw(st.integers(2, 60)), draw(st.integers(1, 40))
-        own = experts if index % 2 == 0 else (1,)
-        for size, shards, context, expert in itertools.product(SIZES, SHARDS, contexts, own):
+        own = experts if index % 2 == 0 else ((1, 1),)
+        for size, shards, context, (expert, split) in itertools.product(SIZES, SHARDS, contexts, own):
             parts = shards * context * (expert if index else 1)
             forward, backward, held = (part * size // parts + draw(st.integers(0, 2)) for part in alone)
             row = {"microbatch_size": size, "shards": shards, "context": context, "activation_bytes": held}
-            row |= {"expert": expert}
+            row |= {"expert": expert, "expert_shards": split}
             rows.append(CostRow(**row, forward_ns=forward + 1, backward_ns=backward + 1))
         kept = {"parameters": 20, "expert_parameters": 16, "parameter_bytes": 20} if len(own) > 1 else {}
         kept = kept or {"parameter_bytes": draw(st.integers(0, 20))}
@@ -77,21 +78,23 @@ def chains(
 
 
 def iterations(profile: Profile, num_devices: int, memory: int | None, recompute: bool) -> Iterator[int]:
-    """1F1B on every cut, for every uniform (shards, context, expert, replicas, stages, size): where it fits, its ns.
+    """1F1B on every cut, for every uniform layout: where it fits, its ns.
+
+    That is (shards, context, expert, expert shards, replicas, stages, size).
 
     With what is recomputed open, too, it is the least of all choices of each stage's blocks that fits.
     """
     ids = [block.id for block in profile.blocks]
     rows = [row for block in profile.blocks for row in block.costs]
-    splits = list(
-        itertools.product(*(sorted({getattr(row, x) for row in rows}) for x in ("shards", "context", "expert")))
-    )
+    sizes = (sorted({getattr(row, x) for row in rows}) for x in ("shards", "context"))
+    sharing = sorted({(row.expert, row.expert_shards) for row in rows})
+    splits = [(shards, context, *own) for shards, context, own in itertools.product(*sizes, sharing)]
 
     @cache
     def stage(begin: int, end: int, samples: int, split: tuple[int, ...], in_flight: int) -> StageCost | None:
         every = itertools.product((False, True), repeat=end - begin) if recompute else [(False,) * (end - begin)]
-        shards, context, expert = split
-        how: dict[str, Any] = {"context": context, "experts": Experts(expert)}
+        shards, context, expert, expert_shards = split
+        how: dict[str, Any] = {"context": context, "experts": Experts(expert, split=expert_shards)}
         costs = [stage_costs(profile, ids[begin:end], samples, shards, recompute=each, **how) for each in every]
         fitting = [cost for cost in costs if memory is None or cost.memory_bytes(in_flight) <= memory]
         return min(fitting, key=lambda cost: cost.backward_ns, default=None)
@@ -132,6 +135,9 @@ def best_of_search(profile: Profile, num_devices: int, memory: int | None, recom
 
 
 LIMITS = st.one_of(st.none(), st.integers(60, 300))
+SHARED = ((1, 1), (2, 1), (2, 2))
+"""How many devices share experts, and how many split each."""
+MORE_CHAINS = st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(*SHARED, (4, 2))))
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
@@ -153,17 +159,22 @@ def test_sizes_of_context_parallelism_are_among_them(
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
-@given(chains(3, experts=(1, 2)), st.integers(2, 5), LIMITS, st.booleans())
+@given(chains(3, experts=SHARED), st.integers(2, 5), LIMITS, st.booleans())
 def test_sizes_of_expert_parallelism_are_among_them(
     profile: Profile, num_devices: int, memory: int | None, recompute: bool
 ) -> None:
-    """The same where devices may share the experts of some blocks."""
+    """The same where devices may share the experts of some blocks, whole ones each or parts of the same."""
     best_of_search(profile, num_devices, memory, recompute)
 
 
 @pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
-@given(st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(1, 2, 4))), st.integers(2, 8), LIMITS, st.booleans())
+@given(
+    st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(*SHARED, (4, 2)))),
+    st.integers(2, 8),
+    LIMITS,
+    st.booleans(),
+)
 def test_search_finds_the_best_of_more_layouts(
     profile: Profile, num_devices: int, memory: int | None, recompute: bool
 ) -> None:
@@ -477,6 +488,76 @@ def test_experts_are_shared_where_that_is_quicker_or_asked_for() -> None:
     assert made.provenance.options["expert"] == 2
 
 
+SPLIT_EXPERTS = {(1, 1): 400, (2, 1): 200, (2, 2): 150, (4, 1): 120, (4, 2): 60, (4, 4): 90, (8, 4): 10}
+"""{(devices that share experts, of these that split each): ns of a forward of a block}"""
+MORE_EXPERTS = joined(
+    [
+        block.model_copy(
+            update={
+                "costs": tuple(
+                    CostRow(microbatch_size=1, expert=e, expert_shards=split, forward_ns=ns, backward_ns=2 * ns)
+                    for (e, split), ns in SPLIT_EXPERTS.items()
+                )
+            }
+        )
+        for block in EXPERTS.blocks
+    ]
+)
+
+
+def test_how_many_devices_split_an_expert_is_chosen_or_asked_for() -> None:
+    """As how many share experts: in plans, their provenance, and rows of comparisons."""
+
+    def search(**said: Any) -> Plan:
+        asked: dict[str, Any] = {"devices": 4, "mini_batch": 8} | said
+        plan = search_plan(Request.of(MORE_EXPERTS, **asked, **QUICK)).plan
+        assert not check(plan, MORE_EXPERTS).problems
+        return plan
+
+    def sizes(**said: Any) -> set[tuple[int, int]]:
+        return {(stage.expert, stage.expert_shards) for stage in search(**said).stages}
+
+    assert sizes() == {(4, 2)}
+    assert sizes(expert_shards=1) == {(4, 1)}
+    assert sizes(expert_shards=4) == {(4, 4)}
+    assert sizes(expert=2) == {(2, 2)}
+    assert sizes(expert=2, expert_shards=1) == {(2, 1)}
+    assert sizes(expert=1) == {(1, 1)}
+    assert sizes(placement="one-to-one", expert=4, replicas=4) == {(4, 1)}, "the fewest"
+    assert sizes(placement="one-to-one", expert=8, replicas=8, devices=8) == {(8, 4)}, "the only one"
+    plan = search(expert=2, expert_shards=2)
+    assert plan.provenance.options["expert_shards"] == 2
+    assert plan.provenance.choices["expert_shards"] == "--etp 2"
+    of_other = plan.model_copy(update={"stages": tuple(replace(s, expert_shards=1) for s in plan.stages)})
+    assert any("takes" in text or "is" in text for text in map(str, check(of_other, MORE_EXPERTS).problems))
+
+
+@pytest.mark.parametrize(("said", "sizes"), [(None, (8, 4)), (4, (8, 4)), (2, (4, 2))])
+def test_placements_may_say_how_many_devices_split_an_expert(said: int | None, sizes: tuple[int, int]) -> None:
+    expert, split = sizes
+    own = {"devices": tuple(range(8)), "replicas": 8, "expert": expert, "expert_shards": said}
+    stage = PlacedStage(blocks=tuple(block.id for block in MORE_EXPERTS.blocks), **own)
+    given = Placement(strategy="given", num_devices=8, stages=(stage,))
+    assert Placement.model_validate_json(given.model_dump_json()) == given
+    plan = search_plan(Request.of(MORE_EXPERTS, placement=given, mini_batch=8, microbatch_size=8, **QUICK)).plan
+    assert {(each.expert, each.expert_shards) for each in plan.stages} == {sizes}
+    assert [each.expert_shards for each in plan.placed.stages] == [split]
+    assert not check(plan, MORE_EXPERTS).problems
+
+
+@pytest.mark.parametrize(("target", "sizes"), [("megatron", (4, 2)), ("torchtitan", (4, 1)), ("automodel", (4, 1))])
+def test_targets_split_experts_as_they_can(target: str, sizes: tuple[int, int]) -> None:
+    """torchtitan's are whole, or split by as many devices as all else; NeMo AutoModel's are whole."""
+    blocks = {"b0": "layers.0", "b1": "layers.1"}
+    made = joined([block.model_copy(update={"id": blocks[block.id]}) for block in MORE_EXPERTS.blocks])
+    asked: dict[str, Any] = {"devices": 4, "mini_batch": 8, "for_": target, "positions": 1}
+    found = search_plan(Request.of(made, **asked, **QUICK)).plan
+    assert {(each.expert, each.expert_shards) for each in found.stages} == {sizes}
+    if target == "automodel":
+        with pytest.raises(UsageError, match="has whole experts; leave --etp out"):
+            Request.of(made, **asked, expert_shards=2)
+
+
 @pytest.mark.parametrize("level", [2, 3])
 def test_experts_are_shared_at_every_level_of_zero(level: int) -> None:
     """Asked for, or where nothing less fits: 80 of 100 parameters of each block are of experts."""
@@ -495,6 +576,11 @@ def test_experts_are_shared_at_every_level_of_zero(level: int) -> None:
         ({"expert": 4, "positions": 2}, "--ep 4 is more than the 2 devices that a stage can have; choose --ep 1, 2"),
         ({"expert": 4, "replicas": 2, "shards": 1, "context": 1}, "--ep 4 does not divide --dp 2 at each position"),
         ({"expert": 2, "spread": True}, "--ep 2 and --shard-shared yes do not go together"),
+        ({"expert_shards": 2}, "with 1 of them splitting each, not 2; choose --etp 1, or profile with --estimate"),
+        ({"expert": 4, "expert_shards": 2}, "--estimate --expert 4 --etp 1,2"),
+        ({"expert": 4, "expert_shards": 3}, "where 4 devices share experts with 1 of them splitting each, not 3"),
+        ({"expert": 1, "expert_shards": 2}, "not 2; choose --etp 1"),
+        ({"expert_shards": 2, "placement": "one-to-one"}, "is of devices that share experts; give --ep, a multiple"),
     ],
 )
 def test_refusals_of_expert_sizes_say_what_would_do(said: dict[str, Any], text: str) -> None:
@@ -505,6 +591,9 @@ def test_refusals_of_expert_sizes_say_what_would_do(said: dict[str, Any], text: 
 def test_a_profile_without_experts_has_none_to_share() -> None:
     with pytest.raises(UsageError, match=re.escape("no block of profile")):
         Request.of(SPLIT, devices=8, mini_batch=8, expert=2)
+    with pytest.raises(UsageError, match=re.escape("--etp 2 would do nothing: no block of profile")):
+        Request.of(SPLIT, devices=8, mini_batch=8, expert_shards=2)
+    assert Request.of(SPLIT, devices=8, mini_batch=8, expert_shards=1).expert_shards == 1
 
 
 def test_levels_of_sharded_state_are_choices_with_what_they_exchange() -> None:
@@ -528,7 +617,7 @@ def test_a_group_beyond_a_node_is_noted() -> None:
     """The profile has the time of its messages inside a node."""
     cluster = Cluster.of("pairs", 4, levels=[("pair", 2, "3us", "300GB"), ("net", 4, "10us", "25GB")])
     open_ = Request.of(SPLIT, cluster=cluster, mini_batch=4)
-    assert open_splits(open_) == ((1, 1, 1), (2, 1, 1))
+    assert open_splits(open_) == ((1, 1, 1, 1), (2, 1, 1, 1))
     fixed = Request.of(SPLIT, cluster=cluster, mini_batch=4, shards=4)
     assert any("several nodes of 2" in note for note in input_notes(fixed))
     assert not any("several nodes" in note for note in input_notes(open_))
@@ -563,7 +652,7 @@ def test_what_would_do_is_the_least_of_all_layouts(profile: Profile, num_devices
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
 @given(
-    chains(4, experts=(1, 2)), st.sampled_from([1, 2]), st.integers(1, 4), st.integers(0, 3), st.sampled_from([1, 2])
+    chains(4, experts=SHARED), st.sampled_from([1, 2]), st.integers(1, 4), st.integers(0, 3), st.sampled_from([1, 2])
 )
 def test_no_way_of_sharing_keeps_less_than_the_state_once(
     profile: Profile, shards: int, copies: int, level: int, expert: int

@@ -158,7 +158,8 @@ class ExportTarget:
     may have a model's beginning or end and no layer. ``zero`` are the levels that replicas may divide state by, in
     groups of some of them where there are ``zero_groups``, and ``zero_why`` says it; ``recompute`` are the kinds of
     recomputation ("all" and "selective"), which layers have ``by_layer`` each as it is best, or all the same, or with
-    ``first_layers`` the first few of each stage; ``experts`` says that devices may share experts.
+    ``first_layers`` the first few of each stage; ``experts`` says that devices may share experts,
+    ``expert_shards`` how many may split each: "any" number, 1 or as many as "shards" split all else, or else 1.
     ``layer_list`` is how it is told the number of layers of each stage, which stand for ``{}``; ``names`` are the
     modules that have a model's beginning, its layer N, and its end, where it has names; ``tied`` says what becomes of a
     table that stages on several ranks share, and ``sums_tied`` whether its gradients are summed as a plan has it.
@@ -191,6 +192,7 @@ class ExportTarget:
     by_layer: bool = False
     first_layers: bool = False
     experts: bool = False
+    expert_shards: str = ""
     cache_block_tokens: int = 0
 
     @property

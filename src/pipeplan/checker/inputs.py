@@ -11,6 +11,7 @@ from decimal import Decimal
 from functools import cache, partial
 from typing import NamedTuple
 
+from pipeplan.checker.decoding import check_decode_costs, check_returned, of_tokens
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
 from pipeplan.checker.forwards import check_forward
 from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
@@ -68,6 +69,12 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
         findings.add("profile", "recipe", f"is {plan.recipe}: {error}")
         return
     profile = _launched(profile, plan.launch_overhead_ns)
+    if plan.decode is not None:
+        if profile.tokens_per_sample is None:
+            findings.add("profile", "decode", "the profile has no tokens_per_sample, and so nothing of a single token")
+            return
+        check_decode_costs(plan, plan.decode, profile, findings)
+        profile = of_tokens(profile)
     known = _Known.of(profile, apart=not plan.read_sha256)
     _check_block_order(plan, known, findings)
     operations: dict[int, list[Operation]] = defaultdict(list)
@@ -77,8 +84,8 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     between = _between(plan, profile)
     ends = _gathers_at_ends(plan, between, known, cluster)
     for number, stage in checked(enumerate(plan.stages), 1):
-        rows = _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
-        if rows or stage.configurations:
+        rows = [] if plan.decode else _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
+        if rows or stage.configurations or (plan.decode and stage.blocks):
             _check_state(number, stage, profile, known, findings)
         if rows:
             own = operations[number]
@@ -127,7 +134,7 @@ class _Known(NamedTuple):
 
     ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
     it runs. ``of_kinds`` are blocks of the profiles of kinds of devices. ``expert_shards`` {devices that share experts:
-    how many of them split each}.
+    the numbers of them that may split each}.
     """
 
     blocks: dict[str, Block]
@@ -140,7 +147,7 @@ class _Known(NamedTuple):
     rows: dict[tuple[object, ...], CostRow]
     parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
     of_kinds: dict[str, dict[str, Block]]
-    expert_shards: dict[int, int]
+    expert_shards: dict[int, set[int]]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -154,6 +161,9 @@ class _Known(NamedTuple):
         for edge in profile.edges:
             into[edge.target].append(edge)
         firsts = {block.id: kept(block) for block in profile.kinds}
+        splits: dict[int, set[int]] = defaultdict(set)
+        for row in (row for block in profile.kinds for row in block.costs):
+            splits[row.expert].add(row.expert_shards)
         return _Known(
             {block.id: block for block in profile.blocks},
             dict(into),
@@ -165,7 +175,7 @@ class _Known(NamedTuple):
             {},
             {},
             {kind: own.by_id for kind, own in profile.of_kinds.items()},
-            {row.expert: row.expert_shards for block in profile.kinds for row in block.costs},
+            dict(splits),
         )
 
 
@@ -210,11 +220,13 @@ def _check_fingerprint(what: str, found: str, stated: str, findings: Findings, k
 
 def _check_origin(plan: Plan, profile: Profile, findings: Findings) -> None:
     """What the plan says of the profile's device and samples, which older plans do not, is what the profile says."""
-    stated = plan.provenance
+    stated, tokens = plan.provenance, profile.tokens_per_sample
+    if plan.decode is not None:  # a sample is a request's next token
+        tokens = 1
     for key, said, found in (
         ("device", stated.device, profile.source.device),
         ("dtype", stated.dtype, profile.source.dtype),
-        ("tokens_per_sample", stated.tokens_per_sample, profile.tokens_per_sample),
+        ("tokens_per_sample", stated.tokens_per_sample, tokens),
         ("forward_flops_per_sample", stated.forward_flops_per_sample, profile.forward_flops_per_sample),
     ):
         if said and said != found:
@@ -274,9 +286,11 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
     """
     if stage.configurations or not shares_evenly(stage):  # the latter is refused whatever the profile
         return []
-    if stage.expert_shards != (split := known.expert_shards.get(stage.expert, 1)):
-        text = f"is {stage.expert_shards}; rows of the profile with expert {stage.expert} have {split}"
+    if stage.expert_shards not in (splits := known.expert_shards.get(stage.expert, {1})):
+        have = " and ".join(map(str, sorted(splits)))
+        text = f"is {stage.expert_shards}; rows of the profile with expert {stage.expert} have {have}"
         findings.add("profile", f"stages[{number}].expert_shards", text)
+        return []
     try:
         return [_row(id_, again, stage, samples, known) for id_, again in zip(stage.blocks, stage.again, strict=True)]
     except UsageError as error:
@@ -287,8 +301,8 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
 def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> CostRow:
     """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
     taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
-    how = samples, stage.shards, stage.context, stage.expert, stage.configuration, again, taken, stage.speed
-    key = (id_ if stage.kinds else known.alike[id_], stage.kinds, *how)
+    split = stage.shards, stage.context, stage.expert, stage.expert_shards, stage.configuration
+    key = (id_ if stage.kinds else known.alike[id_], stage.kinds, samples, *split, again, taken, stage.speed)
     if key not in known.rows:
         block = _slowest([known.of_kinds.get(kind, known.blocks)[id_] for kind in stage.kinds] or [known.blocks[id_]])
         row = block_costs(
@@ -297,6 +311,7 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
             stage.shards,
             context=stage.context,
             expert=stage.expert,
+            expert_shards=stage.expert_shards,
             recompute=again,
             input_bytes=taken,
             recipe=known.recipe,
@@ -1050,6 +1065,8 @@ def _check_dependencies(
                 findings.add("profile", f"dependencies[{number}].slices", text)
             sent = [(each[0], cut) for each, cut in zip(tensors, cuts, strict=True)]
             _check_hops(plan, number, dependency, sent, cluster, findings)
+        elif dependency.later:
+            check_returned(plan, number, dependency, cluster, findings, timed=_knows_links(plan, cluster))
         elif dependency.source_stage != dependency.target_stage and not dependency.has_instruction:
             text = f"{pair[0]} -> {pair[1]} comes from no edge of the profile"
             findings.add("profile", f"dependencies[{number}]", text)

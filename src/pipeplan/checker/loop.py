@@ -89,6 +89,9 @@ def _counted(found: _RoundsOfPlan) -> bool:
         if dependency.needs is not None:
             text = "counts actions; a loop is of actions that depend on each other by the samples they hold"
             found.add(f"dependencies[{number}].needs", text)
+        if dependency.later:
+            text = "is of a later micro-batch; what returns is written for all steps, or repeats with the repetend"
+            found.add(f"dependencies[{number}].later", text)
     for number, stage in enumerate(plan.stages):
         if stage.kept.total:
             found.add(f"stages[{number}]", "keeps memory from one action to another; a loop is for stages that do not")
@@ -228,7 +231,7 @@ def _check_state(found: _RoundsOfPlan, number: int, programs: Programs, links: L
         compare.free(what, [(entry, facts.starts[entry[0]][entry[1]], facts.end(*entry)) for entry in entries])
     for (source, target), sent in links.orders.items():
         what = f"the link from device {source} to {target}"
-        times = ((hop, message, links.begins[hop, message]) for hop, message in sent)
+        times = ((hop, message, int(links.begins[hop][message])) for hop, message in sent)
         compare.free(what, [((own + n, m), begin, begin + links.hop(n, m).occupancy_ns) for n, m, begin in times])
     for target, waits in checked(enumerate(facts.waits), 4):
         for wait in waits if found.own[target] == number else ():

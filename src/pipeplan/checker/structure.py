@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Collection
 
+from pipeplan.checker.decoding import check_steps
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, goes_with, period_of, shares_evenly
 from pipeplan.checker.forwards import check_gives_back
 from pipeplan.files import Plan
@@ -34,6 +35,7 @@ def check_structure(plan: Plan, findings: Findings) -> None:
                 _check_balance(stage, operations, findings)
     if plan.is_inference:
         check_gives_back(plan, findings)
+    check_steps(plan, findings)
     _check_shares(plan, findings)
     _check_blocks(plan, findings)
     _check_dependencies(plan, findings)
@@ -90,6 +92,7 @@ def _check_shares(plan: Plan, findings: Findings) -> None:
             text = f"is {stage.microbatch_size}, which its {stage.replicas} replicas cannot share evenly"
             findings.add("stages", f"stages[{number}].microbatch_size", text)
         samples = stage.microbatch_size // stage.replicas // (2 if stage.num_parted else 1)
+        samples = samples if plan.decode is None else 0  # requests of a step need not come out even
         if problem := configuration_problem(stage.configurations, len(stage.blocks), stage.shards, samples):
             findings.add("stages", f"stages[{number}].configurations", problem)
 
@@ -169,6 +172,8 @@ def _check_dependency(plan: Plan, number: int, source: str, target: str, finding
     roles = dependency.source_role, dependency.target_role
     if dependency.has_instruction:
         allowed = True
+    elif dependency.later:
+        allowed = roles == (Role.FORWARD, Role.FORWARD)
     elif dependency.source_stage == dependency.target_stage:
         allowed = roles in [pair for each in PASSES for pair in itertools.pairwise(each)]
     else:

@@ -52,6 +52,7 @@ _ONLY_PLANS = {
     "replicas": "--dp",
     "context": "--cp",
     "expert": "--ep",
+    "expert_shards": "--etp",
     "chunks": "--vp",
     "recompute": "--recompute",
     "uniform": "--uniform",

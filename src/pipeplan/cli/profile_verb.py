@@ -22,7 +22,6 @@ from pipeplan.cli.shared import (
     FILE,
     MEASURED_DEVICE,
     MODEL,
-    NUMBER,
     SEED,
     SEQUENCE,
     TOKENS,
@@ -184,13 +183,14 @@ def _read_text(path: str) -> str:
     "--expert",
     type=COUNTS,
     default="1",
-    help="With --estimate: numbers of devices that share the experts, each holding whole ones.",
+    help="Numbers of devices that share the experts.",
 )
 @click.option(
     "--etp",
-    type=NUMBER,
-    default=1,
-    help="With --expert: how many of these devices split each expert, instead of holding whole ones.",
+    type=COUNTS,
+    default="1",
+    help="With --expert: how many of these devices split each expert; 1 holds whole ones. Several numbers leave the "
+    "choice to searches.",
 )
 @click.option(
     "--inference", is_flag=True, help="Forwards alone; with --context also prefill and decode with a KV cache."
@@ -332,7 +332,7 @@ _USES = {
     ),
     "name": (
         {"name", "output"},
-        _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "as_json", "weights", "kv_cache_dtype"},
+        _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "expert", "as_json", "weights", "kv_cache_dtype"},
     ),
 }
 """What says which use is meant -> the parameters it needs, and those it may have."""
@@ -483,7 +483,7 @@ def measured(
     profile = _api.profile(
         model,
         given["microbatch"],
-        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype")} | {"shards": shards},
+        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype", "expert")} | {"shards": shards},
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
         **({"on_mean": tell} | how),
@@ -541,8 +541,10 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
         for name, why in _OF_TRAINING.items():
             if given[name]:
                 raise UsageError(f"{why}, and --inference runs forwards alone; leave it out")
-        if given["etp"] > 1:
+        if max(given["etp"]) > 1:
             raise UsageError("--etp splits experts in training; with --inference each device has whole ones")
+        if not estimates and max(given["expert"]) > 1:
+            raise UsageError("--expert of --inference is of estimates; add --estimate and --device PRESET")
     elif given["batch"] != (1,):
         raise UsageError("--batch is of --inference; for training give --microbatch")
     elif given["weights"] or given["kv_cache_dtype"] != "auto":

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -31,6 +31,7 @@ from pipeplan.cli.shared import (
     interrupt_on_sigterm,
 )
 from pipeplan.errors import ExecutionError, UsageError
+from pipeplan.texts import printable
 from pipeplan.units import format_ns
 
 if TYPE_CHECKING:
@@ -165,6 +166,25 @@ class _Stretch(FiniteRange):
     help="Start from the weights in this safetensors file, or in a Hugging Face model's folder.",
 )
 @click.option(
+    "--prompt-file",
+    type=FILE,
+    metavar="FILE",
+    help="With a decoding plan: write these prompts on, one a line, each a JSON list of token ids, or text.",
+)
+@click.option(
+    "--new-tokens", type=LARGE_NUMBER, default=16, help="With --prompt-file: tokens to write for each prompt."
+)
+@click.option(
+    "--tokenizer", type=FOLDER, metavar="DIR", help="With --prompt-file: folder of a tokenizer, for prompts of text."
+)
+@click.option(
+    "--temperature",
+    type=FiniteRange(0),
+    default=0.0,
+    help="With --prompt-file: draw tokens, from logits divided by this; 0 takes the likeliest.",
+)
+@click.option("--top-k", type=LARGE_NUMBER, metavar="K", help="With --temperature: of the K likeliest alone.")
+@click.option(
     "--export-weights",
     type=FILE,
     metavar="FILE",
@@ -216,7 +236,8 @@ def run_command(
     shown = Steps(options, quiet=as_json)
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown, launched)
     if first:
-        _tell(outcome, plan_path, outputs, trace_path, as_json=as_json, local=local)
+        tokenizer = how["tokenizer"]
+        _tell(outcome, plan_path, outputs, trace_path, as_json=as_json, local=local, tokenizer=tokenizer)
     if stopped := _api.stopped_by():
         if first:
             say(f"pipeplan: ended by {signal.Signals(stopped).name}", err=True)
@@ -225,7 +246,14 @@ def run_command(
 
 
 def _tell(
-    outcome: RunOutcome, plan_path: str, outputs: Outputs, trace_path: str | None, *, as_json: bool, local: bool
+    outcome: RunOutcome,
+    plan_path: str,
+    outputs: Outputs,
+    trace_path: str | None,
+    *,
+    as_json: bool,
+    local: bool,
+    tokenizer: str | None = None,
 ) -> None:
     """Write and print what came of a run."""
     weights = outcome.options.export_weights if isinstance(outcome.options, _api.TrainOptions) else None
@@ -237,6 +265,9 @@ def _tell(
             outputs.say_written("weights", weights)
         if as_json:
             say(json.dumps(outcome.figures(), allow_nan=False))
+        elif isinstance(outcome, _api.DecodeOutcome):
+            for line in written_lines(outcome, tokenizer):
+                say(line)
         else:
             say(comparison_line(outcome))
             if outcome.throughput is not None:
@@ -267,8 +298,13 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
     if given["num_steps"] == 0 and (given["model"] is None or given["export_weights"] is None):
         raise UsageError("--steps 0 does nothing without --export-weights FILE; give at least 1")
     options = _api.RunOptions(**{name: given[name] for name in _OF_ALL_RUNS})
+    if given["prompt_file"] is not None:
+        return _decode_options(given, options)
+    if given["tokenizer"] is not None or given["top_k"] is not None or given["temperature"]:
+        raise UsageError("--tokenizer, --temperature and --top-k are of --prompt-file; give the prompts with it")
     if given["model"] is not None:
-        training = {name: value for name, value in given.items() if name not in (*_OF_ALL_RUNS, *_ELSEWHERE)}
+        left = (*_OF_ALL_RUNS, *_ELSEWHERE, *_OF_TEXTS)
+        training = {name: value for name, value in given.items() if name not in left}
         if training.pop("autocast") is not None:
             if training["precision"] not in (None, "bf16-autocast"):
                 raise UsageError(
@@ -278,6 +314,34 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
         options = _api.TrainOptions(**training, **options.as_json())
     options.require_consistent()
     return options
+
+
+_OF_TEXTS = ("prompt_file", "new_tokens", "tokenizer", "temperature", "top_k")
+"""Parameters of writing texts on."""
+
+_OF_BOTH = ("model", "sequence", "grain", "seed", "dtype", "init")
+"""Those of training that are of that, too."""
+
+
+def _decode_options(given: Mapping[str, Any], options: RunOptions) -> RunOptions:
+    """How to write texts on. Raises UsageError where what is given is of training or emulation."""
+    if given["emulate"]:
+        raise UsageError("--prompt-file writes with a model, and --emulate runs without one; leave out one of the two")
+    for name, usual in {**_api.OF_TRAINING, "data": None, "instructions": None, "tensorboard": None}.items():
+        if given[name] != usual:
+            raise UsageError(f"--{name.replace('_', '-')} is of training; leave it out with --prompt-file")
+    prompts, stop = _api.read_prompts(given["prompt_file"], given["tokenizer"])
+    found = _api.DecodeOptions(
+        **{name: given[name] for name in _OF_BOTH},
+        prompts=prompts,
+        new_tokens=given["new_tokens"],
+        temperature=given["temperature"],
+        top=given["top_k"],
+        stop=stop,
+        **options.as_json(),
+    )
+    found.require_consistent()
+    return found
 
 
 def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
@@ -314,6 +378,17 @@ def _run_as_rank(plan_path: str, options: RunOptions, shown: Steps, launched: bo
             "mpirun, or give --local to start them on this machine"
         )
     return _api.run_as_rank(read, options, shown.show)
+
+
+def written_lines(outcome: RunOutcome, tokenizer: str | None) -> Iterator[str]:
+    """The tokens of each text, or its words, then the time of a token beside the predicted one."""
+    decode = None if tokenizer is None else _api.tokenizer_of(tokenizer).decode
+    for request in outcome.result.requests:
+        yield " ".join(map(str, request.ids)) if decode is None else printable(decode(request.ids))
+    predicted, measured = outcome.predicted_ns, outcome.warm_ns
+    if measured:
+        ratio = f" ({measured / predicted - 1:+.1%})" if predicted else ""
+        yield f"token predicted {format_ns(predicted)}, median {format_ns(measured)}{ratio}"
 
 
 def comparison_line(outcome: RunOutcome) -> str:

@@ -16,9 +16,11 @@ from pipeplan.cli.shared import (
     FILE,
     LARGE_NUMBER,
     NUM_TOKENS,
+    NUMBER,
     RULES_OPTION,
     SCHEDULER,
     SEARCH_TARGET,
+    OneOf,
     Status,
     comparison_request,
     given_file,
@@ -68,14 +70,33 @@ if TYPE_CHECKING:
     "--batch",
     type=LARGE_NUMBER,
     metavar="N",
-    help="Requests of a decode step, for a server's cut.  [default: the most profiled]",
+    help="Requests that are served at once, all together, for --kv or a server's cut.  [default: the most profiled]",
 )
 @click.option(
     "--context",
     "context_tokens",
     type=NUM_TOKENS,
     metavar="TOKENS",
-    help="Tokens of each request's text by then, as 8192 or 8k.  [default: the most profiled]",
+    help="Tokens of each request's text by the last step, as 8192 or 8k.  [default: the most profiled]",
+)
+@click.option(
+    "--kv",
+    type=OneOf(["auto", "dp", "tp", "cp", "cp-q"]),
+    help="Plan decode steps, and how devices share caches: each has requests (dp), heads (tp), or a piece of every "
+    "cache (cp; cp-q gathers queries alone); auto: whatever is quickest.  [default: auto with --batch or --context]",
+)
+@click.option(
+    *("--dcp", "--decode-context-parallel", "dcp"),
+    type=NUMBER,
+    metavar="N",
+    help="Decode context parallelism: how many devices share the cache of a request along its text, with --kv auto, cp "
+    "or cp-q.",
+)
+@click.option(
+    "--prefill",
+    type=NUM_TOKENS,
+    metavar="TOKENS",
+    help="Tokens of joining prompts that run beside every group's step, as 512 or 1k; as many as --context: whole.",
 )
 @click.option(
     "--keep-together",
@@ -192,7 +213,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
     start = given_file("plan", flags["start_path"])
-    serving = _api.ServingAsked(flags["objective"], flags["batch"], flags["context_tokens"])
+    asked = ("objective", "batch", "context_tokens", "kv", "dcp", "prefill")
+    serving = _api.ServingAsked(*(flags[name] for name in asked))
     more = {"serving": serving, "for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
     request = read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
     if start is not None and flags["for_"] is not None:
@@ -232,6 +254,7 @@ def print_result(
     ``said`` are notes beside those of the result and of the request.
     """
     from pipeplan.reporting.answer import print_answer
+    from pipeplan.reporting.decoding import print_decoding
     from pipeplan.reporting.layout import print_notes
     from pipeplan.reporting.tables import print_ranking
     from pipeplan.reporting.terminal import (
@@ -244,6 +267,13 @@ def print_result(
     from pipeplan.reporting.trainers import print_settings
 
     simulation = _api.simulate(result.plan)
+    if result.decode is not None:
+        print_decoding(result, written, file=sys.stdout)
+        if details:
+            print_simulation(simulation, file=sys.stdout)
+            print_stages(simulation.workload, file=sys.stdout)
+        print_notes([*result.notes, *said, *_api.input_notes(request)], file=sys.stdout)
+        return
     notes = [*result.notes, *said, *_api.input_notes(request), *([] if details else simulation.notes)]
     print_answer(request, result, simulation, written, file=sys.stdout)
     if result.explanation is not None:

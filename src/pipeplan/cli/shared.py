@@ -402,6 +402,14 @@ _SPLITS = (
         "experts. The profile must have costs for it.",
     ),
     click.option(
+        *("--etp", "--expert-tensor-parallel", "expert_shards"),
+        type=AutoOr(1, _MOST),
+        default="auto",
+        metavar="auto|N",
+        help="Expert-tensor-parallel size: how many of the --ep devices split each expert, instead of holding whole "
+        "ones. The profile must have costs for it.",
+    ),
+    click.option(
         *("--pp", "--pipeline-parallel", "positions"),
         type=NUMBER,
         help="Pipeline-parallel size: how many devices (or groups of --tp x --cp x --dp) the model is spread over.  "
@@ -428,7 +436,7 @@ def asked_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request that the flags of :func:`size_options` say."""
     return {
         **{name: flags[name] for name in ("chunks", "replicas", "positions")},
-        **{name: _number(flags[name]) for name in ("shards", "context", "expert")},
+        **{name: _number(flags[name]) for name in ("shards", "context", "expert", "expert_shards")},
         "recompute": asked_recompute(flags),
     }
 

@@ -25,6 +25,7 @@ def block_costs(
     *,
     context: int = 1,
     expert: int = 1,
+    expert_shards: int = 1,
     recompute: Again = False,
     input_bytes: int = 0,
     recipe: Recipe | None = None,
@@ -34,7 +35,8 @@ def block_costs(
 
     On a device of another ``speed`` than those whose times the row has, these are divided by it and rounded up.
 
-    A device has one of ``context`` parts of each sequence, and the experts of one of ``expert`` devices.
+    A device has one of ``context`` parts of each sequence, and the experts of one of ``expert`` devices, of which
+    ``expert_shards`` split each.
 
     With a ``recipe`` by which parameters are cast when they are used, the workspace has their part of the copy.
 
@@ -46,7 +48,8 @@ def block_costs(
     Raises:
         UsageError: no rows for this shard count, context and expert, or the size is outside the rows' range.
     """
-    row = _row_for(block, microbatch_size, shards, context, expert, recompute=recompute, input_bytes=input_bytes)
+    split = shards, context, *((expert, expert_shards) if block.expert_parameters else (1, 1))
+    row = _row_for(block, microbatch_size, split, recompute=recompute, input_bytes=input_bytes)
     if speed != 1:
         times = ((key, getattr(row, key)) for key in _TIMES)
         row = row.model_copy(update={key: at_speed(ns, speed) for key, ns in times if ns is not None})
@@ -84,37 +87,24 @@ def require_row(where: str, row: Mapping[str, Any]) -> None:
 _MOST = {"ns": MAX_NS, "bytes": MAX_BYTES}
 
 
-def _row_for(
-    block: Block, microbatch_size: int, shards: int, context: int, expert: int, *, recompute: Again, input_bytes: int
-) -> CostRow:
+_Split = tuple[int, int, int, int]
+"""Shards, parts of a sequence, devices that share the block's own experts, and how many of these split each."""
+
+
+def _row_for(block: Block, microbatch_size: int, split: _Split, *, recompute: Again, input_bytes: int) -> CostRow:
     if recompute == "selective":
-        return _core_recomputed(
-            _row_for(block, microbatch_size, shards, context, expert, recompute=False, input_bytes=0)
-        )
-    measured = (microbatch_size, shards, context, expert if block.expert_parameters else 1, None, recompute)
+        return _core_recomputed(_row_for(block, microbatch_size, split, recompute=False, input_bytes=0))
+    measured = (microbatch_size, *split, None, recompute)
     exact = next((row for row in block.costs if row.microbatch_size == microbatch_size and row.key == measured), None)
     if exact is not None:
         return exact
-    own = (row for row in block.rows(context, expert) if row.shards == shards and row.recompute == recompute)
+    shards, *rest = split
+    own = (row for row in block.rows(*rest) if row.shards == shards and row.recompute == recompute)
     rows = sorted((row for row in own if not row.configuration), key=lambda row: row.microbatch_size)
     if not rows and recompute:
-        whole = _row_for(block, microbatch_size, shards, context, expert, recompute=False, input_bytes=0)
-        return _recomputed(whole, input_bytes)
-    if not rows and block.rows(context) and not block.rows(context, expert):
-        known = sorted({row.expert for row in block.costs if row.context == context})
-        raise UsageError(
-            f"block {block.id!r} has no costs for expert {expert}, only for {known}; profile it with --estimate "
-            f"--expert {expert}"
-        )
-    if not rows and not block.rows(context):
-        known = sorted({row.context for row in block.costs})
-        raise UsageError(
-            f"block {block.id!r} has no costs for context {context}, only for {known}; profile it with --estimate "
-            f"--context {context}"
-        )
+        return _recomputed(_row_for(block, microbatch_size, split, recompute=False, input_bytes=0), input_bytes)
     if not rows:
-        known = sorted({row.shards for row in block.rows(context, expert)})
-        raise UsageError(f"block {block.id!r} has no costs for {shards} shards, only for {known}; profile it with them")
+        raise UsageError(_no_costs(block, split))
     below = [row for row in rows if row.microbatch_size <= microbatch_size]
     above = [row for row in rows if row.microbatch_size >= microbatch_size]
     if not below or not above:
@@ -125,6 +115,32 @@ def _row_for(
             f"it with --microbatch {microbatch_size}"
         )
     return _between(below[-1], above[0], microbatch_size)
+
+
+def _no_costs(block: Block, split: _Split) -> str:
+    """What the block has no costs for, and how to get them."""
+    shards, context, expert, expert_shards = split
+    known = [row for row in block.costs if row.context == context]
+    if not known:
+        contexts = sorted({row.context for row in block.costs})
+        return (
+            f"block {block.id!r} has no costs for context {context}, only for {contexts}; profile it with --estimate "
+            f"--context {context}"
+        )
+    if not (sharing := [row for row in known if row.expert == expert]):
+        experts = sorted({row.expert for row in known})
+        return (
+            f"block {block.id!r} has no costs for expert {expert}, only for {experts}; profile it with --estimate "
+            f"--expert {expert}"
+        )
+    if not (alike := [row for row in sharing if row.expert_shards == expert_shards]):
+        splits = sorted({row.expert_shards for row in sharing})
+        return (
+            f"block {block.id!r} has no costs for expert {expert} with expert_shards {expert_shards}, only with "
+            f"{splits}; profile it with --estimate --expert {expert} --etp {expert_shards}"
+        )
+    every = sorted({row.shards for row in alike})
+    return f"block {block.id!r} has no costs for {shards} shards, only for {every}; profile it with them"
 
 
 def places_divided(block: Block, shards: int) -> int:

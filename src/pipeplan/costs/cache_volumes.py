@@ -51,8 +51,11 @@ class StepVolume:
         return float(self.numbers * width + self.statistics * statistic_width)
 
 
-def step_volume(kept: Kept, shape: AttentionShape, requests: int, devices: int) -> StepVolume:
+def step_volume(kept: Kept, shape: AttentionShape, requests: int, devices: int, statistics: int = 2) -> StepVolume:
     """What a device sends for ``requests`` (of all devices together), by rings and direct sends.
+
+    ``statistics`` are those of a head: as the text has it the largest score and a sum; the logarithm of the sum of
+    exponentials, which torch's attention gives and runs send, is 1.
 
     Raises:
         ValueError: there is no device or request.
@@ -65,7 +68,7 @@ def step_volume(kept: Kept, shape: AttentionShape, requests: int, devices: int) 
         return StepVolume(Fraction(), Fraction(), 0, 0)
     if kept == "tp":
         return StepVolume(4 * part * shape.hidden, Fraction(), 2, 4 * others)
-    found = part * shape.queries, 2 * part * shape.heads
+    found = part * shape.queries, statistics * part * shape.heads
     if kept == "cp":
         return StepVolume(part * (shape.queries + 2 * shape.keys) + found[0], found[1], 2, 2 * others)
     sent = part * 2 * shape.keys / devices

@@ -81,7 +81,7 @@ class Columns:
         ``states`` are what training keeps of each. What actions of programs exchange is not among it.
         """
         chosen = [
-            _chosen(*each, microbatch_size, shards, context, experts.size)
+            _chosen(*each, microbatch_size, shards, context, experts)
             for each in checked(zip(blocks, again, strict=True))
         ]
         if None in chosen or exchanging.every is not None:
@@ -150,13 +150,16 @@ _Chosen = tuple[CostRow, CostRow, bool]
 """The rows of the nearest sizes, from below and above; and whether running again follows from them."""
 
 
-def _chosen(block: Block, again: Again, microbatch_size: int, shards: int, context: int, expert: int) -> _Chosen | None:
+def _chosen(
+    block: Block, again: Again, microbatch_size: int, shards: int, context: int, experts: Experts
+) -> _Chosen | None:
     """The rows that say what a block costs; None where it has none."""
-    own = expert if block.expert_parameters else 1
+    own, split = (experts.size, experts.split) if block.expert_parameters else (1, 1)
     usable = [
         row
         for row in block.costs
-        if row.shards == shards and row.context == context and row.expert == own and not row.configuration
+        if row.shards == shards and row.context == context and row.expert == own and row.expert_shards == split
+        if not row.configuration
     ]
     wanted = again is True
     rows = [row for row in usable if row.recompute == wanted]

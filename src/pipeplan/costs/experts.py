@@ -1,8 +1,9 @@
 """Experts that devices share: each has whole ones of its own, whatever splits the rest of its blocks.
 
-A group is of neighbouring devices of a stage, of its shards, parts of sequences and replicas together (expert tensor
-size 1, as Megatron-LM has it by default). So an expert is on as many devices as there are groups, which sum its
-gradients, and by a ZeRO level divide what training keeps of it; all else of a stage is as without experts.
+A group is of neighbouring devices of a stage, of its shards, parts of sequences and replicas together; or each few
+neighbours of it split the same (an expert tensor size above 1). So an expert is on as many devices as there are
+groups, which sum its gradients, and by a ZeRO level divide what training keeps of it; all else of a stage is as without
+experts.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
+from math import prod
 from typing import Any, Literal
 
 from pipeplan.costs.decoding import cached_bytes
@@ -72,13 +73,17 @@ def rows_of(block: Block, asked: Sequence[int] = (), *, details: bool = False) -
     """
     known = [row for row in block.costs if row.microbatch_size in asked] or list(block.costs)
     if details:
-        return sorted(known, key=lambda row: row.key[:4])
+        return sorted(known, key=lambda row: row.key[:5])
     return [_row(block, max(row.microbatch_size for row in known))]
 
 
 def _row(block: Block, size: int) -> CostRow:
     rows = (row for row in block.costs if row.microbatch_size == size)
-    return min(rows, key=lambda row: (row.recompute, row.shards * row.context * row.expert, row.configuration or ""))
+    split = "shards", "context", "expert", "expert_shards"
+    return min(
+        rows,
+        key=lambda row: (row.recompute, prod(getattr(row, name) for name in split), row.configuration or ""),
+    )
 
 
 def _work_ns(row: CostRow) -> int:
@@ -160,18 +165,18 @@ def _missing_sizes(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterat
     """Sizes that some blocks have and others not, for one of their shard counts."""
     known = {row.microbatch_size for block in profile.blocks for row in block.costs}
     for blocks in kinds:
-        by_split: dict[tuple[int, int, int], set[int]] = {}
+        by_split: dict[tuple[int, int, int, int], set[int]] = {}
         for row in blocks[0].costs:
             if not row.recompute:
-                by_split.setdefault((row.shards, row.context, row.expert), set()).add(row.microbatch_size)
-        for (shards, context, expert), sizes in by_split.items():
+                split = row.shards, row.context, row.expert, row.expert_shards
+                by_split.setdefault(split, set()).add(row.microbatch_size)
+        for (shards, context, expert, expert_shards), sizes in by_split.items():
             if missing := sorted(known - sizes):
-                split = f" on {shards} shards" if shards > 1 else ""
-                split += f" with context {context}" if context > 1 else ""
-                split += f" with expert {expert}" if expert > 1 else ""
-                text = (
-                    f"{_names(blocks)} has no costs for micro-batch size {_listed(missing)}{split}, which others have"
-                )
+                said = f" on {shards} shards" if shards > 1 else ""
+                said += f" with context {context}" if context > 1 else ""
+                said += f" with expert {expert}" if expert > 1 else ""
+                said += f" and expert_shards {expert_shards}" if expert_shards > 1 else ""
+                text = f"{_names(blocks)} has no costs for micro-batch size {_listed(missing)}{said}, which others have"
                 remedy = f"profile with --microbatch {_listed(sorted(known))}"
                 yield Caution("missing-size", blocks[0].id, f"{text}; {remedy}")
 
@@ -201,7 +206,7 @@ def _falling(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
     for blocks in kinds:
         cases: dict[object, list[CostRow]] = {}
         for row in sorted(blocks[0].costs, key=lambda row: row.microbatch_size):
-            cases.setdefault((row.shards, row.context, row.expert, row.configuration, row.recompute), []).append(row)
+            cases.setdefault(row.key[1:], []).append(row)
         for rows in cases.values():
             for low, high in zip(rows, rows[1:], strict=False):
                 if _work_ns(high) < _CLEARLY_LESS * _work_ns(low):

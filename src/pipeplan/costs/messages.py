@@ -208,6 +208,23 @@ def dependencies(
     return tuple(found)
 
 
+def returned(source: Stage, target: Stage, token_bytes: int, cluster: Cluster | None) -> tuple[Hop, ...]:
+    """What a decode step's last stage sends back to the first: so few bytes that they occupy no link."""
+    token = _Sent(Edge(source="token", target="next token", bytes_per_sample=token_bytes), 1, 1)
+    hops = _hops(source, target, 1, [token], cluster)
+    return tuple(replace(hop, latency_ns=hop.duration_ns, occupancy_ns=0) for hop in hops)
+
+
+def beside(hops: Iterable[Hop], samples: int, tokens: int, cluster: Cluster | None) -> tuple[Hop, ...]:
+    """Messages of so many tokens beside those ``hops`` of one token of each of ``samples`` requests."""
+    found = []
+    for hop in hops:
+        size = -(-hop.bytes * tokens // samples)
+        latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, size)
+        found.append(replace(hop, bytes=size, latency_ns=latency, occupancy_ns=occupancy))
+    return tuple(found)
+
+
 def _hops(
     source: Stage, target: Stage, num_routes: int, sent: Sequence[_Sent], cluster: Cluster | None
 ) -> tuple[Hop, ...]:

@@ -131,7 +131,8 @@ def _costs_of_groups(
     kept = cache(lambda first: kept_of(by_id[first], recipe, shards, zero, experts))
     times, contention = cache(exchanging.times), exchanging.contention
     rows: dict[tuple[str, Again, int], CostRow] = {}
-    how: dict[str, Any] = {"context": context, "expert": experts.size, "recipe": recipe, "speed": speed}
+    how: dict[str, Any] = {"context": context, "recipe": recipe, "speed": speed}
+    how |= {"expert": experts.size, "expert_shards": experts.split}
 
     def exchanged(block: Block, row: CostRow) -> CostRow:
         own = Exchanged.of(block, recipe, zero, shards, experts)
@@ -356,10 +357,7 @@ def build_workload(
     blocks = profile.by_id
     speeds = speeds or ((1.0,) * placement.num_devices if cluster is None else cluster.speeds)
     names = names or (() if cluster is None else cluster.names)
-    placed = [
-        _settled(stage, blocks, microbatch_size, recompute, speeds, profile.expert_shards.get(stage.expert, 1))
-        for stage in placement.stages
-    ]
+    placed = [_settled(profile, stage, blocks, microbatch_size, recompute, speeds) for stage in placement.stages]
     if profile.of_kinds:
         placed = [replace(each, kinds=kinds_on(profile, (names[d] for d in each.devices))) for each in placed]
     for stage in placed:
@@ -598,12 +596,12 @@ def _at_speed_of(stage: Stage, cost: StageCost) -> StageCost:
 
 
 def _settled(
+    profile: Profile,
     placed: PlacedStage,
     blocks: Mapping[str, Block],
     microbatch_size: int,
     recompute: Recompute,
     speeds: Sequence[float],
-    expert_shards: int,
 ) -> Stage:
     """A stage as placed, with what it does not say itself; what it keeps comes later.
 
@@ -613,7 +611,7 @@ def _settled(
     said: dict[str, Any] = {name: getattr(placed, name) for name in PlacedStage.model_fields}
     own = {name: value for name, value in said.items() if value is not None}
     own["speed"] = min(speeds[device] for device in placed.devices)
-    own["expert_shards"] = expert_shards
+    own["expert_shards"] = profile.expert_shards_on(placed.expert, placed.expert_shards)
     stage = Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
     return replace(stage, recompute=recompute_of(asked_again([blocks[id_] for id_ in stage.blocks], stage.recompute)))
 
@@ -654,7 +652,7 @@ def _require_alike(stages: Sequence[Stage]) -> None:
         if unlike is not None:
             raise UsageError(
                 f"stages[{unlike}] and stages[{number}] have some of the same blocks, on different routes, and their "
-                "replicas divide state unlike; give both the same zero, zero_group and expert"
+                "replicas divide state unlike; give both the same zero, zero_group, expert and expert_shards"
             )
 
 

@@ -130,7 +130,7 @@ def one_device_ns(profile: Profile, workload: Workload) -> float | None:
 
 def _whole(block: Block) -> Iterator[CostRow]:
     """The rows of one device, with nothing recomputed."""
-    return (row for row in block.costs if row.key == (row.microbatch_size, 1, 1, 1, None, False))
+    return (row for row in block.costs if row.key == (row.microbatch_size, 1, 1, 1, 1, None, False))
 
 
 def _quickest_ns(row: CostRow) -> int:

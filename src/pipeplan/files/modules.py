@@ -10,6 +10,7 @@ from pipeplan.files.base import CurrentVersion, File, FileModel, current_version
 from pipeplan.workload.elements import (
     CONTEXT,
     EXPERT,
+    EXPERT_SHARDS,
     ZERO,
     ZERO_GROUP,
     Count,
@@ -39,6 +40,7 @@ class StageModules(FileModel):
     replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
     context: Annotated[Count, said_only(1, CONTEXT)] = 1
     expert: Annotated[Count, said_only(1, EXPERT)] = 1
+    expert_shards: Annotated[Count, said_only(1, EXPERT_SHARDS)] = 1
     zero: Annotated[ZeroLevel, said_only(0, ZERO)] = 0
     zero_group: Annotated[Count | None, said_only(None, ZERO_GROUP)] = None
     recompute: Annotated[Recompute, Field(description="what backward computes again of it, as in a plan")] = False

@@ -11,6 +11,7 @@ from pipeplan.files.base import SAID_ONLY, CurrentVersion, File, FileModel, curr
 from pipeplan.workload.elements import (
     CONTEXT,
     EXPERT,
+    EXPERT_SHARDS,
     REDUCE_EVERY,
     UNSHARD_EVERY,
     ZERO,
@@ -49,7 +50,7 @@ def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shar
     return None
 
 
-_SAID_ONLY = ("zero", "zero_group", "unshard_every", "reduce_every")
+_SAID_ONLY = ("expert_shards", "zero", "zero_group", "unshard_every", "reduce_every")
 
 
 class PlacedStage(FileModel):
@@ -64,6 +65,13 @@ class PlacedStage(FileModel):
     replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
     context: Annotated[Count, Field(description=CONTEXT, json_schema_extra={SAID_ONLY: True})] = 1
     expert: Annotated[Count, Field(description=EXPERT, json_schema_extra={SAID_ONLY: True})] = 1
+    expert_shards: Annotated[
+        Count | None,
+        Field(
+            description=f"{EXPERT_SHARDS}; null: the fewest that the profile has costs for",
+            json_schema_extra={SAID_ONLY: True},
+        ),
+    ] = None
     microbatch_size: Annotated[
         Count | None, Field(description="samples in one micro-batch of this stage, if not the plan's")
     ] = None
@@ -104,7 +112,9 @@ class PlacedStage(FileModel):
             raise ValueError("devices name a device twice")
         if problem := group_problem(self.shards, self.context, self.replicas, len(self.devices)):
             raise ValueError(problem)
-        if problem := expert_problem(self.expert, len(self.devices), bool(self.configurations)):
+        if problem := expert_problem(
+            self.expert, len(self.devices), bool(self.configurations), self.expert_shards or 1
+        ):
             raise ValueError(problem)
         if len(set(self.blocks)) != len(self.blocks):
             raise ValueError("blocks name a block twice")

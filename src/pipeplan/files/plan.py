@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Annotated, Any, Literal, overload
 
@@ -93,6 +94,35 @@ class Predicted(FileModel):
     def whole_ns(self) -> int:
         """The iteration, gradient sums included; older plans only say when the last action ends."""
         return self.iteration_ns or self.makespan_ns
+
+
+class Decode(FileModel):
+    """What a plan of decode steps is for: every request gets a token in every step, of a group of them in turn.
+
+    Micro-batch m of the plan is a step of group ``m % groups``. Times and bytes are those of the last step, at which
+    every request has ``context_tokens`` in its text; no step takes more.
+    """
+
+    batch: Annotated[Count, Field(description="requests, of all groups together")]
+    groups: Annotated[Count, Field(description="of requests that take a step together, one after another")]
+    context_tokens: Annotated[Count, Field(description="of a request's text at the last step, its own among them")]
+    kv: Annotated[Name, Field(description="how devices share a step: dp, tp, cp, cp-q, or a mixture, in words")] = "dp"
+    prefill_tokens: Annotated[
+        Index, said_only(0, "of a prompt that joins, which run beside every group's step; 0: none")
+    ] = 0
+    max_requests: Annotated[
+        Index | None, said_only(None, "for which there is memory at that context; null: there is no limit")
+    ] = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """[group] its requests, as equally many as can be."""
+        ends = [self.batch * number // self.groups for number in range(self.groups + 1)]
+        return tuple(end - begin for begin, end in zip(ends, ends[1:], strict=False))
+
+    def tokens_of(self, num_microbatches: int) -> int:
+        """Tokens that so many micro-batches, whole steps of all groups, make for the requests that there are."""
+        return self.batch * num_microbatches // self.groups
 
 
 class AlternativeFigures(FileModel):
@@ -241,6 +271,7 @@ class Plan(File):
     programs: Annotated[Items[Items[ActionText]], Field(description="per device, compute and communication")]
     repetend: Repetend | None = None
     loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
+    decode: Annotated[Decode | None, said_only(None, "where it is a loop of decode steps, what that is for")] = None
     predicted: Predicted
     provenance: Provenance = Provenance()
 
@@ -282,8 +313,9 @@ class Plan(File):
                 stage.pop("cuts", None)
             if stage.get("speed") == 1:
                 del stage["speed"]
-            if not stage.get("kinds"):
-                stage.pop("kinds", None)
+            for key in ("kinds", "cache_bytes"):
+                if not stage.get(key):
+                    stage.pop(key, None)
         for operation in found.get("operations", ()):
             if not operation.get("parts_ns"):
                 operation.pop("parts_ns", None)
@@ -294,6 +326,11 @@ class Plan(File):
                 dependency.pop("target_part", None)
             if dependency.get("slices") == 1:
                 del dependency["slices"]
+            if not dependency.get("later"):
+                dependency.pop("later", None)
+        for memory in found.get("predicted", {}).get("memory", ()):
+            if not memory.get("cache_bytes"):
+                memory.pop("cache_bytes", None)
         return found
 
     @model_validator(mode="after")
@@ -313,6 +350,7 @@ class Plan(File):
         groups = [frozenset(stage.devices) for stage in self.stages]
         for number in range(len(self.dependencies)):
             self._require_dependency(number, groups)
+        self._require_decode()
         self._require_starts()
         self._require_one_per_device("predicted.memory", len(self.predicted.memory))
         if self.repetend is not None and set(self.repetend.first) != set(self._by_id):
@@ -493,12 +531,14 @@ class Plan(File):
         for end in (dependency.source, dependency.target):
             if end not in self._by_id:
                 raise ValueError(f"dependencies[{number}] names {end}, which is not an operation")
-        if dependency.source == dependency.target:
+        if dependency.source == dependency.target and not dependency.later:
             raise ValueError(f"dependencies[{number}] joins {dependency.source} to itself")
         if dependency.needs is not None:
             self._require_needs(number)
         if dependency.has_parts:
             self._require_part_ends(number)
+        if dependency.later:
+            self._require_return(number)
         sources, targets = groups[dependency.source_stage], groups[dependency.target_stage]
         for index, hop in enumerate(dependency.hops):
             place = f"dependencies[{number}].hops[{index}]"
@@ -510,6 +550,46 @@ class Plan(File):
                 raise ValueError(f"{place} ends on device {hop.target_device}, where {dependency.target} does not run")
             if hop.first + hop.run > hop.every:
                 raise ValueError(f"{place}: first {hop.first} + run {hop.run} must be at most every {hop.every}")
+
+    def _require_decode(self) -> None:
+        """Steps of all groups, of inference, in which what returns comes to the same group's next step."""
+        decode = self.decode
+        if decode is None:
+            odd = next((number for number, each in enumerate(self.dependencies) if each.later), None)
+            if odd is not None:
+                raise ValueError(f"dependencies[{odd}].later is for plans of decode steps, and decode is not there")
+            return
+        if not self.is_inference:
+            raise ValueError('decode is there, and the plan\'s mode is training; decode steps are of "inference"')
+        if decode.groups > decode.batch:
+            raise ValueError(f"decode.groups {decode.groups} are more than its batch of {decode.batch} requests")
+        if self.microbatch_size != max(decode.sizes):
+            raise ValueError(
+                f"microbatch_size {self.microbatch_size} is not that of the largest of {decode.groups} groups of "
+                f"{decode.batch} requests, {max(decode.sizes)}"
+            )
+        if self.num_microbatches % decode.groups:
+            raise ValueError(
+                f"num_microbatches {self.num_microbatches} are no whole number of steps of {decode.groups} groups"
+            )
+        for number, each in enumerate(self.dependencies):
+            if each.later not in (0, decode.groups):
+                raise ValueError(
+                    f"dependencies[{number}].later is {each.later}; what returns comes to the next step of its group, "
+                    f"{decode.groups} micro-batches later"
+                )
+
+    def _require_return(self, number: int) -> None:
+        """Between whole actions of equal micro-batches, by messages that are too small to occupy a link."""
+        dependency, place = self.dependencies[number], f"dependencies[{number}]"
+        if dependency.needs is not None or dependency.has_parts or dependency.slices > 1:
+            raise ValueError(f"{place}.later is for dependencies without needs, parts and slices")
+        ends = [self.stages[each] for each in (dependency.source_stage, dependency.target_stage)]
+        if self.num_routes > 1 or any(stage.microbatch_size != self.microbatch_size for stage in ends):
+            raise ValueError(f"{place}.later is between stages of one micro-batch size, on one route")
+        busy = next((index for index, hop in enumerate(dependency.hops) if hop.occupancy_ns), None)
+        if busy is not None:
+            raise ValueError(f"{place}.hops[{busy}].occupancy_ns: what returns occupies no link; say latency_ns")
 
     def _require_part_ends(self, number: int) -> None:
         """Parts that there are, of what sends a message; what stays on a device is there when its action has ended."""
@@ -661,11 +741,36 @@ class Plan(File):
             num_devices=len(self.devices),
             num_routes=self.num_routes,
             stages=tuple(
-                PlacedStage(**{name: getattr(stage, name) for name in PlacedStage.model_fields})
+                PlacedStage(
+                    **{name: getattr(stage, name) for name in PlacedStage.model_fields if name != "expert_shards"},
+                    expert_shards=stage.expert_shards if stage.expert > 1 else None,
+                )
                 for stage in self.stages
                 if stage.blocks
             ),
         )
+
+    @property
+    def token_ns(self) -> Fraction | None:
+        """Ns from a request's token to its next one, in steps that repeat; None where the plan has none that do."""
+        if self.decode is None or self.repetend is None:
+            return None
+        return self.repetend.period * self.decode.groups
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all requests in a second, likewise."""
+        token_ns = self.token_ns
+        return None if token_ns is None or self.decode is None else float(self.decode.batch * 10**9 / token_ns)
+
+    @property
+    def cache_bytes(self) -> tuple[int, ...]:
+        """[device] what it has of requests' keys and values at the last step."""
+        found = [0] * len(self.devices)
+        for stage in self.stages:
+            for device in stage.devices:
+                found[device] += stage.cached.total
+        return tuple(found)
 
     def held_parameters(self, stage: Stage) -> int:
         """Bytes of parameters as a device has them: of the copy that computes, or of those that are cast to it."""

@@ -70,7 +70,7 @@ class CostRow(FileModel):
     ] = 1
     expert_shards: Annotated[
         Count,
-        said_only(1, "how many neighbours of these devices split each expert; one number for each expert"),
+        said_only(1, "how many neighbours of these devices split each expert"),
     ] = 1
     configuration: Annotated[Name | None, Field(description="named way of splitting, where there are several")] = None
     recompute: Annotated[bool, Field(description="costs with activation checkpointing of this block")] = False
@@ -137,9 +137,10 @@ class CostRow(FileModel):
         return halves if self.backward_ns is None else self.backward_ns
 
     @property
-    def key(self) -> tuple[int, int, int, int, str | None, bool]:
-        """What the row is for: micro-batch size, shards, context, expert, configuration, recomputation."""
-        return (self.microbatch_size, self.shards, self.context, self.expert, self.configuration, self.recompute)
+    def key(self) -> tuple[int, int, int, int, int, str | None, bool]:
+        """What the row is for: micro-batch size, shards, context, expert and its shards, configuration, recompute."""
+        split = self.shards, self.context, self.expert, self.expert_shards
+        return (self.microbatch_size, *split, self.configuration, self.recompute)
 
 
 Parameters = Annotated[int, Field(ge=0, le=MAX_BYTES)]
@@ -269,13 +270,14 @@ class Block(Parts):
         phases = list(map(of_phase, self.phases))
         return own(self), tuple(sorted(self.dimensions.items())), tuple(rows), tuple(phases)
 
-    def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
+    def rows(self, context: int = 1, expert: int = 1, expert_shards: int = 1) -> list[CostRow]:
         """Its costs with each sequence in ``context`` parts and ``expert`` devices sharing experts; by default neither.
 
-        A block that has no experts costs the same however many share those of others.
+        Of these devices ``expert_shards`` split each expert. A block that has no experts costs the same however many
+        share those of others.
         """
-        own = expert if self.expert_parameters else 1
-        return [row for row in self.costs if (row.context, row.expert) == (context, own)]
+        own = context, *((expert, expert_shards) if self.expert_parameters else (1, 1))
+        return [row for row in self.costs if (row.context, row.expert, row.expert_shards) == own]
 
     @classmethod
     def of(
@@ -345,7 +347,9 @@ class Block(Parts):
                     f"costs[{index}] is for the same case as costs[{seen[row.key]}]: "
                     f"microbatch_size {row.microbatch_size}, shards {row.shards}, "
                     f"{f'context {row.context}, ' if row.context > 1 else ''}"
-                    f"{f'expert {row.expert}, ' if row.expert > 1 else ''}recompute {row.recompute}"
+                    f"{f'expert {row.expert}, ' if row.expert > 1 else ''}"
+                    f"{f'expert_shards {row.expert_shards}, ' if row.expert_shards > 1 else ''}"
+                    f"recompute {row.recompute}"
                 )
             seen[row.key] = index
             if row.expert > 1 and not self.expert_parameters:
@@ -772,20 +776,22 @@ class Profile(File):
                     )
 
     @cached_property
-    def expert_shards(self) -> Mapping[int, int]:
-        """{how many devices share experts: how many of them split each}, of all rows."""
-        return {row.expert: row.expert_shards for block in self.blocks for row in block.costs}
+    def expert_shards(self) -> Mapping[int, tuple[int, ...]]:
+        """{how many devices share experts: how many of them may split each, ascending}, of all rows."""
+        found: dict[int, set[int]] = {}
+        for block in self.kinds:
+            for row in block.costs:
+                found.setdefault(row.expert, set()).add(row.expert_shards)
+        return {expert: tuple(sorted(own)) for expert, own in sorted(found.items())}
 
-    @model_validator(mode="after")
-    def _splits_experts_alike(self) -> Profile:
-        rows = {(row.expert, row.expert_shards) for block in self.blocks for row in block.costs}
-        for expert in sorted({size for size, _ in rows}) if len(rows) > 1 else ():
-            if len(found := sorted(split for size, split in rows if size == expert)) > 1:
-                raise ValueError(
-                    f"rows with expert {expert} have expert_shards {' and '.join(map(str, found))}; "
-                    "a profile has one of them for each expert"
-                )
-        return self
+    @property
+    def has_experts(self) -> bool:
+        """Whether some block has experts of its own."""
+        return any(block.expert_parameters for block in self.kinds)
+
+    def expert_shards_on(self, expert: int, said: int | None = None) -> int:
+        """How many of ``expert`` devices split each expert: as ``said``, else the fewest for which there are rows."""
+        return min(self.expert_shards.get(expert, (1,))) if said is None else said
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

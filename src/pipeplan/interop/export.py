@@ -62,6 +62,11 @@ def exported(plan: Plan, to: str, template: Sequence[str] = (), base: str | None
             f"plan {plan.name!r} is of inference, and {target.title} trains; choose vllm, sglang or tensorrt-llm, or "
             "search a profile of training"
         )
+    if plan.decode is not None and to in _OF_ANY_ACTIONS:
+        raise UsageError(
+            f"plan {plan.name!r} is a loop of decode steps, whose tokens return to the first stage, which "
+            f"{target.title} has no words for; choose vllm, sglang or tensorrt-llm, or pipeplan run --prompt-file"
+        )
     written = write(plan, target, Asked(template, base))
     notes = written.notes if written.ranks is None else (*written.notes, *_notes(plan, written.ranks, target))
     return Export(to, written.text, notes, written.beside, written.files)

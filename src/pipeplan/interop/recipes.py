@@ -112,8 +112,8 @@ def automodel_recipe(plan: Plan, names: Sequence[Sequence[str]], schedule: str) 
     stage = plan.stages[0]
     if stage.expert_shards > 1:
         raise UsageError(
-            f"stages[0].expert_shards is {stage.expert_shards}: NeMo AutoModel's experts are whole; plan with a "
-            "profile made without --etp"
+            f"stages[0].expert_shards is {stage.expert_shards}: NeMo AutoModel's experts are whole; plan with "
+            "--etp 1, or --for automodel"
         )
     again = {True: "full", "selective": "selective", False: False}[stage.again[-1] if stage.again else False]
     count = len({each.devices for each in plan.stages})

@@ -43,6 +43,11 @@ def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
     stage, remark = _uniform(workload, "torchtitan")
     if stage is None:
         return [remark]
+    if stage.expert_shards not in (1, stage.shards):
+        return [
+            f"# no settings: {stage.expert_shards} devices split each expert, and torchtitan's experts are whole or "
+            f"split by as many as all else ({stage.shards})"
+        ]
     positions, _ = _pipeline(workload)
     group = _zero_group(stage)
     shard = max(1, group // stage.context) if stage.zero > 1 else 1

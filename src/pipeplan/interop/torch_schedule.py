@@ -104,6 +104,7 @@ def modules_of(plan: Plan, ranks: PlanRanks, names: Sequence[Sequence[str] | Non
             replicas=stage.replicas,
             context=stage.context,
             expert=stage.expert,
+            expert_shards=stage.expert_shards,
             zero=stage.zero,
             zero_group=stage.zero_group,
             recompute=stage.recompute,

@@ -47,6 +47,7 @@ def place(
     replicas: int = 1,
     context: int = 1,
     expert: int = 1,
+    expert_shards: int = 1,
     zero: Zero = WHOLE,
     spread: bool = False,
     wide: Sequence[tuple[int, ...]] = (),
@@ -65,8 +66,8 @@ def place(
     split over all devices of a pipeline, which are then neighbours (Tessel's M and NN shapes). ``wide`` are groups of
     equally many devices, each of which stands for one device: in ``context`` parts, each of which has one part of every
     sequence, it splits every block (tensor parallelism); the devices of none are left idle. Of a stage's devices each
-    ``expert`` share experts. ``cut`` cuts the chain otherwise. Of [device] ``speeds``, by default all 1, a stage has
-    the lowest of its devices.
+    ``expert`` share experts, of which ``expert_shards`` split each. ``cut`` cuts the chain otherwise. Of [device]
+    ``speeds``, by default all 1, a stage has the lowest of its devices.
 
     Raises:
         UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.
@@ -78,7 +79,7 @@ def place(
     shared = _spread(profile, positions) if spread else ()
     order = [block for block in profile.topological_order() if block not in shared]
     _require_blocks(profile, strategy, len(units), replicas, order, routes)
-    experts = Experts.among(expert, shards, replicas * context, zero.level, zero.group)
+    experts = Experts.among(expert, shards, replicas * context, zero.level, zero.group, split=expert_shards)
     pricing = Pricing(microbatch_size // replicas, recompute, shards, zero, context, experts)
     costs = pricing.costs(profile, order)
     everywhere = pricing._replace(shards=positions).costs(profile, shared * len(routes))
@@ -105,6 +106,7 @@ def place(
             replicas=replicas,
             context=context,
             expert=expert,
+            expert_shards=expert_shards if expert > 1 else None,
             route=route,
             **zero.keys(replicas * context),
         )

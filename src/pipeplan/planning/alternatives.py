@@ -259,7 +259,7 @@ def _exposed(schedule: Schedule, workload: Workload) -> int:
     free = replace(
         graph,
         durations=[*graph.durations[:actions], *(0 for _ in graph.durations[actions:])],
-        successors=[[(task, 0) for task, _ in each] for each in graph.successors],
+        at_once=True,
     )
     sooner = graph.makespan(schedule.starts) - free.makespan(earliest_starts(free, schedule.orders))
     return max(0, sooner) * workload.num_microbatches // graph.workload.num_microbatches
@@ -268,7 +268,7 @@ def _exposed(schedule: Schedule, workload: Workload) -> int:
 def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
     """FSDP, 1F1B and interleaved 1F1B, each tensor- and context-parallel size at its best: by closed forms, where
     nothing is recomputed that need not be."""
-    seen: set[tuple[int, int, int, str]] = set()
+    seen: set[tuple[int, int, int, int, str]] = set()
     limit = min((size for size in search.request.memory if size is not None), default=None)
     table = [each for level in search.request.levels for each in uniform_choices(level)]
     if len(search.request.levels) > 1:
@@ -278,8 +278,9 @@ def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
         name = _name(choice)
         if choice.usual is None or not name or (choice.usual.splits and not _is_fsdp(choice)):
             continue
-        if (choice.shards, choice.context, choice.expert, name) not in seen:
-            seen.add((choice.shards, choice.context, choice.expert, name))
+        split = choice.shards, choice.context, choice.expert, choice.expert_shards, name
+        if split not in seen:
+            seen.add(split)
             yield Common(choice_words(choice), _why(each, best_ns, limit))
 
 
@@ -296,8 +297,9 @@ def _name(choice: Choice) -> str:
 
 
 def _split(of: Choice | PlacedStage) -> str:
-    """Tensor parallelism, and context and expert parallelism where there is some."""
-    more = [f" {name} {size}" for name, size in (("cp", of.context), ("ep", of.expert)) if size > 1]
+    """Tensor parallelism, and context and expert parallelism (with an expert tensor size) where there is some."""
+    sizes = ("cp", of.context), ("ep", of.expert), ("etp", of.expert_shards or 1)
+    more = [f" {name} {size}" for name, size in sizes if size > 1]
     return f"tp {of.shards}" + "".join(more)
 
 

@@ -119,19 +119,20 @@ def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> It
         yield from _costs(block, size, split, recomputes)
 
 
-_Split = tuple[int, int, int]
-"""Shards, parts of a sequence, and devices that share experts."""
+_Split = tuple[int, int, int, int]
+"""Shards, parts of a sequence, devices that share experts, and how many of these split each."""
 
 
 def _shares(request: Request, block: Block) -> Iterator[tuple[_Split, int]]:
     """How a block may be split, and of how many samples, as far as it has costs for that."""
     whole = request.batch.mini_batch if request.sizes else request.batch.microbatch_size
-    asked = request.shards, request.context, request.expert if block.expert_parameters else None
-    for split in sorted({(row.shards, row.context, row.expert) for row in block.costs}):
+    experts = (request.expert, request.expert_shards) if block.expert_parameters else (None, None)
+    asked = request.shards, request.context, *experts
+    for split in sorted({row.key[1:5] for row in block.costs}):
         if any(count not in (None, own) for count, own in zip(asked, split, strict=True)):
             continue
-        shards, context, expert = split
-        sizes = [row.microbatch_size for row in block.rows(context, expert) if row.shards == shards]
+        shards, *rest = split
+        sizes = [row.microbatch_size for row in block.rows(*rest) if row.shards == shards]
         for size in range(min(sizes, default=1), min(max(sizes, default=0), whole) + 1):
             if whole % size == 0:
                 yield split, size
@@ -141,8 +142,9 @@ def _costs(
     block: Block, size: int, split: _Split, recomputes: Sequence[Again], input_bytes: int = 0
 ) -> Iterator[CostRow]:
     """With this number of samples and this split, for each recomputation."""
-    shards, context, expert = split
-    how: dict[str, Any] = {"context": context, "expert": expert, "input_bytes": input_bytes}
+    shards, context, expert, expert_shards = split
+    how: dict[str, Any] = {"context": context, "expert": expert, "expert_shards": expert_shards}
+    how["input_bytes"] = input_bytes
     for recompute in dict.fromkeys(asked_again([block], each)[0] for each in recomputes):
         try:
             yield block_costs(block, size, shards, recompute=recompute, **how)
@@ -164,7 +166,7 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     for block in checked(profile.blocks, 64):
         samples = own.get(block.id, size)
         shards = shards_of(request, choice.replicas, choice.spread, block)
-        split = shards, choice.context, choice.expert
+        split = shards, choice.context, choice.expert, choice.expert_shards
         costs = {part: cost for part in parts for cost in _costs(block, samples // part, split, (choice.recompute,))}
         times = {part: _compute_ns(splits, cost) for part, cost in costs.items()}
         if 1 not in times:

@@ -21,11 +21,12 @@ from pipeplan.costs.zero import AUTO
 from pipeplan.display import Displayed
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
-from pipeplan.files.plan import KindSource
+from pipeplan.files.plan import Decode, KindSource
 from pipeplan.lower import programs
 from pipeplan.planning.alternatives import EqualPlan, Explanation
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.choices import choices_of
+from pipeplan.planning.decoding import DecodeAnswer
 from pipeplan.planning.request import Request
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
@@ -62,13 +63,14 @@ def assemble(
     where: str = "",
     cut: tuple[Sequence[int], int] | None = None,
     as_written: bool = False,
+    decode: Decode | None = None,
 ) -> Plan:
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
 
     ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload: with a ``loop``, of all its
     micro-batches. ``recipe`` is what training keeps, ``modules`` are those of blocks, ``where`` is the profile's file.
     ``cut`` [operation] is the first micro-batch of the repetend, and its unroll; None: whatever can be repeated, or
-    ``as_written`` what the orders themselves repeat.
+    ``as_written`` what the orders themselves repeat. ``decode`` is what a loop of decode steps is for.
 
     Raises:
         UsageError: a figure is larger than a plan can say, such as the bytes that a device holds.
@@ -99,6 +101,7 @@ def assemble(
             programs=written,
             repetend=repetend,
             loop=repeated,
+            decode=decode,
             predicted=Predicted(
                 makespan_ns=figures.makespan_ns,
                 lower_bound_ns=bound_ns,
@@ -191,7 +194,11 @@ def _provenance(request: Request, candidate: PlacementCandidate, scheduler: str,
             "recompute": request.recompute,
             "replicas": request.replicas,
             **{key: value for key in ("zero", "zero_group") if (value := getattr(request, key)) is not None},
-            **{key: value for key in ("shards", "context", "expert") if (value := getattr(request, key)) is not None},
+            **{
+                key: value
+                for key in ("shards", "context", "expert", "expert_shards")
+                if (value := getattr(request, key)) is not None
+            },
             "spread": request.spread,
             "num_parted": request.num_parted,
             **({} if request.planner == "auto" else {"planner": request.planner}),
@@ -415,7 +422,7 @@ class Result(Displayed):
     are the micro-batch sizes per replica, of those that were open, of which nothing was looked at. ``tie`` is a simpler
     plan that is as good as this one. ``request`` is what was asked; None of a result put together by hand. ``cost`` is
     what the limits of the target cost, where there is one; ``start_ns`` what the plan takes here that the search was
-    given to start from, if it fits.
+    given to start from, if it fits. ``decode`` is what a plan of decode steps is for.
     """
 
     plan: Plan
@@ -434,6 +441,7 @@ class Result(Displayed):
     request: Request | None = field(default=None, repr=False, compare=False)
     cost: TargetCost | CacheCost | None = None
     start_ns: int | None = None
+    decode: DecodeAnswer | None = None
 
     def __repr__(self) -> str:
         bound = f"bound {format_ns(self.lower_bound_ns)}, gap {self.gap:.2%}"
@@ -516,5 +524,6 @@ class Result(Displayed):
             "partition_seconds": self.partition_seconds,
             "notes": list(self.notes),
             **({} if self.cost is None else {"for": self.cost.figures()}),
+            **({} if self.decode is None else self.decode.figures()),
             **({} if self.explanation is None else self.explanation.figures()),
         }

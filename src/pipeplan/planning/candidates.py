@@ -30,9 +30,11 @@ from pipeplan.partition.placement import Cut, can_spread, place, place_submodule
 from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
 from pipeplan.partition.strategies import SEARCHED, STRATEGIES
-from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
+from pipeplan.planning.request import SUBMODULES, Batch, Request, first_layers_open, submodules_of
+from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
+from pipeplan.schedule.search import MOST_ENTRIES
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
@@ -77,7 +79,7 @@ Proposal = Callable[[], CandidateOrError | None]
 class CandidateStep(SearchStep, ABC):
     """Placements other than chains. Where it is tried stages may be of any form."""
 
-    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp, and --tp, --cp or --ep above 1"
+    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp, and --tp, --cp, --ep or --etp above 1"
 
     @abstractmethod
     def candidates(self, request: Request) -> Iterator[Proposal]:
@@ -173,16 +175,20 @@ def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None
 def kept_choice(candidate: PlacementCandidate) -> Choice | None:
     """A strategy's candidate with nothing recomputed, before it is cut; None if stages are no strategy's, or unlike."""
     strategy, stages = STRATEGIES.get(candidate.placement.strategy), candidate.placement.stages
-    alike = {(each.shards, each.replicas, each.context, each.expert, Zero.of(each)) for each in stages}
+    alike = {
+        (each.shards, each.replicas, each.context, each.expert, each.expert_shards or 1, Zero.of(each))
+        for each in stages
+    }
     groups = {each.devices for each in stages}
     if strategy is None or len(alike) > 1 or any(each.configurations or each.num_parted for each in stages):
         return None
-    ((shards, replicas, context, expert, zero),) = alike
+    ((shards, replicas, context, expert, expert_shards, zero),) = alike
     chunks, rest = divmod(len(stages), len(groups) * candidate.placement.num_routes)
     if rest:
         return None
     own = (candidate.placement.strategy, replicas, candidate.batch, False, False, shards, len(groups), zero)
-    return Choice(*own, chunks=chunks if strategy.chunked else None, context=context, expert=expert)
+    split: dict[str, Any] = {"context": context, "expert": expert, "expert_shards": expert_shards}
+    return Choice(*own, chunks=chunks if strategy.chunked else None, **split)
 
 
 def _as_is(candidate: CandidateOrError) -> CandidateOrError:
@@ -204,17 +210,30 @@ class BoundedProposal:
 class SplitSizes(NamedTuple):
     """How many devices split each block, and into how many parts each sequence is divided, each with that many devices.
 
-    Of these and of their replicas each ``expert`` share experts.
+    Of these and of their replicas each ``expert`` share experts, of which ``expert_shards`` split each.
     """
 
     shards: int
     context: int
     expert: int = 1
+    expert_shards: int = 1
+
+    @classmethod
+    def asked(cls, request: Request) -> SplitSizes:
+        """As the request says, else 1; where it says only how many share experts, as few split each as may."""
+        expert = request.expert or 1
+        split = request.profile.expert_shards_on(expert, request.expert_shards)
+        return cls(request.shards or 1, request.context or 1, expert, split)
 
     @property
     def width(self) -> int:
         """Devices of a replica at each position."""
         return self.shards * self.context
+
+    @property
+    def rest(self) -> dict[str, Any]:
+        """All but the shards, by their names."""
+        return {"context": self.context, "expert": self.expert, "expert_shards": self.expert_shards}
 
 
 def open_splits(request: Request) -> tuple[SplitSizes, ...]:
@@ -223,36 +242,34 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
     The costs have the time of the devices' messages, which is that inside a node. One where a strategy is asked for and
     nothing is said, as with replicas.
     """
-    asked = request.shards, request.context, request.expert
+    asked = request.shards, request.context, request.expert, request.expert_shards
     if None not in asked or request.placement != "auto" or request.spread:
-        return (SplitSizes(*(count or 1 for count in asked)),)
+        return (SplitSizes.asked(request),)
     blocks = request.profile.once("splits", lambda: _splits_of(request.profile))
-    sizes = sorted({expert for _, rows in blocks for _, _, expert in rows})
+    sizes = sorted({tuple(experts) for _, rows in blocks for _, _, *experts in rows})
     known = (
         {
-            SplitSizes(shards, context, each)
-            for shards, context, expert in rows
-            for each in ((expert,) if has_experts else sizes)
+            SplitSizes(shards, context, *each)
+            for shards, context, *experts in rows
+            for each in ((tuple(experts),) if has_experts else sizes)
         }
         for has_experts, rows in blocks
     )
     most = max(min(request.unit, request.num_devices), (request.shards or 1) * (request.context or 1))
     common = [
         each
-        for each in sorted(set.intersection(*known), key=lambda each: (each.expert, each.context, each.shards))
+        for each in sorted(set.intersection(*known), key=lambda each: (*each[2:], each.context, each.shards))
         if all(count in (None, own) for count, own in zip(asked, each, strict=True))
         and each.width <= most
         and each.expert <= request.num_devices
+        and (request.only is None or request.only.splits_experts(each.shards, each.expert_shards))
     ]
-    return tuple(common) or (SplitSizes(*(count or 1 for count in asked)),)
+    return tuple(common) or (SplitSizes.asked(request),)
 
 
-def _splits_of(profile: Profile) -> set[tuple[bool, tuple[tuple[int, int, int], ...]]]:
+def _splits_of(profile: Profile) -> set[tuple[bool, tuple[tuple[int, int, int, int], ...]]]:
     """Of each block whether it has experts, and for how many shards, parts of a sequence and of experts it has rows."""
-    return {
-        (bool(block.expert_parameters), tuple((row.shards, row.context, row.expert) for row in block.costs))
-        for block in profile.kinds
-    }
+    return {(bool(block.expert_parameters), tuple(row.key[1:5] for row in block.costs)) for block in profile.kinds}
 
 
 def uniform_choices(request: Request) -> list[BoundedChoice]:
@@ -272,6 +289,7 @@ def has_table(request: Request) -> bool:
     """Whether uniform layouts are one table: where only whole blocks are open, in pipelines of any length, there are
     fewer choices, on all devices."""
     plain = open_splits(request) == (SplitSizes(1, 1),) and request.positions is None
+    plain &= not (first_layers_open(request) and isinstance(request.placement, str))
     return not (plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES)
 
 
@@ -305,11 +323,10 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
     """With these numbers of shards and sequence parts: every number of replicas and positions, every strategy and size,
     and what is recomputed.
 
-    Where that is open, and memory is limited, each block is recomputed as far as it must be. Only the ``longest``
-    pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in one of them.
+    Only the ``longest`` pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in
+    one of them.
     """
-    levels = levels_of(request.profile) if len(request.recomputes) > 1 and not _recomputes_alike(request) else ()
-    recomputes = (False,) if levels else request.recomputes
+    again = _ways_again(request)
     width, blocks, uneven = split.width, len(request.profile.blocks), request.uneven
     units = len(neighbours(request.cluster, request.num_devices, width))
     every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
@@ -331,13 +348,26 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
             for chunks in _chunks(request, strategy, units)[: 1 if longest else None]:
                 most = min(units // replicas, blocks // (chunks or 1))
                 lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
-                for positions, recompute in product(lengths[-1:] if longest else lengths, recomputes):
+                for positions, (recompute, levels) in product(lengths[-1:] if longest else lengths, again):
                     if not _allows(request, strategy, positions, batch):
                         continue
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
-                        choice = Choice(*own, chunks=chunks, context=split.context, expert=split.expert)
+                        choice = Choice(*own, chunks=chunks, **split.rest)
                         yield from _directions(choice, uneven)
+
+
+def _ways_again(request: Request) -> list[tuple[Again, tuple[Again, ...]]]:
+    """What all blocks recompute, or else the levels of which each has what it must while that is open.
+
+    For a target whose blocks recompute alike it is one of all; of one that takes the first layers of each stage, as
+    many of these as must.
+    """
+    if len(request.recomputes) == 1 or request.only is None or not request.only.alike:
+        return [(False, levels_of(request.profile))] if len(request.recomputes) > 1 else [(request.recomputes[0], ())]
+    if first_layers_open(request):
+        return [*((each, ()) for each in request.recomputes), (False, (False, True))]
+    return [(each, ()) for each in request.recomputes]
 
 
 def _directions(choice: Choice, uneven: bool) -> Iterator[Choice]:
@@ -382,19 +412,20 @@ def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
     return able if only.zero_groups else [zero for zero in able if zero.group in (1, replicas)]
 
 
-def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
+def even_cuts(request: Request, before_next: Callable[[], None] = lambda: None) -> Iterator[PlacementCandidate]:
     """Chains cut evenly by time, in the order in which they are likely to fit and to be quick: the quickest to plan.
 
     Where blocks may be split, those come first that usually take least time, of the longest pipelines and then of all.
     Else those with fewest stages, each on as many replicas, then those that recompute: of these every size of
     micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, or the
-    schedule that is asked for; it takes a time linear in blocks and devices.
+    schedule that is asked for; it takes a time linear in blocks and devices. ``before_next`` is called whenever one has
+    been tried, or does not fit, and before another is looked for.
     """
     request = request.levelled
     blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
     known: dict[Pricing, tuple[list[StageCost], int]] = {}
-    for choice in checked(_plain(request), 1):
+    for choice in checked(_followed(_plain(request), before_next), 1):
         if choice.usual in (None, USUAL[0]) and choice.strategy == "one-to-one":
             if choice.pricing not in known:
                 costs = blocks.costs(choice.pricing)
@@ -415,6 +446,13 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
             yield cut_so(request, choice, "even", begins)
         elif choice.levels and (again := fitting_chain(request, choice).chosen(begins)) is not None:
             yield cut_so(request, choice, "even", begins, again)
+
+
+def _followed(choices: Iterable[Choice], after_each: Callable[[], None]) -> Iterator[Choice]:
+    """The same, and what is to be done after each, before the next is found."""
+    for choice in choices:
+        yield choice
+        after_each()
 
 
 def _evenly(chain: FittingChain) -> tuple[int, ...]:
@@ -444,15 +482,18 @@ def _plain(request: Request) -> Iterator[Choice]:
         open_ = open_splits(request)
         many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
-        for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
+        for each in chain.from_iterable(_written_first(request, _uniform_of(same, *which)) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
             suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS
             if suits and each.choice not in seen:
                 seen.add(each.choice)
                 yield each.choice
     elif name != "auto" or request.placement not in ("auto", "one-to-one"):
-        for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas):
-            yield from _best_size_first(request, list(alike))
+        groups = [list(alike) for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas)]
+        if is_large(request):
+            groups.sort(key=lambda alike: min(map(_written, alike)))
+        for alike in groups:
+            yield from _best_size_first(request, alike)
     else:
         for recompute, replicas in product(request.recomputes, sorted(_replicas(request), reverse=True)):
             count, zero = request.num_devices // replicas, request.sharing(replicas)
@@ -463,6 +504,25 @@ def _plain(request: Request) -> Iterator[Choice]:
                 for batch in _batches(request, replicas, False)
             ]
             yield from _best_size_first(request, sizes)
+
+
+def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[BoundedChoice]:
+    """The rows of a large request, where a schedule is asked for by name, with those first that are quick to write.
+
+    1F1B and GPipe may begin again and again with few micro-batches, and then take little in any pipeline; what a name
+    says is one run, which of the longest pipelines has millions of entries. What may fit comes before what cannot.
+    """
+    if request.scheduler == "auto" or not is_large(request):
+        return rows
+    limits = [limit for limit in request.memory if limit is not None]
+    room = max(limits) if len(limits) == request.num_devices else math.inf
+    return sorted(rows, key=lambda each: (each.least_bytes > room, _written(each.choice)))
+
+
+def _written(choice: Choice) -> int:
+    """How many times fourfold of :data:`MOST_ENTRIES` the programs of all devices have, messages among them."""
+    entries = 2 * choice.actions_looked_at * choice.width * choice.replicas
+    return max(0, math.ceil(math.log(entries / MOST_ENTRIES, 4)))
 
 
 _MANY_KINDS = 1_000
@@ -568,8 +628,7 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
                 for spread, possible in batches.items():
                     if batch in possible and _allows(request, strategy, positions, batch):
                         own = (strategy, replicas, batch, recompute, spread, request.shards or 1, request.positions)
-                        context, expert = request.context or 1, request.expert or 1
-                        choice = Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
+                        choice = Choice(*own, zero, chunks=request.chunks, **SplitSizes.asked(request).rest)
                         yield from _directions(choice, request.uneven)
 
 
@@ -587,11 +646,6 @@ def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bo
     return request.only is None or request.only.allows(strategy, positions, batch.num_microbatches)
 
 
-def _recomputes_alike(request: Request) -> bool:
-    """Whether all blocks are to recompute the same."""
-    return request.only is not None and request.only.alike
-
-
 def _by_name(request: Request) -> list[str]:
     """Those for which the schedule that is asked for is usual, or else all."""
     every = list(_strategies(request))
@@ -605,7 +659,7 @@ def any_stages(request: Request) -> bool:
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
     any_form = request.placement == "auto" and request.only is None and not request.num_parted and not request.spread
-    whole = {request.shards, request.context, request.expert} <= {None, 1}
+    whole = {request.shards, request.context, request.expert, request.expert_shards} <= {None, 1}
     return any_form and request.replicas is request.positions is None and whole
 
 
@@ -632,12 +686,18 @@ def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
 
     Of the best rows of many devices a look takes seconds each, and what they should be shorter by is often less than
     what closed forms are off by: first come the best :data:`_QUICK` of at most :data:`_FEW_ACTIONS` actions, then of
-    four times as many, and so on; none that should take :data:`_MUCH` times as long as the best.
+    four times as many, and so on; none that should take longer than the best by more than its schedule is quicker to
+    make, :data:`_WORTH` for each four times as many actions.
     """
     taken = dict[int, BoundedChoice]()
-    much = _MUCH * rows[0].usual_ns if rows else 0.0
-    near = [(each.choice.actions_looked_at, each) for each in checked(rows) if each.usual_ns <= much]
-    most, all_of_them = _FEW_ACTIONS, max((actions for actions, _ in near), default=0)
+    all_of_them = rows[0].choice.actions_looked_at if rows else 0
+    near = [
+        (actions, each)
+        for each in checked(rows)
+        if (actions := each.choice.actions_looked_at) < all_of_them
+        and each.usual_ns <= rows[0].usual_ns * _WORTH ** math.log(all_of_them / actions, 4)
+    ]
+    most = _FEW_ACTIONS
     while most < all_of_them:
         able = (each for actions, each in near if actions <= most)
         taken.update((id(each), each) for each in islice(able, _QUICK))
@@ -646,7 +706,11 @@ def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
     yield from (each for each in rows if id(each) not in taken)
 
 
-_FEW_ACTIONS, _QUICK, _MUCH = 4_000, 3, 1.25
+_FEW_ACTIONS, _QUICK = 4_000, 3
+
+_WORTH = 1.08
+"""Of GPT-3 on 64 devices a look at the best row takes a second, and rows 9 % longer only delayed it; on 512 it takes
+six, and one 8 % longer was a good plan long before."""
 
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:
@@ -680,7 +744,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
         )
     else:
         how |= {"chunks": choice.chunks, "spread": choice.spread, "wide": _wide(request, choice)}
-        how |= {"context": choice.context, "expert": choice.expert}
+        how |= {"context": choice.context, "expert": choice.expert, "expert_shards": choice.expert_shards}
         placement = place(request.profile, strategy, request.num_devices, **how)
     fallback = _is_fallback(request, choice.recompute)
     return PlacementCandidate(placement, batch, choice.recompute, source, fallback, usual=choice.usual)
@@ -721,7 +785,9 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
     kept = kept_whole(request.profile)
     same = _SameRequest(request)
     ways = [(each, _block_costs(same, choice.pricing._replace(recompute=each))) for each in choice.levels]
-    return FittingChain(ways, [block in kept for block in order], holdings)
+    known = request.joined if first_layers_open(request) else None
+    layers = None if known is None else layers_in(known, order)
+    return FittingChain(ways, [block in kept for block in order], holdings, layers)
 
 
 @lru_cache(maxsize=64)
@@ -762,7 +828,7 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
 
 def _cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], list[list[Again]]] | None:
     """The first block of each stage, and what is recomputed."""
-    if choice.strategy == "one-to-one":
+    if choice.strategy == "one-to-one" and chain.layers is None:
         begins = chain.cut()
         if begins is None:
             begins = _evenly(chain)  # there may only have been too many ways to look at all
@@ -817,6 +883,7 @@ def cut_so(
             replicas=choice.replicas,
             context=choice.context,
             expert=choice.expert,
+            expert_shards=choice.expert_shards if choice.expert > 1 else None,
             route=route,
             recompute=None if again is None else recompute_of(again[number]),
             **choice.zero.keys(choice.copies),
@@ -918,10 +985,10 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
 
 def _profiled(request: Request, replicas: int, spread: bool, split: SplitSizes | None = None) -> tuple[int, int]:
     """The least and most samples per device for which every block has costs as placed; none: (1, 0)."""
-    blocks, own = request.profile.blocks, split or SplitSizes(1, request.context or 1, request.expert or 1)
+    blocks, own = request.profile.blocks, split or SplitSizes.asked(request)
     ways = [split.shards if split else shards_of(request, replicas, spread, block) for block in blocks]
     sizes = [
-        [row.microbatch_size for row in block.rows(own.context, own.expert) if row.shards == way]
+        [row.microbatch_size for row in block.rows(*own[1:]) if row.shards == way]
         for block, way in zip(request.profile.blocks, ways, strict=True)
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
@@ -939,7 +1006,7 @@ def _or(remedy: str | None) -> str:
 def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
     """Some block has no costs for how strategies would place it, or blocks have no costs in common."""
     for block in request.profile.blocks:
-        known = sorted({row.shards for row in block.rows(request.context or 1, request.expert or 1)})
+        known = sorted({row.shards for row in block.rows(*SplitSizes.asked(request)[1:])})
         shards = shards_of(request, replicas, spread, block)
         if shards not in known:
             return UsageError(

@@ -10,7 +10,8 @@ from pipeplan.schedule.classic import CLASSIC
 
 SEARCHED = "searched"
 
-_SIZES = ("replicas", "shards", "context", "expert", "positions", "chunks", "zero", "zero_group", "spread")
+_OF_DEVICES = ("replicas", "shards", "context", "expert", "expert_shards", "positions", "chunks")
+_SIZES = (*_OF_DEVICES, "zero", "zero_group", "spread")
 
 
 def choices_of(request: Request, source: str, scheduler: str, *, late_inputs: bool = False) -> dict[str, str]:

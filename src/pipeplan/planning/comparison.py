@@ -51,8 +51,9 @@ class ComparisonRow:
 
     ``microbatch_size`` counts samples over all replicas, of the stage that has most at once. ``replicas`` are the most
     of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch, ``shards``, ``context``,
-    ``expert`` and ``zero`` the most of a stage, too; on ``idle_devices`` no stage stands. ``varied``: backward runs
-    another way than the schedule's definition has it. ``sliced_microbatches`` have their first forwards in two parts.
+    ``expert``, ``expert_shards`` and ``zero`` the most of a stage, too; on ``idle_devices`` no stage stands.
+    ``varied``: backward runs another way than the schedule's definition has it. ``sliced_microbatches`` have their
+    first forwards in two parts.
     ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
     compare; ``why`` says by how much a schedule does not fit, else it is empty. ``cut_short``: the search had too
     little time for a look at everything that is open on this placement. ``choices`` say who made each of them, as
@@ -83,16 +84,20 @@ class ComparisonRow:
     context: int = 1
     zero: int = 0
     expert: int = 1
+    expert_shards: int = 1
     idle_devices: tuple[int, ...] = ()
     varied: bool = False
     sliced_microbatches: int = 0
     choices: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def figures(self) -> dict[str, object]:
-        """The row as an object of ``compare --json``, with how many forwards run in parts where some do."""
+        """The row as an object of ``compare --json``; how many forwards run in parts, and how many devices split each
+        expert, it has where some do."""
         found = asdict(self)
         if not self.sliced_microbatches:
             del found["sliced_microbatches"]
+        if self.expert_shards == 1:
+            del found["expert_shards"]
         return found
 
     @property
@@ -489,7 +494,7 @@ def _ours(result: Result, recompute: Again, memory: Sequence[int | None]) -> Com
     )
 
 
-_SIZES = ("shards", "context", "expert", "zero")
+_SIZES = ("shards", "context", "expert", "expert_shards", "zero")
 
 
 def _stands(workload: Workload) -> dict[str, Any]:

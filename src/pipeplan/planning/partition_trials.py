@@ -71,8 +71,8 @@ class PartitionTrial:
 
 def says_sizes(request: Request) -> bool:
     """Whether only uniform layouts are as a request says: it fixes how many devices split or run something, or asks."""
-    asked = request.uniform, request.shards, request.context, request.expert, request.positions, request.replicas
-    return any(asked) or request.chunks not in (None, 1)
+    splits = request.shards, request.context, request.expert, request.expert_shards
+    return any((request.uniform, *splits, request.positions, request.replicas)) or request.chunks not in (None, 1)
 
 
 def uniform(request: Request) -> Iterator[PartitionTrial]:

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+from pipeplan.catalog import ExportTarget
 from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
@@ -30,11 +31,12 @@ from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning.decoding import OPEN, ServingAsked
+from pipeplan.planning.decoding import OPEN, ServingAsked, decoding_of
 from pipeplan.planning.restrictions import (
     Restrictions,
     groups_of,
     joined_for,
+    layers_in,
     require_ranks,
     restricted_fields,
     target_named,
@@ -158,6 +160,58 @@ def _refuse_training(profile: Profile, asked: Mapping[str, Any]) -> None:
         )
 
 
+def _require_server(serving: ServingAsked, target: ExportTarget | None) -> None:
+    """Refuse what is asked of servers' cuts for other plans, and of plans of decode steps for servers. UsageError."""
+    if serving.flag is not None and (target is None or target.trains):
+        raise UsageError(f"{serving.flag} is for servers (--for vllm, sglang or tensorrt-llm); leave it out")
+    if serving.flag in ("--kv", "--dcp", "--prefill"):
+        raise UsageError(
+            f"{serving.flag} is for plans of decode steps, and servers share caches in ways of their own; leave it or "
+            "--for out"
+        )
+
+
+_NOT_DECODING = {
+    "mini_batch": "--mini-batch",
+    "microbatch_size": "--microbatch-size",
+    "num_microbatches": "--microbatches",
+    "chunks": "--vp",
+    "rules": "--rules",
+    "start": "--start",
+    "keep_together": "--keep-together",
+    "context": "--cp",
+    "expert": "--ep",
+    "spread": "--shard-shared",
+    "unroll": "--unroll",
+    "max_span": "--max-span",
+    "split_overhead_ns": "--split-overhead",
+    "launch_overhead_ns": "--launch-overhead",
+}
+
+
+def _refuse_beside_decoding(profile: Profile, serving: ServingAsked, asked: Mapping[str, Any]) -> None:
+    """Refuse a profile without decode steps, and what a plan of these leaves no room for. Raises UsageError."""
+    flag = serving.flag
+    if not profile.is_inference:
+        raise UsageError(
+            f"{flag}: {profile.where} is of training, and decode steps are of inference; profile the model with "
+            "--inference --context 1k,32k"
+        )
+    decoding_of(profile, serving, limited=False)
+    if serving.kv in ("dp", "tp") and (serving.dcp or 1) > 1:
+        raise UsageError(
+            f"--dcp {serving.dcp} shares caches along the text, which --kv {serving.kv} does not; give --kv cp, cp-q "
+            "or auto, or leave --dcp out"
+        )
+    named = {"placement": "auto", "scheduler": "auto", "planner": "auto"}
+    other = next((name for name, default in named.items() if asked.get(name, default) not in (default, ALL)), None)
+    said = next((text for name, text in _NOT_DECODING.items() if asked.get(name)), None)
+    said = f"--{other}" if other is not None else said
+    if said is not None:
+        beside = "; --cp is of training, --dcp shares caches" if said == "--cp" else ""
+        raise UsageError(f"{flag} asks for a plan of decode steps, which {said} is not for; leave it out{beside}")
+
+
 @dataclass(frozen=True)  # without slots: what is derived is kept
 class Request:
     """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
@@ -178,9 +232,10 @@ class Request:
     where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
     of a chain, ``context`` how many of them, or groups, share each sequence, ``expert`` how many devices of a stage
-    share experts, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared
-    blocks stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts
-    (or ``autopipe``: as many as its formula has). ``planner`` is who chooses the stages: a published planner alone
+    share experts, ``expert_shards`` how many of these split each, ``positions`` how many devices, or groups of them,
+    blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
+    micro-batches run their warmup forwards in two parts (or ``autopipe``: as many as its formula has). ``planner`` is
+    who chooses the stages: a published planner alone
     (:mod:`pipeplan.planning.planners`), or ``auto``.
     ``late_inputs`` says whether actions may wait inside for messages (:mod:`pipeplan.costs.late_inputs`); None: where
     that is shorter. ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
@@ -224,6 +279,7 @@ class Request:
     shards: int | None = None
     context: int | None = None
     expert: int | None = None
+    expert_shards: int | None = None
     positions: int | None = None
     spread: bool | None = None
     num_parted: int | Literal["autopipe"] | None = None
@@ -265,7 +321,7 @@ class Request:
         if self.max_span is not None:
             self._require_span(self.max_span)
         if isinstance(self.placement, Placement):
-            object.__setattr__(self, "placement", self.placement.whole)
+            object.__setattr__(self, "placement", _with_expert_shards(self.profile, self.placement.whole))
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
             own = "the rules, which place submodules," if self.placement == SUBMODULES else "the placement"
             raise UsageError(
@@ -404,8 +460,17 @@ class Request:
         if profile.is_inference:
             _refuse_training(profile, others)
         target = None if for_ is None else target_named(for_)
-        if serving.flag is not None and (target is None or target.trains):
-            raise UsageError(f"{serving.flag} is for servers (--for vllm, sglang or tensorrt-llm); leave it out")
+        if serving.flag is not None and target is None and serving.objective is None:
+            own: dict[str, Any] = {
+                "mini_batch": mini_batch,
+                "microbatch_size": microbatch_size,
+                "num_microbatches": num_microbatches,
+            }
+            own |= {"chunks": chunks, "scheduler": scheduler, "rules": rules, "start": start, "placement": placement}
+            _refuse_beside_decoding(profile, serving, {**own, "keep_together": keep_together, **others})
+            placement = ALL
+        else:
+            _require_server(serving, target)
         if for_ is not None and target is not None:
             if rules is not None and (target.schedules is not None or not target.trains):
                 raise UsageError(
@@ -495,6 +560,11 @@ class Request:
         )
         made.require_sharing()
         return made
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a plan of decode steps is asked for."""
+        return self.only is None and self.serving.flag is not None
 
     @property
     def tunes(self) -> bool:
@@ -630,6 +700,14 @@ class Request:
         return (False,) if self.least_memory is None else (False, True)
 
 
+def first_layers_open(request: Request) -> bool:
+    """Whether it is open how many layers of each stage recompute, the first ones, for a target that has it so."""
+    only, known = request.only, request.joined
+    if only is None or known is None or not only.first_layers or len(request.recomputes) < 2:
+        return False
+    return max(layers_in(known, request.profile.topological_order())) < 2
+
+
 def _placement_said(asked: Placement | str, chosen: Placement | str, rules: Rules | None) -> Iterator[tuple[str, str]]:
     """Who says where stages stand, if anybody does."""
     if isinstance(chosen, Placement):
@@ -673,6 +751,7 @@ _SIZE_FLAGS = {"shards": "--tp", "context": "--cp", "positions": "--pp", "replic
 _CHOICE_FLAGS = {
     **_SIZE_FLAGS,
     "expert": "--ep",
+    "expert_shards": "--etp",
     "chunks": "--chunks",
     "zero": "--zero",
     "zero_group": "--zero-group",
@@ -698,6 +777,8 @@ def require_sizes(profile: Profile, placement: Placement | str, num_devices: int
         _require_positions(profile, placement, num_devices, asked)
     if (expert := said.get("expert")) is not None:
         _require_experts(profile, placement, num_devices, asked, expert, said)
+    if (expert_shards := said.get("expert_shards")) is not None:
+        _require_expert_shards(profile, placement, expert, expert_shards)
 
 
 def _require_context(
@@ -796,6 +877,46 @@ def _require_experts(
         raise UsageError(f"{flag} {says}; choose --ep {_listed(fitting or [1])}")
 
 
+def _require_expert_shards(
+    profile: Profile, placement: Placement | str, expert: int | None, expert_shards: int
+) -> None:
+    """Check that experts can be split over this many devices. Raises UsageError, which lists the numbers that work."""
+    flag = f"--etp {expert_shards}"
+    if expert_shards == 1 and (expert in (None, 1) or not profile.has_experts):
+        return
+    _require_strategy(profile, placement, flag, "how many devices split each expert")
+    if not profile.has_experts:
+        raise UsageError(f"{flag} would do nothing: no block of profile {profile.name!r} has experts; leave it out")
+    if placement != "auto" and expert is None:
+        raise UsageError(f"{flag} is of devices that share experts; give --ep, a multiple of it, or --placement auto")
+    known = profile.expert_shards if expert is None else {expert: profile.expert_shards.get(expert, (1,))}
+    if any(expert_shards in own for own in known.values()):
+        return
+    able = sorted(set(chain.from_iterable(known.values())))
+    sizes = sorted(profile.expert_shards) if expert is None else [expert]
+    fitting = [each for each in sizes if each > 1 and each % expert_shards == 0]
+    splits = ",".join(map(str, sorted({*able, expert_shards})))
+    profiled = f", or profile with --estimate --expert {','.join(map(str, fitting))} --etp {splits}" if fitting else ""
+    those = "" if expert is None else f" where {expert} devices share experts"
+    raise UsageError(
+        f"{flag}: profile {profile.name!r} has costs{those} with {_listed(able)} of them splitting each, not "
+        f"{expert_shards}; choose --etp {_listed(able)}{profiled}"
+    )
+
+
+def _with_expert_shards(profile: Profile, placement: Placement) -> Placement:
+    """The placement, each of whose stages that have shared experts says how many devices split each."""
+    if all(stage.expert == 1 for stage in placement.stages):
+        return placement
+    stages = tuple(
+        stage
+        if stage.expert == 1
+        else stage.model_copy(update={"expert_shards": profile.expert_shards_on(stage.expert, stage.expert_shards)})
+        for stage in placement.stages
+    )
+    return placement.model_copy(update={"stages": stages})
+
+
 def _require_strategy(profile: Profile, placement: Placement | str, flag: str, what: str) -> None:
     """That a strategy places the blocks. Raises UsageError where a placement or rules say ``what`` the flag is for."""
     if isinstance(placement, Placement) or placement == SUBMODULES:
@@ -877,7 +998,7 @@ def _one_of_each(request: Request) -> str | None:
 
 
 def _request_notes(request: Request) -> Iterator[str]:
-    if request.samples_assumed:
+    if request.samples_assumed and not request.decodes:
         samples = request.batch.mini_batch
         yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch changes that"
     profile = request.profile
@@ -912,7 +1033,7 @@ def _request_notes(request: Request) -> Iterator[str]:
             yield f"costs of devices: {each}; where a stage has several kinds, each block takes what the slowest does"
     if request.num_devices == 1:
         return
-    if one := _one_of_each(request):
+    if (one := _one_of_each(request)) and not request.decodes:
         yield one
     inside = (request.shards or 1) * (request.context or 1)
     if inside > request.unit:
@@ -929,7 +1050,10 @@ def _request_notes(request: Request) -> Iterator[str]:
     if cluster is None:
         apart = sum(bool(edge.transfer_ns) for edge in edges)
         except_ = f", except on {apart} edges whose time the profile states" if apart else ""
-        yield f"links are free: without --cluster, transfers take no time{except_}"
+        if request.decodes:
+            yield "links between stages are free: without --cluster, their messages take no time"
+        else:
+            yield f"links are free: without --cluster, transfers take no time{except_}"
     elif edges and timed == len(edges):
         yield (
             "no message uses the cluster's links: the profile states the time of every edge (transfer_ns, "

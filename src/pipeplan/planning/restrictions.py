@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from pipeplan.catalog import ExportTarget, export_target, names
@@ -34,6 +35,7 @@ class Restrictions:
     whole_groups: bool
     serves: bool
     first_layers: bool
+    expert_shards: str
 
     @classmethod
     def of(cls, name: str, target: ExportTarget, profile: Profile) -> Restrictions:
@@ -50,6 +52,7 @@ class Restrictions:
             target.whole_groups,
             not target.trains,
             target.first_layers,
+            target.expert_shards,
         )
 
     def allows(self, strategy: str, positions: int, num_microbatches: int) -> bool:
@@ -57,6 +60,12 @@ class Restrictions:
         if strategy == "one-to-one":
             return True
         return positions > 1 and not (self.whole_groups and num_microbatches % positions)
+
+    def splits_experts(self, shards: int, expert_shards: int) -> bool:
+        """Whether so many devices may split each expert, where so many split all else."""
+        if self.expert_shards == "any":
+            return True
+        return expert_shards == 1 or (self.expert_shards == "shards" and shards == expert_shards)
 
 
 def search_targets() -> list[str]:
@@ -106,14 +115,20 @@ def _with_ends(layers: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return found
 
 
+def layers_in(joined: JoinedProfile, groups: Sequence[str]) -> list[int]:
+    """[group] how many layers it is."""
+    return [len({layer_of(block) for block in joined.members[group]} - {None}) for group in groups]
+
+
 def _merged(groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Groups with a block in common are one."""
-    found: list[tuple[str, ...]] = []
-    for group in groups:
-        with_it = [each for each in found if not set(each).isdisjoint(group)]
-        found = [each for each in found if each not in with_it]
-        found.append(tuple(dict.fromkeys(block for each in (*with_it, group) for block in each)))
-    return found
+    """Groups with a block in common are one, which stands where the last of them did."""
+    found: dict[int, tuple[str, ...]] = {}
+    of: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        with_it = sorted({of[block] for block in group if block in of})
+        found[number] = tuple(dict.fromkeys(chain(*(found.pop(other) for other in with_it), group)))
+        of |= dict.fromkeys(found[number], number)
+    return [*found.values()]
 
 
 def _require_line(profile: Profile, title: str) -> None:
@@ -154,10 +169,10 @@ def _layers_in(profile: Profile, count: int) -> Iterator[tuple[str, ...]]:
         raise UsageError(
             f"--keep-together {count}: no block says which layer it is of, as layer0.ffn would; name blocks"
         )
-    for first in range(0, max(numbers.values()) + 1, count):
-        own = tuple(block for block, layer in numbers.items() if first <= layer < first + count)
-        if len(own) > 1:
-            yield own
+    found: dict[int, list[str]] = defaultdict(list)
+    for block, layer in numbers.items():
+        found[layer // count].append(block)
+    yield from (tuple(own) for _, own in sorted(found.items()) if len(own) > 1)
 
 
 def _blocks_named(profile: Profile, text: str) -> tuple[str, ...]:
@@ -214,6 +229,9 @@ def restricted_fields(
         raise refuse(f"--planner {said['planner']}", "is searched for by our own planner alone", "leave --planner out")
     if not target.experts and said.get("expert") not in (None, 1):
         raise refuse(f"--ep {said['expert']}", "is not told of shared experts", "leave --ep out")
+    if not target.expert_shards and said.get("expert_shards") not in (None, 1):
+        why = "has whole experts" if target.experts else "is not told of shared experts"
+        raise refuse(f"--etp {said['expert_shards']}", why, "leave --etp out")
     if not target.trains and said.get("replicas") not in (None, 1):
         raise refuse(f"--dp {said['replicas']}", "is one pipeline, whose copies stand beside it", "leave --dp out")
     chunks = said.get("chunks")
@@ -226,6 +244,8 @@ def restricted_fields(
         settled["recompute"] = False
     if not target.experts:
         settled["expert"] = 1
+    if target.experts and not target.expert_shards and said.get("expert") not in (None, 1):
+        settled["expert_shards"] = 1
     if not target.trains:
         settled |= {"replicas": 1, "zero": 0}
     return settled

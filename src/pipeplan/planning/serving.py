@@ -288,6 +288,6 @@ def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 def request_of(request: Request, placement: Placement) -> Request:
     """The search for the rest of a plan with these stages: 1F1B, which runs no forward later than it must."""
-    said = ("positions", "shards", "context", "expert", "replicas", "chunks")
+    said = ("positions", "shards", "context", "expert", "expert_shards", "replicas", "chunks")
     none: dict[str, Any] = dict.fromkeys(said)
     return replace(request, placement=placement, scheduler="1f1b", sizes=(), start=None, **none)

@@ -89,7 +89,9 @@ def require_start(request: Request, start: Plan) -> None:
     for number, stage in enumerate(start.stages):
         where = f"--start: stages[{number}]"
         sizes = {"--dp": stage.replicas, "--tp": stage.shards, "--cp": stage.context, "--ep": stage.expert}
+        sizes["--etp"] = stage.expert_shards
         fixed = {"--dp": request.replicas, "--tp": request.shards, "--cp": request.context, "--ep": request.expert}
+        fixed["--etp"] = request.expert_shards
         for flag, size in fixed.items():
             if size is not None and size != sizes[flag]:
                 raise UsageError(f"{where} has {flag} {sizes[flag]}, and {size} is asked for; leave {flag} out")

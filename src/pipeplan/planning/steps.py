@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from pipeplan.costs.layers import layer_of
 from pipeplan.costs.zero import AUTO, WHOLE, Experts, Zero
 from pipeplan.errors import InfeasibleError, NotApplicableError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
@@ -52,7 +51,8 @@ from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.moves import Moves
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
-from pipeplan.planning.request import Request
+from pipeplan.planning.request import Request, first_layers_open
+from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.start import StartPlan, gain_said, require_start, with_orders
 from pipeplan.planning.trials import (
     ENDING,
@@ -153,29 +153,30 @@ def _eased(request: Request, trial: Trial, index: int, budget: Budget) -> Iterat
 
 @dataclass(frozen=True)
 class EaseFirstLayers(PlanStep):
-    """The best ``finalists`` whose layers all recompute, with only the first few of each stage that must: as many in
-    all stages, as Megatron-LM has it.
+    """The best ``finalists`` that recompute the first layers of each stage, as many in all, as Megatron-LM has it: with
+    as few as still fit.
+
+    Cuts choose how many by what a usual schedule holds, which true orders may not.
     """
 
     finalists: int = 3
     name = "ease first layers"
-    when = "the best {finalists} plans; --for megatron; recomputation is open; all layers recompute"
+    when = "the best {finalists} plans; --for megatron; recomputation is open; first layers recompute"
 
     def applies(self, search: PlanSearch) -> bool:
-        request = search.request
-        return request.recompute is None and request.only is not None and request.only.first_layers
+        return first_layers_open(search.request)
 
     def run(self, search: PlanSearch) -> None:
         best = [] if search.best is None else [search.best]
         for trial in search.finalists[: self.finalists] or best:
             stages = () if trial.best is None else trial.best.workload.stages
-            if stages and all(_layers_again(search.request, stage) for stage in stages):
-                self._ease(search, trial)
+            counts = [_layers_again(search.request, stage) for stage in stages]
+            if all(count is not None for count in counts):
+                self._ease(search, trial, max((count or 0 for count in counts), default=0))
 
-    def _ease(self, search: PlanSearch, trial: Trial) -> None:
+    def _ease(self, search: PlanSearch, trial: Trial, high: int) -> None:
         """Fewer layers take less time and more memory, so that halving finds how few fit."""
-        request, stages = search.request, trial.candidate.placement.stages
-        low, high = 0, max(sum(_are_layers(request, stage.blocks)) for stage in stages)
+        request, stages, low = search.request, trial.candidate.placement.stages, 0
         while low < high and not search.budget.expired:
             middle = (low + high) // 2
             first = [_first_again(request, stage.blocks, middle) for stage in stages]
@@ -192,16 +193,11 @@ class EaseFirstLayers(PlanStep):
             search.report(trial)
 
 
-def _are_layers(request: Request, groups: Sequence[str]) -> list[int]:
-    """[group] how many layers it is."""
-    assert request.joined is not None  # it is of a target
-    return [len({layer_of(block) for block in request.joined.members[group]} - {None}) for group in groups]
-
-
-def _layers_again(request: Request, stage: Stage) -> bool:
-    """Whether all layers of a stage recompute, each of which is a group of its own."""
-    layers = _are_layers(request, stage.blocks)
-    return max(layers) < 2 and all(again is True for own, again in zip(layers, stage.again, strict=True) if own)
+def _layers_again(request: Request, stage: Stage) -> int | None:
+    """How many layers of a stage recompute, which are its first ones; None where they are others, or not whole."""
+    own = [again for own, again in zip(_are_layers(request, stage.blocks), stage.again, strict=True) if own]
+    count = sum(again is True for again in own)
+    return count if own == [True] * count + [False] * (len(own) - count) else None
 
 
 def _first_again(request: Request, groups: Sequence[str], count: int) -> Recompute:
@@ -209,6 +205,12 @@ def _first_again(request: Request, groups: Sequence[str], count: int) -> Recompu
     layers = _are_layers(request, groups)
     found = zip(layers, accumulate(layers), strict=True)
     return recompute_of(tuple(bool(own) and number <= count for own, number in found))
+
+
+def _are_layers(request: Request, groups: Sequence[str]) -> list[int]:
+    """[group] how many layers it is."""
+    assert request.joined is not None  # it is of a target
+    return layers_in(request.joined, groups)
 
 
 @dataclass(frozen=True)
@@ -565,20 +567,23 @@ class EvenCut(PlanStep):
     at as plainly, before anything is searched: between sizes there are factors, between schedules of one there are not.
 
     Where there is none after ``seconds`` that is said, and for a ``share`` of the time that is left it is looked for
-    all the same, and until the process has worked ``working`` seconds, or half of what is left: what was begun for it
-    would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds are left it
-    takes so little that it is made however late it is. If nothing fits with what replicas may divide by default,
-    something with more of it is kept for when nothing else is found.
+    all the same, and until the process has worked ``working`` seconds, or half of what is left. Of a large request a
+    cut that is begun then, while nothing else is known, is given up only when ``most`` of what was left is over: the
+    work for it would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds
+    are left it takes so little that it is made however late it is. If nothing fits with what replicas may divide by
+    default, something with more of it is kept for when nothing else is found.
     """
 
     seconds: float = 2.0
     share: float = 0.2
     working: float = 3.0
+    most: float = 0.8
     hurry: float = 1.0
     name = "even cut"
     when = (
         "first, once; any strategy, with --scheduler auto or a named schedule. With --deterministic only for more than "
-        f"{LARGE} blocks x devices, with --placement auto or one-to-one and --scheduler auto"
+        f"{LARGE} blocks x devices, with --placement auto or one-to-one and --scheduler auto. Of such requests a cut "
+        "that is begun has {most} of what is left"
     )
     of = "what is left"
     in_turn = True
@@ -610,25 +615,42 @@ class EvenCut(PlanStep):
             clock=search.budget.clock,
             tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
         )
-        limit = Limit(max(self.seconds, self.share * search.budget.remaining), clock=search.budget.clock)
-        limit.wait(0.0, min(self.working, search.budget.remaining / 2))
+        limit, begin = self._limit(search)
         with limit.ended(), telling.enforced():
-            short = self._look(search, search.request)
+            begin()
+            short = self._look(search, search.request, begin)
             if search.best is None and search.may_divide:
                 levels = replace(search.request, zero=AUTO).levels  # the table has the first by default
                 for level in levels[1:] if has_table(search.request) else levels:
                     if search.spare is None and not telling.told:
-                        self._look(search, level)
+                        self._look(search, level, begin)
             if search.answer is None and not telling.told and short:
                 search.say(f"no {what} was found that fits: the search goes on")
 
-    def _look(self, search: PlanSearch, request: Request) -> bool:
-        """The first that fits, and then the same with other sizes, which come next.
+    def _limit(self, search: PlanSearch) -> tuple[Limit, Callable[[], None]]:
+        """The limit of the whole step, and what is to be called before each cut is begun."""
+        remaining = search.budget.remaining
+        limit = Limit(max(self.seconds, self.share * remaining), clock=search.budget.clock)
+        until = time.process_time() + min(self.working, remaining / 2)
+        late = max(0.0, self.most * remaining - limit.seconds) if is_large(search.request) else 0.0
+
+        def begin() -> None:
+            if search.answer is None and late:
+                limit.wait(0.0, math.inf, late)
+            else:
+                limit.wait(0.0, until - time.process_time())
+            if limit.left() <= 0.0 and time.process_time() >= until:
+                raise TimeUpError(limit)
+
+        return limit, begin
+
+    def _look(self, search: PlanSearch, request: Request, begin: Callable[[], None] = lambda: None) -> bool:
+        """The first that fits, and then the same with other sizes, which come next; ``begin`` is called before each.
 
         Returns whether others do not fit, of those that there are sizes and a place in the schedule for.
         """
         unsuited, short = set[str](), False
-        cuts = even_cuts(request)
+        cuts = even_cuts(request, begin)
         for candidate in cuts:
             if candidate.placement.strategy in unsuited:
                 continue
@@ -751,7 +773,7 @@ class LookAtCandidates(PlanStep):
         search.looked_at += 1
         given = isinstance(request.placement, Placement)
         few = max(sum(map(len, way.slots)) for way in trial.ways) <= _FEW
-        if _is_named(request) and few and not given and not trial.worse(best):
+        if _is_named(request) and (few or is_large(request)) and not given and not trial.worse(best):
             (named(search.steps, SearchCandidates) or SearchCandidates()).search(search, trial, search.budget.remaining)
         if request.scheduler != "auto" or (given and few) or trial.worse(best):
             return  # what is given is searched in any case: of few actions that finds known schedules as soon
@@ -821,13 +843,12 @@ class SearchCandidates(PlanStep):
     in_turn = True
 
     def run(self, search: PlanSearch) -> None:
+        named_one = _is_named(search.request)
         for most, part in self.rounds if search.all_seen else self.rounds[:1]:
-            live = search.live[:most]
+            live = [trial for trial in search.live if not (named_one and trial.best is not None)][:most]
             seconds = search.budget.remaining * (part if len(live) > 1 else 1.0)
             for trial in live:
                 best = search.best
-                if trial.best is not None and _is_named(search.request):
-                    continue  # it has the only one
                 if best is None or not (trial.hopeless(best) or search.budget.expired):
                     self.search(search, trial, seconds / len(live))
 

@@ -8,6 +8,7 @@ and what is done until then is kept.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -229,7 +230,7 @@ def tune(
         SearchTimeoutError: time was up before there was a row.
         UsageError: a request that contradicts the profile, or a cache that is none.
     """
-    limit = Limit(request.time_limit, whole=within)
+    limit = Limit(request.time_limit, whole=within, clock=time.monotonic if within is None else within.clock)
     known = Cache(cache, request)
     with request.reserve_said(), Workers(request, workers, limit) as shared:
         return _Tuner(request, shared, known, limit, progress).run()

@@ -111,7 +111,7 @@ def plan_clauses(simulation: Simulation, *, free_links: bool) -> list[Clause]:
     replicas = _span([stage.replicas for stage in stages])
     free = " (links are free)" if replicas != "1" and free_links else ""
     split, context = _span([stage.shards for stage in stages]), _span([stage.context for stage in stages])
-    expert = _span([stage.expert for stage in stages])
+    expert, split_experts = (_span([getattr(stage, name) for stage in stages]) for name in ("expert", "expert_shards"))
     recomputed = recomputed_words(stages)
     count = counted(workload.num_microbatches, "micro-batch", "es")
     sizes = f"{count} of {workload.microbatch_words}{parts_words(workload)}"
@@ -120,6 +120,7 @@ def plan_clauses(simulation: Simulation, *, free_links: bool) -> list[Clause]:
         ("" if split == "1" else f" x {split}-way tensor split", 0),
         ("" if context == "1" else f" x {context}-way context split", 0),
         ("" if expert == "1" else f", experts {expert} ways", 0),
+        ("" if split_experts == "1" else f" ({split_experts} split each)", 0),
         (f", {shared}" if (shared := zero_words(stages)) else "", 0),
         (f", {plan.placement}" if len(stages) > 1 else ", data parallel" if replicas != "1" else "", 3),
         (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),

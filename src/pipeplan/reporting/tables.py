@@ -186,6 +186,7 @@ def _comparison_columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -
         ("tp", [row.shards if row.shards > 1 else 0 for row in rows]),
         ("cp", [row.context if row.context > 1 else 0 for row in rows]),
         ("ep", [row.expert if row.expert > 1 else 0 for row in rows]),
+        ("etp", [row.expert_shards if row.expert_shards > 1 else 0 for row in rows]),
         ("ZeRO", [row.zero for row in rows]),
         ("in 2 parts", [row.sliced_microbatches for row in rows]),
         ("idle devices", [len(row.idle_devices) for row in rows]),

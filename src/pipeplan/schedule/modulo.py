@@ -125,6 +125,9 @@ def _scheduled(problem: OneMicrobatch, repetend_ns: int, places: Mapping[int, in
                 return None
             starts[x] = early + offset
             table.put(starts[x], durations[x])
+    for source, target, lag, later in problem.returns:
+        if starts[source] + durations[source] + lag > starts[target] + later * repetend_ns:
+            return None
     first = min(starts)
     return Pattern(1, repetend_ns, tuple((start - first,) for start in starts))
 

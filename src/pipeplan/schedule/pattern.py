@@ -186,7 +186,7 @@ def one_after_another(problem: OneMicrobatch, unroll: int) -> Pattern | None:
                 return None
             held -= problem.release[i]
     longest_lag = [0] * problem.num_operations
-    for source, _, lag in problem.edges:
+    for source, _, lag, *_ in (*problem.edges, *problem.returns):
         longest_lag[source] = max(longest_lag[source], lag)
     steps = [problem.durations[i] + longest_lag[i] for i in problem.order]
     begins = dict(zip(problem.order, itertools.accumulate(steps, initial=0), strict=False))
@@ -197,4 +197,4 @@ def one_after_another(problem: OneMicrobatch, unroll: int) -> Pattern | None:
 
 def sequential_time(problem: OneMicrobatch) -> int:
     """A repetend time that works if any does: one operation at a time, and one micro-batch after another (ns)."""
-    return sum(problem.durations) + sum(max(0, lag) for _, _, lag in problem.edges)
+    return sum(problem.durations) + sum(max(0, lag) for _, _, lag, *_ in (*problem.edges, *problem.returns))

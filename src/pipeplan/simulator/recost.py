@@ -29,6 +29,11 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
         UsageError: the profile does not have the plan's blocks, or no costs for what the plan does with them, or
             cannot have its recipe.
     """
+    if plan.decode is not None:
+        raise UsageError(
+            "--profile: what decode steps take depends on how devices share the cache, which a search decides; search "
+            "a plan of this profile with --kv"
+        )
     placement = _placement(plan, profile)
     _require_kinds(plan, profile)
     if plan.recipe is not None:
@@ -74,16 +79,22 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
         stages=tuple(stages),
         tied=tuple(tied),
         dependencies=tuple(
-            replace(dependency, hops=tuple(_relinked_hop(hop, cluster) for hop in dependency.hops))
+            replace(
+                dependency,
+                hops=tuple(_relinked_hop(hop, cluster, beside=dependency.later > 0) for hop in dependency.hops),
+            )
             for dependency in plan.dependencies
         ),
     )
 
 
-def _relinked_hop(hop: Hop, cluster: Cluster) -> Hop:
+def _relinked_hop(hop: Hop, cluster: Cluster, *, beside: bool = False) -> Hop:
+    """A message over the cluster's link; ``beside`` others, as the few bytes that return in a decoding loop are."""
     if hop.bytes == 0:
         return hop
     latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, hop.bytes)
+    if beside:
+        latency, occupancy = latency + occupancy, 0
     return replace(hop, latency_ns=latency, occupancy_ns=occupancy)
 
 

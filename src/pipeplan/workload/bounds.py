@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from operator import itemgetter
 
+from pipeplan.graphs import longest_paths
 from pipeplan.time_limit import checked
 from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.kinds import GRADIENT_ROLES
@@ -40,9 +41,38 @@ def weak_iteration_bound(workload: Workload) -> int:
     for here in filter(None, workload.on_resource):
         work = sum(map(workload.work_of, here))
         best = max(best, min(heads[item] for item in here) + work + min(tails[item] for item in here))
+    if workload.returns:
+        best = max(best, _rounds(workload))
     if workload.exchanges:
         best = max(best, _exchanges(workload))
     return max(best, _network(workload)) if workload.has_tail else best
+
+
+def ways_round(workload: Workload) -> list[tuple[int, int, int, int]]:
+    """(first operation, last operation, ns, micro-batches later) of each way that ends with a return to its beginning.
+
+    From the start of the first to its next start, which what returns lets it have: the longest path to the last, its
+    duration, and the lag of the way back.
+    """
+    found = []
+    for source, target, lag, later in workload.returns:
+        paths = longest_paths(
+            workload.items_in_order,
+            ((x, y, workload.durations[x] + between) for x, y, between in workload.edges),
+            {item: 0 if item == target else -NEVER for item in range(len(workload.durations))},
+        )
+        if paths[source] >= 0:
+            found.append((target, source, paths[source] + workload.durations[source] + lag, later))
+    return found
+
+
+def _rounds(workload: Workload) -> int:
+    """Least iteration in ns by what returns: the last micro-batch comes after as many ways round as bring its turn."""
+    best, heads, tails = 0, workload.heads, workload.tails
+    for first, _, time, later in ways_round(workload):
+        rounds = (workload.num_microbatches - 1) // later
+        best = max(best, heads[first] + rounds * time + workload.durations[first] + tails[first])
+    return best
 
 
 def _exchanges(workload: Workload) -> int:
@@ -98,12 +128,13 @@ def _last_sums(workload: Workload, ready: Sequence[int]) -> list[int]:
 
 
 def period_bound(problem: OneMicrobatch) -> Fraction:
-    """Least period in ns per micro-batch, for any unroll: work, and Little's law under the memory cap.
+    """Least period in ns per micro-batch, for any unroll: work, what returns, and Little's law under the memory cap.
 
     Bytes in flight are rate times size times lifetime, so a device that holds ``size`` bytes for at least
     ``lifetime`` per micro-batch cannot go faster than sum(size * lifetime) / capacity. And what memory lets follow
-    only ``distance`` micro-batches later takes the way from one to the other in that time. Both hold beside the time of
-    operations on all devices, too, in which nothing else runs (:mod:`pipeplan.workload.shared_time`).
+    only ``distance`` micro-batches later takes the way from one to the other in that time, as does what returns to the
+    first operation of a later micro-batch, in a decoding loop. All but the last hold beside the time of operations on
+    all devices, too, in which nothing else runs (:mod:`pipeplan.workload.shared_time`).
     """
     left = WithoutSharedTime.of(problem)
     return max(_period_bound(problem), Fraction(0) if left is None else left.each_ns + _period_bound(left.problem))
@@ -122,7 +153,7 @@ def _period_bound(problem: OneMicrobatch) -> Fraction:
         time = problem.path(recurrence.target, recurrence.source)
         if time > 0 and recurrence.distance > 0:
             best = max(best, Fraction(time, recurrence.distance))
-    return best
+    return max(best, *(Fraction(time, later) for *_, time, later in ways_round(problem.workload)), Fraction(0))
 
 
 def strong_iteration_bound(problem: OneMicrobatch) -> int:

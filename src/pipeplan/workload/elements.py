@@ -18,6 +18,8 @@ from pipeplan.texts import REFUSED, problem_of
 from pipeplan.units import MAX_BYTES, MAX_NS
 from pipeplan.workload.action import KIND_PATTERN, NUMBER_PATTERN, operation_of
 from pipeplan.workload.kinds import (
+    CACHE,
+    CACHE_KINDS,
     KEPT_KINDS,
     MEMORY_KINDS,
     STATE_KINDS,
@@ -238,12 +240,13 @@ class Device(Element):
 Class = TypeVar("Class", bound=type)
 
 
-def _with_bytes(kinds: Iterable[MemoryKind], meaning: str = "") -> Callable[[Class], Class]:
+def _with_bytes(kinds: Iterable[MemoryKind], meaning: str = "", *, said_only: bool = False) -> Callable[[Class], Class]:
     """Gives a class a key for the bytes of each of these kinds of memory.
 
     With a meaning they stand after its own keys, and are 0 by default; without, before these, and must be there.
+    ``said_only``: files leave them out where they are 0.
     """
-    bytes_: Any = Annotated[Bytes, Meaning(meaning)] if meaning else Bytes
+    bytes_: Any = Annotated[Bytes, Meaning(meaning, said_only=said_only)] if meaning else Bytes
     keys = {kind.key: bytes_ for kind in kinds}
 
     def give(cls: Class) -> Class:
@@ -343,6 +346,11 @@ def buckets_problem(buckets: Sequence[Bucket], num_blocks: int, duration_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@_with_bytes(
+    CACHE_KINDS,
+    "on each device of the stage, of all requests at the last step that the plan is for",
+    said_only=True,
+)
 @_with_bytes(KEPT_KINDS, "on each device of the stage, for each micro-batch")
 @_with_bytes(STATE_KINDS, "on each device of the stage")
 class Stage(Element):
@@ -449,6 +457,11 @@ class Stage(Element):
         return MemoryBytes.of_keys(self, STATE_KINDS)
 
     @property
+    def cached(self) -> MemoryBytes:
+        """What the requests of a decode step have in the cache of each of its devices."""
+        return MemoryBytes.of_keys(self, CACHE_KINDS)
+
+    @property
     def kept(self) -> MemoryBytes:
         """What each of its devices keeps for each micro-batch while any action of that is to come there."""
         return MemoryBytes.of_keys(self, KEPT_KINDS)
@@ -456,6 +469,11 @@ class Stage(Element):
     def with_state(self, state: MemoryBytes) -> Stage:
         """The stage with other bytes that each of its devices keeps."""
         changes: dict[str, Any] = {**state.keyed(STATE_KINDS)}
+        return replace(self, **changes)
+
+    def with_cache(self, size: int) -> Stage:
+        """The stage with so many bytes of requests' keys and values on each of its devices."""
+        changes: dict[str, Any] = {CACHE.key: size}
         return replace(self, **changes)
 
     def mesh_of(self, index: int) -> Mesh:
@@ -614,6 +632,10 @@ class Dependency(Element):
     Which samples an action holds is said in :mod:`pipeplan.workload.samples`; between stages of equal size and route
     micro-batch m depends on micro-batch m. Where an instruction is at one of the ends, ``needs`` may say otherwise.
 
+    With ``later`` the target's action is of a micro-batch so many later: in a decoding loop the token that the last
+    stage makes of micro-batch m is what the first one takes in the next step of the same requests. The first ones of
+    the target then wait for nothing, and the last ones of the source send nothing.
+
     With ``slices`` the shards of the target keep equal slices of the sequence, in their order, and a hop carries its
     receiver's, of those tensors that all blocks take so.
     """
@@ -629,6 +651,9 @@ class Dependency(Element):
         Index | None, Meaning("the part of the source that makes it, from 0 on; null: the last", said_only=True)
     ] = None
     target_part: Annotated[Index, Meaning("the part of the target that waits for it, from 0 on", said_only=True)] = 0
+    later: Annotated[
+        Index, Meaning("by how many micro-batches that of the target is later than that of the source", said_only=True)
+    ] = 0
     slices: Annotated[
         Count,
         Meaning(
@@ -759,7 +784,8 @@ class Loop(Element):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-@_with_bytes(MEMORY_KINDS)
+@_with_bytes(CACHE_KINDS, "of all requests at the last step that the plan is for", said_only=True)
+@_with_bytes([kind for kind in MEMORY_KINDS if kind not in CACHE_KINDS])
 class DeviceMemory(Element):
     """Memory of one device at the moment it holds most: what there is of every kind adds up to ``peak_bytes``."""
 

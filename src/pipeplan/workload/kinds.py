@@ -134,6 +134,9 @@ class Lifetime(Enum):
     ALWAYS = "always"
     """Throughout an iteration: *state*. A stage has a key for it."""
 
+    DECODING = "decoding"
+    """Throughout the last of a plan's decode steps, which has most. A stage has a key for it, written where said."""
+
     MICROBATCH = "microbatch"
     """For each micro-batch, from its first action on a stage to its last on the stage's devices. A stage has a key."""
 
@@ -170,12 +173,14 @@ MASTER = MemoryKind("master", "master_bytes", Lifetime.ALWAYS)
 OPTIMIZER = MemoryKind("optimizer", "optimizer_bytes", Lifetime.ALWAYS)
 ACTIVATIONS = MemoryKind("activations", "activation_bytes", Lifetime.RETURNED)
 WORKSPACE = MemoryKind("workspace", "workspace_bytes", Lifetime.RUNNING)
+CACHE = MemoryKind("cache", "cache_bytes", Lifetime.DECODING)
 
-MEMORY_KINDS = (PARAMETERS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, WORKSPACE)
+MEMORY_KINDS = (PARAMETERS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, WORKSPACE, CACHE)
 """Every kind of memory, in the order of tables and files; keys of plans follow, in a new version of the format."""
 
 STATE_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.ALWAYS)
 KEPT_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.MICROBATCH)
+CACHE_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.DECODING)
 
 _PLACES = {kind: place for place, kind in enumerate(MEMORY_KINDS)}
 _OTHERS = (0,) * (len(MEMORY_KINDS) - len(STATE_KINDS))

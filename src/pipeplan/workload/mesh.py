@@ -21,8 +21,17 @@ PLACES = "places"
 SHARDS = "shards"
 """The axis along which the block is split in its usual way: heads, inner width, words."""
 
+CACHE = "cache"
+"""The axis along which devices have pieces of every request's cache, whose queries, keys and values are gathered."""
+
+CACHE_BY_QUERIES = "cacheq"
+"""The same where queries alone are gathered, and a new key and value is sent to the device that keeps it."""
+
 COPIES = "copies"
 """The axis along which all devices do the same."""
+
+_WHOLE_ALONG = (SAMPLES, PLACES, CACHE, CACHE_BY_QUERIES)
+"""Axes along which devices have the same parameters."""
 
 _AXIS = re.compile(r"([a-z]+)([1-9][0-9]{0,5})")
 
@@ -58,7 +67,7 @@ class HeldPart(NamedTuple):
     """What a device of a mesh has of a block's parameters: a slice along each axis that cuts them, else all.
 
     ``slices`` are (what is cut, into how many, which of them). Of ``copies`` devices that do the same this is number
-    ``copy``; devices that share samples or places have the same.
+    ``copy``; devices that share samples, places or a cache have the same.
     """
 
     slices: tuple[tuple[str, int, int], ...]
@@ -134,6 +143,6 @@ class Mesh:
             place = axis.place(device)
             if name == COPIES:
                 copies, copy = copies * axis.size, copy * axis.size + place
-            elif name not in (SAMPLES, PLACES) and axis.size > 1:
+            elif name not in _WHOLE_ALONG and axis.size > 1:
                 slices.append((cut(name), axis.size, place))
         return HeldPart(tuple(slices), copies, copy)

@@ -87,6 +87,11 @@ class OneMicrobatch:
         """What waits for what: (source, target, lag in ns)."""
         return self.workload.edges
 
+    @property
+    def returns(self) -> tuple[tuple[int, int, int, int], ...]:
+        """What waits for an earlier micro-batch: (source, target, lag in ns, how many micro-batches later)."""
+        return self.workload.returns
+
     @cached_property
     def acquire(self) -> tuple[int, ...]:
         """[operation] bytes taken on each of its devices at its start; those of holds :meth:`apart` left out."""
@@ -175,7 +180,8 @@ class OneMicrobatch:
     @cached_property
     def time_unit(self) -> int:
         """Greatest common divisor of all durations and lags, in ns: earliest starts are its multiples."""
-        return math.gcd(*self.durations, *(lag for _, _, lag in self.edges)) or 1
+        lags = (lag for _, _, lag, *_ in (*self.edges, *self.returns))
+        return math.gcd(*self.durations, *lags) or 1
 
     @cached_property
     def incoming(self) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -446,6 +452,7 @@ def _copy(stage: Stage, round_size: int, index: int) -> Stage:
 def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[int]) -> tuple[Dependency, ...]:
     """Between micro-batches of a round that share samples."""
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
+    assert not workload.returns, "what returns is between micro-batches that are all alike"
     found: list[Dependency] = []
     for dependency in workload.dependencies:
         source, target = position[dependency.source], position[dependency.target]

@@ -38,6 +38,8 @@ class WithoutSharedTime(NamedTuple):
         ]
         if len(used) < 2 or not any(shared) or workload.has_parts or workload.needs:
             return None
+        if workload.returns:  # the way round goes through shared operations, too
+            return None
         timed = list(zip(workload.operations, shared, strict=True))
         left = replace(
             workload,

@@ -10,6 +10,7 @@ are numbered after the devices.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -137,10 +138,10 @@ class Workload:
 
     @cached_property
     def states(self) -> tuple[MemoryBytes, ...]:
-        """[device] the state that it keeps throughout, by kind."""
+        """[device] the state that it keeps throughout, by kind, and what a decode step's requests have cached."""
         found = [MemoryBytes()] * len(self.devices)
         for stage in self.stages:
-            state = stage.state
+            state = stage.state + stage.cached
             for device in stage.devices:
                 found[device] += state
         for each in self.tied:
@@ -303,7 +304,7 @@ class Workload:
     def _occupying_hops(self) -> Iterator[tuple[int, int, Hop]]:
         """(operation, operation, hop) of each message that occupies a link."""
         for source, target, dependency in self._ends:
-            yield from ((source, target, hop) for hop in dependency.hops if hop.occupancy_ns)
+            yield from ((source, target, hop) for hop in dependency.hops if hop.occupancy_ns and not dependency.later)
 
     @cached_property
     def _position(self) -> dict[str, int]:
@@ -311,7 +312,19 @@ class Workload:
 
     @cached_property
     def _ends(self) -> tuple[tuple[int, int, Dependency], ...]:
-        return tuple((self._position[d.source], self._position[d.target], d) for d in self.dependencies)
+        """Those of one micro-batch: :attr:`returns` are the others."""
+        return tuple((self._position[d.source], self._position[d.target], d) for d in self.dependencies if not d.later)
+
+    @cached_property
+    def returns(self) -> tuple[tuple[int, int, int, int], ...]:
+        """What waits for an earlier micro-batch: (operation, operation, lag in ns, how many micro-batches later)."""
+        position = self._position
+        return tuple((position[d.source], position[d.target], d.lag_ns, d.later) for d in self.dependencies if d.later)
+
+    @cached_property
+    def step_microbatches(self) -> int:
+        """Micro-batches of one decode step of all requests, after which all that returns meets itself; 1 without."""
+        return math.lcm(*(later for *_, later in self.returns))
 
     @cached_property
     def num_resources(self) -> int:
@@ -405,7 +418,8 @@ class Workload:
     def messages(self, dependency: Dependency, hop: Hop) -> Slots:
         """Which samples each message of a hop is about."""
         source, target = (self._position[id_] for id_ in (dependency.source, dependency.target))
-        return _messages(self.slots[source], self.slots[target], hop)
+        found = _messages(self.slots[source], self.slots[target], hop)
+        return replace(found, count=max(0, found.count - dependency.later))
 
     def work_of(self, item: int) -> int:
         """Ns that all actions, or messages, of an item take."""

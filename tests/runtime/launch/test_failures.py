@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -25,6 +26,7 @@ from pipeplan.runtime.launch.status import (
     Cause,
     Failure,
     Phase,
+    Progress,
     cause_of,
     culprit,
     death,
@@ -282,6 +284,22 @@ def test_the_first_failure_is_a_cause_and_the_earliest(board: Board) -> None:
     assert said(death(2, 3, board)) == f"rank 2 ended with exit code 3 in 2F0 {where}"
     assert said(lost, late).startswith("rank 2 got nothing; if it is only slow")
     assert said(lost) == f"{lost.text}; rank 1 was last in 1F0 {where}"
+
+
+def test_what_is_said_first_is_left_for_the_report_of_torchrun(
+    board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torch.distributed import HashStore
+
+    from pipeplan.runtime.launch.worker import _say_once
+
+    store = HashStore()
+    for rank in (2, 3):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank)))
+        _say_once(Failure(rank, Cause.RAISED, f"rank {rank} failed"), store, Progress(board, rank), SECOND)
+    assert capsys.readouterr().err == "pipeplan: rank 2 failed\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
+    assert json.loads((tmp_path / "2").read_text())["message"]["message"] == "ExecutionError: rank 2 failed"
 
 
 def test_transport_errors_lose_their_source_lines() -> None:

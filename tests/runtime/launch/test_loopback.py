@@ -75,7 +75,7 @@ def test_interfaces_that_the_user_names_are_kept() -> None:
 
 def test_a_machine_without_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-    monkeypatch.setattr(loopback, "_LOOPBACK", 1 << 30)
+    monkeypatch.setattr(loopback, "_NAMES", ("none",))
     assert loopback.transport_interfaces(both) == {}
     with pytest.raises(ExecutionError, match="none is up; name another one in GLOO_SOCKET_IFNAME"):
         loopback.transport_interfaces({})

@@ -23,10 +23,14 @@ FAST = Cluster.of("fast", 16, levels=[("node", 8, 0, 10**15), ("net", 16, 0, 10*
 SLOW = Cluster.of("slow", 16, levels=[("node", 8, 0, 10**15), ("net", 16, 1e-6, 10**10)])
 
 
-def rows(profile: Profile) -> dict[tuple[int, int, int], CostRow]:
+def rows(profile: Profile, split: int = 1) -> dict[tuple[int, int, int], CostRow]:
     (own,) = (block for block in profile.blocks if block.operator == "moe")
     assert own.expert_parameters == 3 * EXPERTS * HIDDEN * FFN == own.parameters - HIDDEN * EXPERTS - HIDDEN
-    return {(row.shards, row.context, row.expert): row for row in own.costs}
+    return {
+        (row.shards, row.context, row.expert): row
+        for row in own.costs
+        if row.expert_shards == (split if row.expert > 1 else 1)
+    }
 
 
 @pytest.mark.slow
@@ -74,16 +78,18 @@ def test_the_fullest_device_has_more_to_do() -> None:
 
 def test_devices_that_split_experts_have_the_words_of_all_of_them() -> None:
     """Twice as many words go into parts of experts; they are gathered by two, and their sums scattered."""
-    whole, split = (
-        rows(pipeplan.estimate(CONFIG, expert=(8,), etp=each, cluster=FAST, **HOW))[1, 1, 8] for each in (1, 2)
-    )
+    both_ways = pipeplan.estimate(CONFIG, expert=(2, 8, 16), etp=(1, 2), cluster=FAST, **HOW)
+    whole, split = (rows(both_ways, each)[1, 1, 8] for each in (1, 2))
+    assert both_ways.expert_shards == {1: (1,), 2: (1, 2), 8: (1, 2), 16: (2,)}, "sixteen can only share eight by pairs"
+    alone = rows(pipeplan.estimate(CONFIG, expert=(8,), etp=2, cluster=FAST, **HOW), 2)
+    assert split == alone[1, 1, 8]
     more = WORDS * TAKEN * HIDDEN * WIDTH
     assert (whole.expert_shards, split.expert_shards) == (1, 2)
     assert split.activation_bytes == whole.activation_bytes + more
     assert split.workspace_bytes == whole.workspace_bytes + more
     assert split.forward_ns == pytest.approx(whole.forward_ns, rel=0.05), "half of each product, for twice the words"
     narrow = Cluster.of("narrow", 8, levels=[("pair", 2, 0, 10**9), ("node", 8, 0, 10**15)])
-    waiting = rows(pipeplan.estimate(CONFIG, expert=(8,), etp=2, cluster=narrow, **HOW))[1, 1, 8]
+    waiting = rows(pipeplan.estimate(CONFIG, expert=(8,), etp=2, cluster=narrow, **HOW), 2)[1, 1, 8]
     both = 2 * 1e9 * (2 * more / 2) / 1e9  # half of what is gathered comes from the other, and so much is scattered
     assert waiting.forward_ns - split.forward_ns == pytest.approx(both, rel=1e-3)
     assert (waiting.input_grad_ns or 0) - (split.input_grad_ns or 0) == pytest.approx(both, rel=1e-3)
@@ -99,6 +105,8 @@ def test_devices_that_split_experts_have_the_words_of_all_of_them() -> None:
         ({"expert": (8,), "etp": 3}, "width of 1024, which 3 devices"),
         ({"expert": (6,), "etp": 4}, "etp=4 does not divide it"),
         ({"expert": (64,), "etp": 4}, "8 experts, which 64 devices, each 4 of which split the same, cannot"),
+        ({"expert": (8,), "etp": (1, 3)}, "width of 1024, which 3 devices"),
+        ({"expert": (4, 8), "etp": (1, 16)}, "etp=16 goes with no size of expert=4,8"),
         ({"etp": 2}, "and expert, which is how many"),
     ],
 )
@@ -142,7 +150,7 @@ def test_layers_of_deepseek_v3_take_what_closed_forms_say() -> None:
         layer = [
             row
             for block in (found if tensor == 1 else split).blocks
-            for row in block.rows(1, 8)
+            for row in block.rows(1, 8, tensor)
             if block.id.startswith("layers.3.") and row.shards == shards
         ]
         assert len(layer) == 2

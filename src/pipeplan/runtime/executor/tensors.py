@@ -4,8 +4,8 @@ A block of a configuration takes its inputs cut along an axis of its mesh, or wh
 output so. Where the next block takes it otherwise, what differs is gathered over the devices, and cut again, which
 costs nothing (TensorOpt section 4.2). Gradients are cut as their tensors are.
 
-torch's DTensor changes layouts, too. But a gather and its backward then take 1,080 us of CPU time instead of 120 us
-here, an exchange 1,140 us instead of 210 us (torch 2.13, two ranks, [4, 16, 8] numbers, a transport that does nothing).
+torch's DTensor changes layouts, too, at some eight times the processor time for small tensors, apart from what is sent
+(``benchmarks/torch_sharding.py``).
 
 Stages may have micro-batches of different sizes, in parts, or shared by replicas. So tensors between stages are
 addressed by message and sample, and are cut and joined only where one action's samples are not another's.

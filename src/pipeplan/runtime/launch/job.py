@@ -109,6 +109,14 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class WrittenText:
+    """How a prompt was written on: the tokens that came, and when each was chosen, in ns since the run began."""
+
+    ids: tuple[int, ...]
+    times_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RunResult:
     """A whole run.
 
@@ -117,7 +125,9 @@ class RunResult:
     (program counter, start, end) in ns from the step's first start, if they were asked for. An emulated run's steps
     took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten`` says why
     weights are not where they should be, if they are not. ``tokens_per_sample`` is the
-    trained model's, if that is known, and ``as_planned`` whether its sizes are the plan's.
+    trained model's, if that is known, and ``as_planned`` whether its sizes are the plan's. Of a decoding plan there are
+    ``requests`` in the prompts' order, and by rank ``sent_bytes``, by ``BLOCK PURPOSE``, and ``cache_bytes``, the room
+    for keys and values.
     """
 
     steps: tuple[StepResult, ...]
@@ -129,6 +139,9 @@ class RunResult:
     tokens_per_sample: int | None = None
     as_planned: bool = True
     evaluations: tuple[Evaluated, ...] = ()
+    requests: tuple[WrittenText, ...] = ()
+    sent_bytes: tuple[Mapping[str, int], ...] = ()
+    cache_bytes: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; :meth:`from_json` reads them back."""

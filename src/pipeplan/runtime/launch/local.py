@@ -6,8 +6,9 @@ object a line. What it prints goes through the parent to standard error, so that
 user's standard output. Ranks meet in a file that nobody else can open, listen only on loopback, and never wait for the
 parent, which may be stopped, or wait for who reads its own output.
 
-torchrun starts ranks, too, and plans run under it. Importing it takes 1.9 s of CPU time before any rank starts, this
-module 0.3 s, and it knows exit codes, but not which action a rank was in.
+torchrun starts ranks, too, and plans run under it. What it and torch's ``start_processes`` do not do, of all this, is
+measured by ``benchmarks/launchers.py``: ranks outlive a launcher that is killed, wait for who reads their output, and
+of one that failed nothing is known but its exit code.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import EVENTS, OnEvent, OnLook, Report, RunOptions, RunResult, job_of
 from pipeplan.runtime.launch.loopback import transport_interfaces
 from pipeplan.runtime.launch.output import RankOutput
-from pipeplan.runtime.launch.processes import CopiedProcess, Identity, Process
+from pipeplan.runtime.launch.processes import CopiedProcess, Identity
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, death, first_failure, has_own_cause, verdict
 from pipeplan.texts import printable
 
@@ -130,7 +131,7 @@ def watch_local(
 class _Rank:
     """A child process: its report pipe, and what is known of its end."""
 
-    def __init__(self, process: Process, reports: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | CopiedProcess, reports: int) -> None:
         self.process = process
         self.reports = reports
         self.unread = bytearray()
@@ -251,7 +252,6 @@ class _Ranks:
         known = {**identity, "rank": rank, "reports": written}
         environment = environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.programs))}
         try:
-            process: Process
             if callable(command):
                 known["others"] = [each.process.stdin.fileno() for each in self.ranks if each.process.stdin is not None]
                 self.ranks.append(_Rank(CopiedProcess(command, known, self.output.written, environment), reports))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
+import socket
 from collections.abc import Mapping
 
 from pipeplan.errors import ExecutionError
@@ -11,14 +10,8 @@ from pipeplan.errors import ExecutionError
 _PREFIXES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 """What gives a transport its interface, and what it wants before a whole name."""
 
-_UP, _LOOPBACK = 0x1, 0x8  # flags of interfaces, the same on Linux and macOS
-
-
-class _Interface(ctypes.Structure):
-    """The beginning of C's ``struct ifaddrs``."""
-
-
-_Interface._fields_ = [("next", ctypes.POINTER(_Interface)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint)]
+_NAMES = ("lo", "lo0")
+"""Of the interface, on Linux and on macOS."""
 
 
 def transport_interfaces(given: Mapping[str, str]) -> dict[str, str]:
@@ -34,19 +27,12 @@ def transport_interfaces(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def loopback_interface() -> str:
-    """Its name: ``lo`` on Linux, ``lo0`` on macOS. Raises ExecutionError where none is up."""
-    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_Interface)()
-    if libc.getifaddrs(ctypes.byref(first)):
-        raise ExecutionError(f"network interfaces cannot be listed: {os.strerror(ctypes.get_errno())}")
+    """Its name. Raises ExecutionError where none is up."""
     try:
-        each = first
-        while each:
-            if each.contents.flags & (_UP | _LOOPBACK) == _UP | _LOOPBACK:
-                return os.fsdecode(each.contents.name)
-            each = each.contents.next
-    finally:
-        libc.freeifaddrs(first)
-    raise ExecutionError(
-        "ranks listen on the loopback interface, and none is up; name another one in GLOO_SOCKET_IFNAME and "
-        "NCCL_SOCKET_IFNAME"
-    )
+        with socket.create_server(("127.0.0.1", 0)) as here, socket.create_connection(here.getsockname()):
+            return next(name for _, name in socket.if_nameindex() if name in _NAMES)
+    except (OSError, StopIteration):
+        raise ExecutionError(
+            "ranks listen on the loopback interface, and none is up; name another one in GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME"
+        ) from None

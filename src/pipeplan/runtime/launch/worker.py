@@ -270,9 +270,20 @@ def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: in
     until = time.monotonic() + _GONE_S
     while failure.cause is Cause.LOST and not progress.board.gone and time.monotonic() < until:
         time.sleep(_LOOK_S)
-    said = verdict(failure, progress.board, timeout_ns)
-    sys.stderr.write(printable(f"{failure.details}pipeplan: {said}\n"))
+    try:
+        raise verdict(failure, progress.board, timeout_ns)
+    except PipeplanError as said:
+        sys.stderr.write(printable(f"{failure.details}pipeplan: {said}\n"))
+        _record(said)
     progress.board.wake()
+
+
+def _record(error: PipeplanError) -> None:
+    """Leave the error where torchrun's agent looks for what its own report, and the scheduler's, is to say."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # most runs do without
+
+    with contextlib.suppress(OSError):
+        get_error_handler().record_exception(error)
 
 
 def _content(descriptor: int) -> bytes:

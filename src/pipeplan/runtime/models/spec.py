@@ -114,15 +114,16 @@ class CausalDecoder:
     """How a model writes texts on, token by token, and what it keeps of every token for those after it.
 
     ``at(count)`` is the model that takes so many tokens of each text at once, and gives the logits of the one after the
-    last: of a whole prompt (prefill), or with 1 of one token behind those that are cached (decode). Its blocks have the
-    names of the whole model's. ``longest`` is the most tokens of a text, None for any number. Keys and values have
+    last: of a whole prompt (prefill), or with 1 of one token behind those cached (decode). Its blocks have the whole
+    model's names. ``placed(count)`` is the same of texts that have begun: its batch says in ``positions`` [samples,
+    count] where each token is. ``longest`` is the most tokens of a text, None for any number. Keys and values have
     ``key_heads`` heads before any are copied for those of queries; None: as many as these. With ``latent`` (numbers of
     the latent, of the rotated key) all heads share one latent of a token, from which each makes its own key and value
-    (DeepSeek-V2, section 2.1), and only that is cached. ``windows(block)`` is how far a block looks back, its own token
-    included; None: to the first.
+    (DeepSeek-V2, section 2.1), and only that is cached. ``windows(block)`` is how far back a block looks; None: to all.
     """
 
     at: Callable[[int], Model]
+    placed: Callable[[int], Model]
     longest: int | None = None
     key_heads: int | None = None
     latent: tuple[int, int] | None = None
@@ -142,9 +143,10 @@ class Model:
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
     None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, if these
-    are known. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of, if any.
-    ``aliases`` are further names of tensors, and those that ``names`` have. ``decoder`` is there for a causal language
-    model that is known to be one. Raises UsageError where names do not fit.
+    are known, ``spread(num_devices)`` with one device's part of all experts, which multiplies as many words as it
+    sends to the others. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of,
+    if any. ``aliases`` are further names of tensors, and those that ``names`` have. ``decoder`` is there for a causal
+    language model that is known to be one. Raises UsageError where names do not fit.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Model:
     aliases: Mapping[str, str] = field(default_factory=dict)
     parted: Callable[[int], Model] | None = None
     decoder: CausalDecoder | None = None
+    spread: Callable[[int], Model] | None = None
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()
@@ -464,6 +467,11 @@ def token_batch(vocabulary: int, sequence: int, num_samples: int, step: int, see
 def next_tokens(windows: Tensor) -> dict[str, Tensor]:
     """Windows [..., sequence + 1] of a text as ``tokens`` and ``targets`` [..., sequence], the tokens one place on."""
     return {"tokens": windows[..., :-1], "targets": windows[..., 1:]}
+
+
+def with_positions(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch of texts from their beginning, with the ``positions`` [samples, sequence] of their ``tokens``."""
+    return {**batch, "positions": torch.arange(batch["tokens"].shape[1]).expand(batch["tokens"].shape)}
 
 
 def batch_like(examples: Mapping[str, Tensor], num_samples: int, step: int, seed: int) -> dict[str, Tensor]:

@@ -7,9 +7,8 @@ slices. With sequence parallelism (Korthikanti et al. 2022, section 4.2.2) devic
 and after split work: there :meth:`Shards.joined` and :meth:`Shards.scattered` stand in place of the first two, their g
 and g-bar, which together move as many bytes.
 
-torch's DTensor shards parameters, too. But a 16 x 16 linear layer and its backward then take 431 us instead of 91 us
-here and 62 us unsharded (torch 2.13, one CPU thread, no exchanges). ``benchmarks/tensor_parallel.py`` compares a layer
-of Llama on two devices."""
+torch's DTensor shards parameters, too, at several times the work for small layers: ``benchmarks/torch_sharding.py`` has
+a linear layer without exchanges, ``benchmarks/tensor_parallel.py`` a layer of Llama on two devices."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ _WORTH_A_LOOK = 0.01
 class RowKey:
     """What is measured: a block at a micro-batch size, one device's share of it among ``shards``.
 
-    Samples have one of ``context`` parts of each sequence. Of inference with a cache it is of a ``phase``, with texts
-    of so many ``tokens``.
+    Samples have one of ``context`` parts of each sequence, the block the experts of one of ``expert`` devices. Of
+    inference with a cache it is of a ``phase``, with texts of so many ``tokens``.
     """
 
     block: str
@@ -56,17 +56,19 @@ class RowKey:
     context: int = 1
     phase: Phase | None = None
     tokens: int = 0
+    expert: int = 1
 
     @property
-    def kind(self) -> tuple[int, int, str]:
-        """Shards, context and block."""
-        return self.shards, self.context, self.block
+    def kind(self) -> tuple[int, int, int, str]:
+        """Shards, context, expert and block."""
+        return self.shards, self.context, self.expert, self.block
 
     @property
     def label(self) -> str:
         """For progress and errors."""
         split = f", split over {self.shards} devices" if self.shards > 1 else ""
         split += f", sequences in {self.context} parts" if self.context > 1 else ""
+        split += f", experts over {self.expert} devices" if self.expert > 1 else ""
         split += f", {self.phase} of {self.tokens} tokens" if self.phase else ""
         return f"block {self.block!r} at micro-batch size {self.size}{split}{', recomputed' * self.recompute}"
 
@@ -84,6 +86,7 @@ class KeptRow(FileModel):
     recompute: bool = False
     phase: Phase | None = None
     tokens: Index = 0
+    expert: Count = 1
     activation_bytes: Bytes
     selective_activation_bytes: Bytes | None = None
     weight_grad_bytes: Bytes
@@ -94,7 +97,7 @@ class KeptRow(FileModel):
     @property
     def key(self) -> RowKey:
         """What was measured."""
-        case = self.shards, self.recompute, self.context, self.phase, self.tokens
+        case = self.shards, self.recompute, self.context, self.phase, self.tokens, self.expert
         return RowKey(self.block, self.microbatch_size, *case)
 
 
@@ -205,6 +208,7 @@ class Bench:
             recompute=self.key.recompute,
             phase=self.key.phase,
             tokens=self.key.tokens,
+            expert=self.key.expert,
             activation_bytes=self.activation_bytes,
             selective_activation_bytes=self.selective_bytes,
             weight_grad_bytes=self.weight_grad_bytes,

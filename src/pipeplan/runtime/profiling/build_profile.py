@@ -29,7 +29,7 @@ from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_pe
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
 
-Kind = tuple[int, int, str]
+Kind = tuple[int, int, int, str]
 """Shards, context and id of the block that is measured for all like it."""
 
 _NUM_SAMPLES, _MORE_SAMPLES = 3, 5  # what grows between them is of samples, the rest is shared by all
@@ -88,13 +88,14 @@ class BlockGraph:
 class ModelShare:
     """A model of which each block is one device's share among ``shards``, and what is known of it.
 
-    Its samples have one of ``context`` parts of each sequence.
+    Its samples have one of ``context`` parts of each sequence, and its blocks the experts of one of ``expert`` devices.
     """
 
     shards: int
     model: Model
     graph: BlockGraph
     context: int = 1
+    expert: int = 1
 
 
 def kinds_of(splits: Sequence[ModelShare]) -> dict[Hashable, Kind]:
@@ -102,7 +103,7 @@ def kinds_of(splits: Sequence[ModelShare]) -> dict[Hashable, Kind]:
     found: dict[Hashable, Kind] = {}
     for split in splits:
         for block in split.graph.blocks:
-            found.setdefault(block.likeness, (split.shards, split.context, block.spec.id))
+            found.setdefault(block.likeness, (split.shards, split.context, split.expert, block.spec.id))
     return found
 
 
@@ -307,10 +308,17 @@ def splits_of(
     )
 
 
-def part_of(model: Model, parts: int, dtype: torch.dtype) -> ModelShare:
-    """The whole model on a device that has one of ``context`` parts of each sequence. Raises UsageError."""
+def part_of(model: Model, parts: int, dtype: torch.dtype, expert: int = 1) -> ModelShare:
+    """The model on a device that has one of so many parts of each sequence, and of all experts. Raises UsageError."""
     part = _part_of(model, parts)
-    return ModelShare(1, part, _apart(block_graph_of(part, dtype), parts), parts)
+    if expert > 1:
+        if part.spread is None:
+            raise UsageError(
+                f"--expert {expert}: experts of {model.name} cannot be measured apart; give a Hugging Face "
+                "configuration, or add --estimate --device PRESET"
+            )
+        part = part.spread(expert)
+    return ModelShare(1, part, _apart(block_graph_of(part, dtype), parts), parts, expert)
 
 
 def _part_of(model: Model, context: int) -> Model:

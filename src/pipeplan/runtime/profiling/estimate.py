@@ -60,9 +60,9 @@ from pipeplan.runtime.profiling.expert_rows import (
     alone_with_words,
     gathered_bytes,
     has_experts,
-    require_sizes,
     shared_ns,
     spread_row,
+    spreads_of,
     with_own_experts,
     words_ns,
 )
@@ -93,7 +93,7 @@ def estimate_model(
     context: Sequence[int] = (1,),
     expert: Sequence[int] = (1,),
     load_factor: float = 1.0,
-    etp: int = 1,
+    etp: Sequence[int] = (1,),
     recompute: bool = False,
     calibration: Profile | None = None,
     runs: RunsFit | None = None,
@@ -115,7 +115,7 @@ def estimate_model(
         shards: devices that split each block.
         context: devices that share the sequence of each sample; it is also whole.
         expert: devices that share experts, each with whole ones of its own; they are also split as all else.
-        etp: how many of these devices split each expert, instead of having whole ones.
+        etp: numbers of these devices that split each expert; 1 is whole ones.
         load_factor: of the words that experts' devices get, those of the fullest over the average.
         recompute: rows with activation checkpointing of each block, too.
         calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
@@ -142,8 +142,7 @@ def estimate_model(
     if fp8:
         device.fp8_peak()  # before anything is traced
     splits = splits_of(model, shards, dtype, cluster, context)
-    spreads = [Spread(size, load_factor, etp) for size in sorted({*expert} - {1})]
-    require_sizes(model, unsplit_of(splits, model, dtype).blocks, [each.size for each in spreads], load_factor, etp)
+    spreads = spreads_of(model, unsplit_of(splits, model, dtype).blocks, expert, load_factor, etp)
     if spreads and (not fused or calibration is not None):
         raise UsageError(
             "--expert is for estimates of fused kernels; leave --kernels eager and --calibrate PROFILE out"

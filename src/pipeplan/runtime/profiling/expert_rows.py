@@ -12,17 +12,20 @@ these by their parts, and scatter the sums: a device has so many times as many w
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
-from pipeplan.costs.communication import Combining, Exchange, LinkPath, Prices, dispatch_ns
+from pipeplan.costs.blocks import require_row
+from pipeplan.costs.communication import Combining, Exchange, LinkPath, Prices, dispatch_ns, prices_in
 from pipeplan.costs.devices import Kernel, Work
 from pipeplan.errors import UsageError
-from pipeplan.files import CostRow
+from pipeplan.files import Cluster, CostRow
 from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.profiling.build_profile import BlockNode, ModelShare, part_of
+from pipeplan.runtime.profiling.build_profile import BlockGraph, BlockNode, Kind, ModelShare, kinds_of, part_of
 
 EXPERTS, TAKEN, WIDTH = "experts", "experts_per_token", "ffn"
 """Dimensions of a block: how many it has, how many each word goes to, and the width of one."""
@@ -50,38 +53,59 @@ def has_experts(block: BlockNode) -> bool:
     return block.experts > 0 and TAKEN in block.spec.dimensions
 
 
-def require_sizes(
-    model: Model, blocks: Sequence[BlockNode], sizes: Collection[int], load: float, split: int = 1
-) -> None:
-    """Check that experts can be divided evenly over this many devices, which ``split`` each. Raises UsageError."""
-    if split < 1 or (split > 1 and not sizes):
+def spreads_of(
+    model: Model, blocks: Sequence[BlockNode], sizes: Collection[int], load: float, splits: Collection[int] = (1,)
+) -> list[Spread]:
+    """Experts over each of these numbers of devices, ``splits`` of which split each expert, as far as that goes evenly.
+
+    Raises UsageError where a size, or a split, goes with none of the others.
+    """
+    shared = sorted({*sizes} - {1})
+    if min(splits) < 1 or (max(splits) > 1 and not shared):
         raise UsageError(
-            f"--etp {split}: give a number of 1 or more, and --expert, which is how many devices there are"
+            f"--etp {_listed(splits)}: give numbers of 1 or more, and --expert, which is how many devices there are"
         )
-    if not sizes:
-        return
-    if min(sizes) < 1:
-        raise UsageError(f"--expert {min(sizes)}: give numbers of 1 or more")
+    if not shared:
+        return []
+    if min(shared) < 1:
+        raise UsageError(f"--expert {min(shared)}: give numbers of 1 or more")
     if not 1 <= load < float("inf"):
         raise UsageError(f"--load-factor {load}: the fullest device has at least the even share, so give 1 or more")
     sparse = [block.spec for block in blocks if has_experts(block)]
-    if not sparse and max(sizes) > 1:
-        raise UsageError(f"--expert {max(sizes)}: {model.name} has no experts; leave --expert out")
-    for spec in sparse:
+    if not sparse:
+        raise UsageError(f"--expert {max(shared)}: {model.name} has no experts; leave --expert out")
+    for spec, split in product(sparse, splits):
         if spec.dimensions[WIDTH] % split:
             raise UsageError(
                 f"--etp {split}: experts of block {spec.id!r} have a width of {spec.dimensions[WIDTH]}, which {split} "
                 "devices cannot split evenly"
             )
-        for size in sizes:
-            if size % split:
-                raise UsageError(f"--expert {size}: --etp {split} does not divide it; give multiples of {split}")
-            if spec.dimensions[EXPERTS] % (size // split):
-                each = f", each {split} of which split the same," if split > 1 else ""
-                raise UsageError(
-                    f"--expert {size}: block {spec.id!r} has {spec.dimensions[EXPERTS]} experts, which {size} devices"
-                    f"{each} cannot share evenly; give divisors of {split * spec.dimensions[EXPERTS]}"
-                )
+    problems = {pair: _uneven(sparse, *pair) for pair in product(shared, sorted({*splits}))}
+    for size in shared:
+        if all(own := [problems[size, split] for split in sorted({*splits})]):
+            raise UsageError(f"--expert {size}: {own[0]}")
+    for split in splits:
+        if all(own := [problems[size, split] for size in shared]):
+            raise UsageError(f"--etp {split} goes with no size of --expert {_listed(shared)}: {own[-1]}")
+    return [Spread(size, load, split) for (size, split), problem in problems.items() if not problem]
+
+
+def _uneven(sparse: Sequence[BlockSpec], size: int, split: int) -> str:
+    """Why devices cannot share experts evenly, or nothing."""
+    if size % split:
+        return f"--etp {split} does not divide it; give multiples of {split}"
+    for spec in sparse:
+        if spec.dimensions[EXPERTS] % (size // split):
+            each = f", each {split} of which split the same," if split > 1 else ""
+            return (
+                f"block {spec.id!r} has {spec.dimensions[EXPERTS]} experts, which {size} devices{each} cannot share "
+                f"evenly; give divisors of {split * spec.dimensions[EXPERTS]}"
+            )
+    return ""
+
+
+def _listed(counts: Collection[int]) -> str:
+    return ",".join(map(str, sorted({*counts})))
 
 
 def alone_with_words(
@@ -95,6 +119,61 @@ def alone_with_words(
     for parts in sorted({split.shards * split.context for split in splits} if max(sizes, default=1) > 1 else ()):
         if parts not in known:
             yield part_of(model, parts, dtype)
+
+
+def with_own_share(
+    model: Model, splits: Sequence[ModelShare], spreads: Sequence[Spread], dtype: torch.dtype
+) -> Iterator[ModelShare]:
+    """The model with one device's experts, for as many words as it has of its shards, to be measured.
+
+    Raises UsageError where its experts are not known apart, or in blocks with more than them.
+    """
+    for parts in sorted({split.shards * split.context for split in splits}):
+        for spread in spreads:
+            share = part_of(model, parts, dtype, spread.size)
+            sizes = f"--expert {spread.size}" + f" with --shards {parts}" * (parts > 1)
+            if [each.spec.id for each in share.graph.blocks] != [each.spec.id for each in splits[0].graph.blocks]:
+                raise UsageError(f"{sizes}: blocks are parts of experts; leave --granularity operator out")
+            if parts > 1 and any(has_experts(each) and "heads" in each.spec.dimensions for each in share.graph.blocks):
+                raise UsageError(f"{sizes}: blocks have attention beside experts; leave --granularity layer out")
+            yield share
+
+
+def measured_expert_rows(
+    shares: Sequence[ModelShare],
+    splits: Sequence[ModelShare],
+    unsplit: BlockGraph,
+    spreads: Sequence[Spread],
+    rows: Mapping[Kind, Sequence[CostRow]],
+    cluster: Cluster | None,
+    dtype: torch.dtype,
+) -> dict[str, list[CostRow]]:
+    """{block: its rows where devices share experts}, by measured ``rows`` of one device's share of these, alone.
+
+    What devices send each other, by the sizes of ``unsplit`` blocks, takes the links of the ``cluster``; without one no
+    time.
+    """
+    found: dict[str, list[CostRow]] = defaultdict(list)
+    kinds = kinds_of([*splits, *shares])
+    own_share = {(share.context, share.expert): share for share in shares}
+    prices = None if cluster is None else prices_in(cluster)
+    for split, spread in product(splits, spreads):
+        parts = split.shards * split.context
+        share = own_share[parts, spread.size]
+        for block, words in zip(unsplit.blocks, share.graph.blocks, strict=True):
+            spec = block.spec
+            if "sequence" in spec.dimensions:
+                spec = replace(spec, dimensions={**spec.dimensions, "sequence": spec.dimensions["sequence"] // parts})
+            for row in rows[kinds[words.likeness]] if has_experts(words) else ():
+                sent = waited = 0.0
+                if cluster is not None and prices is not None:
+                    of = spec, row.microbatch_size
+                    sent = words_ns(*of, dtype.itemsize, spread, LinkPath.in_cluster(cluster, spread.size), prices)
+                    waited = shared_ns(*of, split, dtype.itemsize, prices)
+                made = spread_row(row, split, spread, sent, waited)
+                require_row(f"block {spec.id!r}", dict(made))
+                found[spec.id].append(made)
+    return found
 
 
 def spread_row(

@@ -45,7 +45,7 @@ from pipeplan.runtime.profiling.expert_rows import (
     TAKEN,
     Spread,
     has_experts,
-    require_sizes,
+    spreads_of,
     with_own_experts,
     words_ns,
 )
@@ -191,10 +191,9 @@ def estimate_inference(
     prices = prices_in(cluster) if cluster is not None else prices_of(device)
     splits = _split(model, asked, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
-    spreads = [Spread(size, load_factor) for size in sorted({*expert} - {1})]
+    spreads = spreads_of(model, unsplit.blocks, expert, load_factor)
     if spreads and decoder is None:
         raise UsageError("--expert is for prefill and decode of inference; give --context, too")
-    require_sizes(model, unsplit.blocks, [each.size for each in spreads], load_factor)
     found = _Found()
     timing = _KernelPrices(dtype, weights, usual, in_fp8 if fp8 else usual, priced_by(prices, dtype), prices)
     for phase, tokens, own in _passes(model, asked, decoder):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from pipeplan.costs.communication import prices_in
 from pipeplan.costs.recipes import MEASURED, profiled_recipe
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, Profile, Recipe, Source
+from pipeplan.files import Cluster, CostRow, Profile, Recipe, Source
 from pipeplan.runtime.models.losses import find_losses
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import TIMES, Bench
@@ -32,6 +33,7 @@ from pipeplan.runtime.profiling.build_profile import (
     splits_of,
     unsplit_of,
 )
+from pipeplan.runtime.profiling.expert_rows import measured_expert_rows, spreads_of, with_own_share
 from pipeplan.runtime.profiling.instruments import drift_of, num_outliers, steady
 from pipeplan.runtime.profiling.optimizer_step import measured_rate
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, RunCounts, UnfinishedProfile
@@ -48,6 +50,7 @@ def profile_model(
     warmup: int = 3,
     max_spread: float | None = None,
     shards: Sequence[int] = (1,),
+    expert: Sequence[int] = (1,),
     recompute: bool = False,
     cluster: Cluster | None = None,
     dtype: torch.dtype = torch.float32,
@@ -74,6 +77,8 @@ def profile_model(
         warmup: runs of each before them.
         max_spread: go on, up to 5 times ``repeats``, with blocks whose spread is above it.
         shards: devices that split each block; one device's share is measured alone.
+        expert: devices that share experts, each with whole ones of its own, of which one device's are measured alone,
+            with as many words as it sends to the others. They are also split as all else.
         recompute: rows with activation checkpointing of each block, too.
         cluster: whose links the collectives of split blocks take; without, their times are left out.
         dtype: of parameters and activations.
@@ -98,14 +103,21 @@ def profile_model(
     splits = splits_of(model, shards, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
     bare_profile(model, unsplit)  # before anything runs
+    spreads = spreads_of(model, unsplit.blocks, expert, 1.0)
+    if cluster is not None and spreads and spreads[-1].size > cluster.num_devices:
+        raise UsageError(
+            f"--expert {spreads[-1].size}: the cluster has {cluster.num_devices} devices; give at most that, or a "
+            "larger --cluster"
+        )
+    shares = tuple(with_own_share(model, splits, spreads, dtype)) if spreads else ()
     losses = find_losses(model, seed=seed, device=where)
     if not losses.sure:
         warnings.warn(losses.text, stacklevel=2)
     elif losses.text and not model.loss_of:
         on_mean(losses.text)
     partial = UnfinishedProfile() if partial is None else partial
-    partial.open(_question(splits, runs, dtype, where, recompute=recompute, seed=seed))
-    benches = Benches(splits, recompute, dtype, where, seed, partial, beside)
+    partial.open(_question((*splits, *shares), runs, dtype, where, recompute=recompute, seed=seed))
+    benches = Benches((*splits, *shares), recompute, dtype, where, seed, partial, beside)
     rounds = RunCounter(progress, benches.num_of_size * len(sizes) * (1 + warmup + repeats))
     try:
         with steady(where):
@@ -115,14 +127,20 @@ def profile_model(
     finally:
         benches.keep()
         partial.save()
-    notes = [*_notes(splits, benches.kinds, runs, cluster, recompute=recompute), *_findings(benches.all, missing)]
+    notes = [
+        *_notes((*splits, *shares), benches.kinds, runs, cluster, recompute=recompute),
+        *_findings(benches.all, missing),
+    ]
     notes += [f"{text[0].upper()}{text[1:]}." for text in (model.remark, losses.text) if text]
     price = priced_by(None if cluster is None else prices_in(cluster), dtype)
     rate = measured_rate(unsplit, recipe, dtype, where, repeats=repeats, warmup=warmup)
-    rows = ((bench.key.kind, bench.row()) for bench in benches.all)
-    return profile_of_kinds(
-        model, splits, unsplit, rows, price, measured_source(dtype, where, " ".join(notes)), recipe, rate
-    )
+    rows = [(bench.key.kind, bench.row()) for bench in benches.all]
+    of_kind: dict[Kind, list[CostRow]] = defaultdict(list)
+    for kind, row in rows:
+        of_kind[kind].append(row)
+    more = measured_expert_rows(shares, splits, unsplit, spreads, of_kind, cluster, dtype)
+    source = measured_source(dtype, where, " ".join(notes))
+    return profile_of_kinds(model, splits, unsplit, rows, price, source, recipe, rate, more)
 
 
 def require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:
@@ -152,10 +170,11 @@ def _question(
     seed: int,
 ) -> dict[str, str]:
     """All that a row depends on beside its block and size, by the words an error uses for it."""
-    source = measured_source(dtype, device)
+    source, experts = measured_source(dtype, device), sorted({split.expert for split in splits} - {1})
     return {
         "model": splits[0].model.name,
-        "--shards": ",".join(str(split.shards) for split in splits),
+        "--shards": ",".join(str(split.shards) for split in splits if split.expert == 1),
+        **({"--expert": ",".join(map(str, experts))} if experts else {}),
         "--recompute": str(recompute).lower(),
         "--dtype": source.dtype,
         "device": source.device,
@@ -202,9 +221,15 @@ def _notes(
     if groups := _groups(splits, kinds):
         yield f"Blocks that are alike were measured once: {', '.join(groups[:20])}."
     yield from STATE_NOTES
-    if splits[-1].shards > 1:
+    if max(split.shards for split in splits) > 1:
         links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
         yield f"Split blocks: one device's share was measured alone; collectives are {links}."
+    if experts := sorted({split.expert for split in splits} - {1}):
+        links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
+        yield (
+            f"Experts over {', '.join(map(str, experts))} devices: one device's share of them was measured alone, with "
+            f"as many words as it sends to the others; what devices send each other is {links}."
+        )
     if recompute:
         yield "With recomputation F keeps a block's inputs alone, and B and I run its forward again first."
 
@@ -217,6 +242,8 @@ def _groups(splits: Sequence[ModelShare], kinds: Mapping[Hashable, Kind]) -> lis
         for block in split.graph.blocks:
             kind = kinds[block.likeness]
             counts[kind] = counts.get(kind, 0) + 1
+        if split.expert > 1:
+            continue
         split_so = f" split over {split.shards}" if split.shards > 1 else ""
         found += [f"{id_} for {count} blocks{split_so}" for (*_, id_), count in counts.items() if count > 1]
     return found

@@ -78,7 +78,18 @@ class Benches:
     @property
     def num_of_size(self) -> int:
         """How many there are of each size."""
-        return len(set(self.kinds.values())) * (1 + self.recompute)
+        measured = {
+            self.kinds[block.likeness]
+            for split in self.splits
+            for block in split.graph.blocks
+            if self._is_measured(split, block)
+        }
+        return len(measured) * (1 + self.recompute)
+
+    @staticmethod
+    def _is_measured(split: ModelShare, block: BlockNode) -> bool:
+        """Of a model with some of the experts only blocks that have some: the others are there for what these take."""
+        return split.expert == 1 or block.experts > 0
 
     def fill(self, sizes: Sequence[int], rounds: RunCounter) -> str | None:
         """Build a bench for every kind and size and measure its memory. Returns why sizes are missing, if some are."""
@@ -156,21 +167,23 @@ class Benches:
             batch = split.model.mini_batch(size, 0, self.seed, dtype=self.dtype, device=self.device)
             kind_of = {block.spec.id: self.kinds[block.likeness] for block in split.graph.blocks}
             for block in split.graph.blocks:
-                kind = (split.shards, split.context, block.spec.id)
+                kind = (split.shards, split.context, split.expert, block.spec.id)
                 if kind_of[block.spec.id] != kind:
                     continue
-                key = RowKey(block.spec.id, size, split.shards, context=split.context)
+                key = RowKey(block.spec.id, size, split.shards, context=split.context, expert=split.expert)
                 with blamed(key.label):
                     inputs = _inputs(block, outputs, kind_of)
                     samples = tuple(batch[name] for name in block.spec.samples)
                     outputs[kind] = self._outputs(split, block, (*inputs, *samples))
                     gradients = self._gradients(block, outputs[kind])
+                if not self._is_measured(split, block):
+                    continue
                 own = (inputs, block.input_needs_grad, samples, gradients, self.device, self.meter)
                 for each in (key, replace(key, recompute=True))[: 1 + self.recompute]:
                     yield self.bench(each, self._modules[kind], *own)
 
     def _outputs(self, split: ModelShare, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        kind, id_ = (split.shards, split.context, block.spec.id), block.spec.id
+        kind, id_ = (split.shards, split.context, split.expert, block.spec.id), block.spec.id
         if kind not in self._modules:
             self._modules[kind] = split.model.build(id_, self.seed, dtype=self.dtype, device=self.device)
         with torch.no_grad():

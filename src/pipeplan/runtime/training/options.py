@@ -191,11 +191,7 @@ class TrainOptions(RunOptions):
 
     def with_grain_of(self, plan: Plan) -> Self:
         """The same, with whole layers as a configuration's blocks where the plan's are, unless they say a grain."""
-        ids = [block for stage in plan.stages for block in stage.blocks]
-        layers = [id_ for id_ in ids if _OF_A_LAYER.search(id_)]
-        whole = bool(layers) and all(_LAYER.search(id_) for id_ in layers)
-        configured = isinstance(self.model, str) and is_configuration(self.model)
-        return replace(self, grain="layer") if whole and self.grain is None and configured else self
+        return replace(self, grain=self.grain or grain_of(plan, self.model))
 
     def by_plan(self, plan: Plan) -> Self:
         """The same, with what it leaves to the plan's recipe, or without one to its number format.
@@ -240,14 +236,22 @@ class TrainOptions(RunOptions):
 
     def _of_inference(self, plan: Plan) -> Self:
         """The same for forwards alone, in the format of the plan's recipe. Raises UsageError."""
+        if plan.decode is not None:
+            raise UsageError(
+                f"plan {plan.name!r} is of decode steps, which write texts on: give --prompt-file and --new-tokens, or "
+                "--emulate"
+            )
         given = next((name for name, default in OF_TRAINING.items() if getattr(self, name) != default), None)
         if given is not None:
             raise UsageError(
                 f"--{given.replace('_', '-')} is of training, and plan {plan.name!r} is of inference, which runs "
                 "forwards alone; leave it out, or search a profile of training"
             )
-        planned = FORWARDS_IN.get(plan.recipe.name) if plan.recipe is not None else None
-        return replace(self, dtype=self.dtype or planned or DTYPES.get(plan.provenance.dtype, "float32"))
+        if plan.decode is not None:
+            raise UsageError(
+                f"plan {plan.name!r} is of decode steps, which write texts on: give the prompts with --prompt-file FILE"
+            )
+        return replace(self, dtype=self.dtype or format_of(plan))
 
     @property
     def has_objects(self) -> bool:
@@ -340,6 +344,20 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
     return options.with_grain_of(plan).by_plan(plan) if isinstance(options, TrainOptions) else options
 
 
+def grain_of(plan: Plan, model: Name) -> Literal["layer"] | None:
+    """What a configuration's blocks are where the plan's are whole layers; None: as they usually are."""
+    ids = [block for stage in plan.stages for block in stage.blocks]
+    layers = [id_ for id_ in ids if _OF_A_LAYER.search(id_)]
+    whole = bool(layers) and all(_LAYER.search(id_) for id_ in layers)
+    return "layer" if whole and isinstance(model, str) and is_configuration(model) else None
+
+
+def format_of(plan: Plan) -> str:
+    """The number format of parameters that a plan of inference is for, or of as many bytes."""
+    planned = FORWARDS_IN.get(plan.recipe.name) if plan.recipe is not None else None
+    return planned or DTYPES.get(plan.provenance.dtype, "float32")
+
+
 _OF_A_LAYER, _LAYER = re.compile(r"\.\d+(\.|$)"), re.compile(r"\.\d+$")
 """Names of a layer's blocks, and of the layer as one block."""
 
@@ -401,8 +419,11 @@ class RunOutcome:
     @property
     def is_off(self) -> bool:
         """Whether the median is clearly another time than predicted."""
-        predicted = self.predicted_ns
-        return bool(self.result.steps) and predicted > 0 and abs(self.warm_ns / predicted - 1) > _OFF
+        return bool(self.result.steps) and self._differs(self.warm_ns, self.predicted_ns)
+
+    @staticmethod
+    def _differs(measured_ns: int, predicted_ns: int) -> bool:
+        return predicted_ns > 0 and abs(measured_ns / predicted_ns - 1) > _OFF
 
     def figures(self) -> dict[str, object]:
         """The object of ``run --json``, in which what is not finite is None; ``iteration_ns`` is of all steps."""

@@ -6,6 +6,8 @@ start is ``a_x = s_x + T*k_x`` and repetition n of the pattern runs it at ``a_x 
 
 * dependence i -> j with lag c: ``a_j >= a_i + t_i + c`` and ``k_j >= k_i`` (Tessel's Property 4.2; but not where j may
   start before i, as it first needs it in a later part: ``t_i + c < 0``);
+* what returns from i to j of a micro-batch d later, as in a decoding loop, likewise: of instance u it is for instance
+  ``(u + d) mod U``, ``(u + d) div U`` repetitions later;
 * a device runs one thing at a time modulo T: no overlap of ``[s, s+t)`` and ``[s+T, s+T+t)`` over its instances;
 * memory at the start of every x on a device:
   ``acquire_x + workspace_x + sum over y on the device of net_y * ([y before x] - k_y) <= capacity``; and for what y
@@ -69,7 +71,7 @@ class _Variables:
     ) -> None:
         self.durations = [int(duration / unit) for duration in problem.durations]
         self.lags = [int(lag / unit) for _, _, lag in problem.edges]
-        self.period, self.unroll = period, unroll
+        self.period, self.unroll, self.unit = period, unroll, unit
         self.instances = [(i, u) for i in range(problem.num_operations) for u in range(unroll)]
         reach = _reach(problem, self.durations, self.lags, period)
         most = reach + 1 if max_span is None else min(reach + 1, -(-max_span // unroll))
@@ -103,6 +105,10 @@ def _reach(problem: OneMicrobatch, durations: Sequence[int], lags: Sequence[int]
     ]
     # what may start before what it needs may be that many repetitions before it
     before = sum(max(0, 1 - step) for _, _, step in steps)
+    if problem.returns:  # these join parts of a micro-batch that nothing else does
+        unit = Fraction(problem.durations[0], durations[0])
+        back = (1 + math.ceil((durations[x] + math.ceil(lag / unit)) / period) for x, _, lag, _ in problem.returns)
+        return sum(step for _, _, step in steps) + sum(back) + before
     if problem.one_last_forward:
         return max(longest_paths(problem.order, steps).values()) + before
     most: dict[int, int] = {}
@@ -142,6 +148,11 @@ class _Constraints:
                 self._model.add(v.absolute[j, u] >= v.absolute[i, u] + v.durations[i] + lag)
                 if v.durations[i] + lag >= 0 or v.offset:
                     self._model.add(v.repetition[j, u] >= v.repetition[i, u])
+        for i, j, lag_ns, later in self._problem.returns:
+            for u in range(v.unroll):
+                ahead, other = divmod(u + later, v.unroll)
+                lag = int(lag_ns / v.unit)
+                self._model.add(v.absolute[j, other] + ahead * v.period >= v.absolute[i, u] + v.durations[i] + lag)
 
     def microbatch_order(self) -> None:
         """Instances of one operation in the order of their micro-batches (Property 4.1)."""
@@ -375,7 +386,8 @@ class _Bisection:
 
     def __init__(self, problem: OneMicrobatch, unroll: int, low: Fraction, high: Fraction | None = None) -> None:
         self._unit = problem.time_unit
-        self._total = unroll * (sum(problem.durations) + sum(abs(lag) for _, _, lag in problem.edges))
+        lags = (abs(lag) for _, _, lag, *_ in (*problem.edges, *problem.returns))
+        self._total = unroll * (sum(problem.durations) + sum(lags))
         self._sequential = sequential_time(problem) * unroll
         self._asked_low = False
         self._low = low  # nothing below is possible

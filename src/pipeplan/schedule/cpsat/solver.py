@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import math
 import sys
 import threading
 import time
@@ -140,6 +141,7 @@ def solve(
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     limit = min(limit, budget.remaining)
+    by_work = budget.clock is time.process_time and not budget.deterministic
     parameters.random_seed = budget.seed
     parameters.catch_sigint_signal = False
     if any(each.has_cumulative() for each in model.proto.constraints):
@@ -149,10 +151,11 @@ def solve(
         parameters.max_deterministic_time = limit * _DETERMINISTIC_PER_SECOND
     else:
         parameters.num_workers = budget.workers
-        parameters.max_time_in_seconds = limit
+        parameters.max_time_in_seconds = math.inf if by_work else limit
     if limit <= 0.0:
         return Answer(None, False, solver.value, None)
-    status = _run(solver, model, budget, _callback(on_solution) if on_solution is not None else None)
+    working = Limit(limit, clock=budget.clock) if by_work else Limit()
+    status = _run(solver, model, budget, working, _callback(on_solution) if on_solution is not None else None)
     budget.spent += solver.response_proto.deterministic_time / _DETERMINISTIC_PER_SECOND + _SOLVE_SECONDS
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     bound = round(solver.best_objective_bound) if model.has_objective() else None
@@ -164,8 +167,10 @@ def _run(
     solver: cp_model.CpSolver,
     model: cp_model.CpModel,
     budget: Budget,
+    working: Limit,
     callback: cp_model.CpSolverSolutionCallback | None,
 ) -> int:
+    """The solver's status, once it is done or ``working`` is over: the solver does not measure what a process works."""
     result: list[int] = []
     failure: list[BaseException] = []
     done = threading.Event()
@@ -187,9 +192,10 @@ def _run(
     while not done.is_set():
         try:
             done.wait(_POLL_SECONDS)
-            if budget.interrupted or time_is_up():  # again and again: a solve that had not begun hears no first one
+            over = budget.interrupted or time_is_up()
+            if over or working.expired:  # again and again: a solve that had not begun hears no first one
                 solver.stop_search()
-                asked += 1
+                asked += over
             if asked * _POLL_SECONDS > _STOP_SECONDS:
                 checkpoint()
         except KeyboardInterrupt:

@@ -91,11 +91,12 @@ class LoopedOrders:
 def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
     """[item] the actions, or messages, of a round of that many micro-batches.
 
-    None where those are no whole number, where exchanges do not come out, where actions are counted, and where memory
-    is kept from one device's action to another's: how that overlaps is not said by where a round begins.
+    None where those are no whole number, where exchanges do not come out, where actions are counted, where they wait
+    for what earlier micro-batches return, and where memory is kept from one device's action to another's: how that
+    overlaps is not said by where a round begins.
     """
     samples = microbatches * workload.microbatch_size
-    if workload.needs or workload.networks or any(stage.kept.total for stage in workload.stages):
+    if workload.needs or workload.returns or workload.networks or any(stage.kept.total for stage in workload.stages):
         return None
     found = []
     for slots in workload.slots:

@@ -65,7 +65,8 @@ def find_repetend(
     limit = min(limit, max_unroll or limit)
     bound = work_bound(graph.workload)
     best, best_time = None, 0
-    unrolls = search.unrolls(limit)
+    step = graph.workload.step_microbatches  # a repetend of a decoding loop is a step of all requests
+    unrolls = search.unrolls(limit) if step == 1 else list(range(step, limit + 1, step))[:1]
     least = search.longest_reach(unrolls) / 2 if repeated else 0.0
     for unroll in unrolls:
         for cut in checked(search.cuts(unroll), 1):
@@ -74,7 +75,7 @@ def find_repetend(
             cycle, time = search.steady_state(cut, max_tasks)
             if cycle == 1 and (best is None or cut.rank(time) < best.rank(best_time)):
                 best, best_time = cut, time
-            elif cycle > 1 and unroll * cycle <= limit and unroll * cycle not in unrolls:
+            elif cycle > 1 and unroll * cycle <= limit and unroll * cycle not in unrolls and step == 1:
                 insort(unrolls, unroll * cycle)  # distances alternate: periodic over that many copies
         if best is not None and best_time == bound * best.unroll:
             break  # nothing beats the work bound

@@ -150,6 +150,19 @@ class WritingModel(_Adapter):
         return logits[:, -1]
 
 
+class PlacedModel(WordsModel):
+    """A :class:`WritingModel` of texts that have begun, with the position of each word.
+
+    A share with logits of some of the words gives those.
+    """
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Tokens and positions [samples, sequence] to [samples, words]."""
+        made = self.model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+        logits: Tensor = made.logits
+        return logits[:, -1]
+
+
 def causal_tokens(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch without the words that follow."""
     return {"tokens": batch["tokens"]}
@@ -295,7 +308,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
     """
     product = torch.ops.transformers.grouped_mm_fallback
     each = chosen.shape[1]
-    order, ends = _by_expert(chosen, module.num_experts)
+    order, ends = _by_expert(chosen, module.num_experts, module.gate_up_proj.shape[0])
     gate, up = product(hidden[order // each], module.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
     made = product(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), ends)
     weighted = made[order.argsort()] * shares.flatten()[:, None].to(made.dtype)
@@ -303,10 +316,13 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
     return summed
 
 
-def _by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The order of rows by their expert, and where each expert's end."""
-    expert, order = chosen.flatten().sort()
-    numbers = torch.arange(num_experts, device=expert.device)
+def _by_expert(chosen: Tensor, num_experts: int, num_own: int) -> tuple[Tensor, Tensor]:
+    """The order of rows by their expert, and where each expert's end.
+
+    Where a device has fewer experts than there are, those of other devices stand for what these send: as many words.
+    """
+    expert, order = (chosen if num_own == num_experts else chosen % num_own).flatten().sort()
+    numbers = torch.arange(num_own, device=expert.device)
     return order, (expert[:, None] <= numbers).sum(0).to(torch.int32)
 
 
@@ -329,7 +345,7 @@ class ChosenExperts(_Adapter):
         words = hidden.reshape(-1, layer.hidden_dim)
         logits = F.linear(words, layer.router.weight, layer.router.bias)
         scores, chosen = logits.topk(layer.top_k, dim=1)
-        order, ends = _by_expert(chosen, layer.num_experts)
+        order, ends = _by_expert(chosen, layer.num_experts, experts.gate_up_proj.shape[0])
         given = words[order // layer.top_k] * scores.flatten()[order][:, None].sigmoid().to(words.dtype)
         gate, up = product(given, experts.gate_up_proj, ends).chunk(2, dim=-1)
         made = product(up * experts.act_fn(gate), experts.down_proj, ends)[order.argsort()]

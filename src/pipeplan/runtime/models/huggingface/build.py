@@ -23,6 +23,7 @@ from pipeplan.runtime.models.huggingface.adapters import (
     ATTENTION,
     Contents,
     Pairs,
+    PlacedModel,
     WordsModel,
     WritingModel,
     batch_of,
@@ -44,9 +45,19 @@ from pipeplan.runtime.models.huggingface.families import (
     share_of,
     split_weights,
     widths_of,
+    with_experts_of_one,
 )
 from pipeplan.runtime.models.huggingface.running import RunningShares
-from pipeplan.runtime.models.spec import Batch, BlockSpec, CausalDecoder, Collective, Grain, Model, shards_named
+from pipeplan.runtime.models.spec import (
+    Batch,
+    BlockSpec,
+    CausalDecoder,
+    Collective,
+    Grain,
+    Model,
+    shards_named,
+    with_positions,
+)
 from pipeplan.runtime.parallel.places import Exchanges, positions_at
 from pipeplan.runtime.parallel.sharding import require_even
 
@@ -142,6 +153,7 @@ class LoadedModel:
         devices: that share the whole.
         divided: whether they divide the sequence outside of split products.
         writes: whether it gives the logits of the word after the last instead of a loss, which devices never divide.
+        placed: whether it then takes the position of every word, too.
     """
 
     name: str
@@ -153,6 +165,7 @@ class LoadedModel:
     devices: int = 1
     divided: bool = False
     writes: bool = False
+    placed: bool = False
 
     @property
     def contents(self) -> Contents:
@@ -163,7 +176,8 @@ class LoadedModel:
     def batch(self, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
         """As :class:`Model` has it."""
         made = batch_of(self.contents, num_samples, step, seed)
-        return causal_tokens(made) if self.writes else made
+        made = causal_tokens(made) if self.writes else made
+        return with_positions(made) if self.placed else made
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -440,6 +454,7 @@ def load_configuration(
     sharded = partial(_share, whole, grain)
     loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
     known: dict[str, Any] = {"settings": settings, "made_up": True, "decoder": _decoder(whole, grain, model)}
+    known["spread"] = partial(_spread, whole, grain)
     model = replace(model, sharded=sharded, texts=texts_of(whole.contents), loss_of=loss_of, **known)
     return _named_as_in_transformers(_split_for_runs(model, whole, grain))
 
@@ -452,6 +467,7 @@ def _decoder(whole: LoadedModel, grain: Grain, model: Model) -> CausalDecoder | 
     latent = getattr(config, "kv_lora_rank", None)
     return CausalDecoder(
         partial(_writing, whole, grain, model.blocks[-1]),
+        partial(_placed, whole, grain, model.blocks[-1]),
         whole.family.maximum(config),
         key_heads=None if latent else _key_heads(config),
         latent=(latent, config.qk_rope_head_dim) if latent else None,
@@ -464,16 +480,35 @@ def _writing(whole: LoadedModel, grain: Grain, head: BlockSpec, count: int) -> M
     assert isinstance(whole.module, WordsModel)
     module = WritingModel(whole.module.model).eval()
     written = replace(whole, module=module, sequence=count, writes=True)
-
-    def named(model: Model) -> Model:
-        """Its last block, which has no loss to be called by, is called as that of the whole model."""
-        last = replace(model.blocks[-1], id=head.id, operator=head.operator)
-        own = {model.blocks[-1].id: head.id}
-        tied = tuple(tuple((own.get(id_, id_), name) for id_, name in group) for group in model.tied)
-        return replace(model, blocks=(*model.blocks[:-1], last), tied=tied)
-
+    named = partial(_ending_in, head)
     model = replace(_captured(written, grain), sharded=lambda count: named(_share(written, grain, count)), made_up=True)
     return _named_as_in_transformers(named(model))
+
+
+def _placed(whole: LoadedModel, grain: Grain, head: BlockSpec, count: int) -> Model:
+    """The same for words whose positions are given, as a stage of one device or of several runs it.
+
+    Raises:
+        UsageError: its forward takes no positions, so that it can only begin texts.
+    """
+    assert isinstance(whole.module, WordsModel)
+    module = PlacedModel(whole.module.model).eval()
+    placed = replace(whole, module=module, sequence=count, writes=True, placed=True)
+    model = _captured(placed, grain)
+    if not any("positions" in block.samples for block in model.blocks):
+        raise UsageError(
+            f"{whole.name} takes no positions of words, as its scores depend on their distances: it can be trained and "
+            "profiled, but not decoded with a cache"
+        )
+    return _named_as_in_transformers(_ending_in(head, _split_for_runs(model, placed, grain)))
+
+
+def _ending_in(head: BlockSpec, model: Model) -> Model:
+    """The model, whose last block, which has no loss to be called by, is called as that of the whole model."""
+    last = replace(model.blocks[-1], id=head.id, operator=head.operator)
+    own = {model.blocks[-1].id: head.id}
+    tied = tuple(tuple((own.get(id_, id_), name) for id_, name in group) for group in model.tied)
+    return replace(model, blocks=(*model.blocks[:-1], last), tied=tied)
 
 
 def _key_heads(config: Any) -> int | None:
@@ -509,6 +544,7 @@ def _split_for_runs(model: Model, whole: LoadedModel, grain: Grain) -> Model:
         whole.sequence,
         lambda share: _captured(whole, grain, share),
         whole.require_even,
+        divides=not whole.writes,
     )
     return replace(model, blocks=tuple(map(shares.split, model.blocks)))
 
@@ -540,6 +576,10 @@ def _share(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
     share = whole.sharded(num_devices)
     model = _captured(share, grain)
     return model if num_devices == 1 else collectives_of(model, share)
+
+
+def _spread(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
+    return _captured(whole, grain, with_experts_of_one(whole.module, num_devices))
 
 
 def collectives_of(model: Model, share: LoadedModel) -> Model:

@@ -620,6 +620,18 @@ def share_of(module: nn.Module, ways: Mapping[str, str], num_devices: int, rank:
     return made
 
 
+def with_experts_of_one(module: nn.Module, num_devices: int) -> nn.Module:
+    """A copy that has one of so many equal parts of the experts of each layer, and shares all other parameters."""
+    shares: dict[int, object] = {id(each): each for each in (*module.parameters(), *module.buffers())}
+    for owner in module.modules():
+        count = getattr(owner, "num_experts", None)
+        for parameter in owner.parameters(recurse=False):
+            if parameter.ndim == 3 and parameter.shape[0] == count:
+                own = parameter.detach()[: count // num_devices].clone()
+                shares[id(parameter)] = nn.Parameter(own, parameter.requires_grad)
+    return copy.deepcopy(module, shares)
+
+
 def _cut(module: nn.Module, name: str, whole: Tensor, way: str, num_devices: int, rank: int) -> Tensor:
     """One device's part of a parameter."""
     try:

@@ -45,7 +45,8 @@ class RunningShares:
     """The shares of a ``module``, whose weights are split in ``ways`` by their names.
 
     ``capture`` cuts a share into blocks; ``require(count)`` refuses numbers of devices that cannot have shares.
-    Where the ``sequence`` divides by their number so do devices outside of products, as the family has it.
+    Where the ``sequence`` divides by their number so do devices outside of products, as the family has it, but not
+    without ``divides``.
     """
 
     module: WordsModel
@@ -55,6 +56,7 @@ class RunningShares:
     sequence: int
     capture: Callable[[nn.Module], Model]
     require: Callable[[int], None]
+    divides: bool = True
     _known: dict[tuple[int, int], Model] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -64,7 +66,8 @@ class RunningShares:
         cuts = {own: cut for own, name in names.items() if (cut := self._cut(name))}
         parts = frozenset(own for own, name in names.items() if self._is_inside(name))
         build = partial(self._built, block.id)
-        return replace(block, split=Split(build, cuts, sequence=self.sequence, gradient_parts=parts))
+        sequence = self.sequence if self.divides else 0
+        return replace(block, split=Split(build, cuts, sequence=sequence, gradient_parts=parts))
 
     @cached_property
     def _ways(self) -> dict[int, str]:
@@ -113,7 +116,7 @@ class RunningShares:
         assert isinstance(share, WordsModel)
         if count == 1:
             return share
-        divides = self.sequence % count == 0
+        divides = self.divides and self.sequence % count == 0
         exchanges = Exchanges.running(count, divides)
         biased = list(self._biased())
         for path in biased:

@@ -79,7 +79,9 @@ class TranslationSize(ZooSize):
 
     def _words(self, id_: str, sample: str, shards: Shards) -> BlockSpec:
         build = partial(WordLookup, self.stack, self.vocabulary)
-        return word_embedding(id_, sample, build, ("token",), self.stack, self.vocabulary, shards, shared=self.shared)
+        return word_embedding(
+            id_, (sample,), build, ("token",), self.stack, self.vocabulary, shards, shared=self.shared
+        )
 
     def _batch(self, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
         """A text that counts up, whose translation is the same text one word on."""

@@ -16,7 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.spec import BlockSpec, CausalDecoder, Model, Texts, next_tokens, token_batch
+from pipeplan.runtime.models.spec import (
+    BlockSpec,
+    CausalDecoder,
+    Model,
+    Texts,
+    next_tokens,
+    token_batch,
+    with_positions,
+)
 from pipeplan.runtime.models.zoo.layers import (
     LayerStack,
     ZooSize,
@@ -232,7 +240,8 @@ class GPTSize(ZooSize):
     ``positions`` is the longest sequence it can take, ``sequence`` the one its batches have. With ``tied`` the output
     layer shares the token embedding's weight. ``shared`` spreads embedding and head over all devices, as Tessel does.
     With ``by_operator`` every operator is a block. One that ``writes`` gives the logits of the word after the last, and
-    its devices do not divide the sequence, which in decoding is one word.
+    its devices do not divide the sequence, which in decoding is one word; one that is ``placed`` takes where in its
+    text each word is.
     """
 
     layers: int
@@ -245,6 +254,7 @@ class GPTSize(ZooSize):
     shared: bool = False
     by_operator: bool = False
     writes: bool = False
+    placed: bool = False
 
     @property
     def stack(self) -> LayerStack:
@@ -255,11 +265,13 @@ class GPTSize(ZooSize):
         """The model of this size; of one by operators nothing is known of shares."""
         if self.by_operator:
             return self._model(name, WHOLE)
-        decoder = None if self.writes else CausalDecoder(partial(self._writing, name), self.positions)
-        return replace(ZooSize.model(self, name), decoder=decoder)
+        if self.writes:
+            return ZooSize.model(self, name)
+        at, placed = partial(self._writing, name, False), partial(self._writing, name, True)
+        return replace(ZooSize.model(self, name), decoder=CausalDecoder(at, placed, self.positions))
 
-    def _writing(self, name: str, count: int) -> Model:
-        return replace(self, sequence=count, writes=True).model(name)
+    def _writing(self, name: str, placed: bool, count: int) -> Model:
+        return replace(self, sequence=count, writes=True, placed=placed).model(name)
 
     def _model(self, name: str, shards: Shards) -> Model:
         """Embedding, then attention and feed-forward of each layer, then head with loss."""
@@ -272,14 +284,20 @@ class GPTSize(ZooSize):
             head = next_word if self.writes else word_head
             end = [head(middle[-1].id, self.stack, self.vocabulary, shards, shared=self.shared)]
             output = ("head", "output.weight")
+        make = partial(token_batch, self.vocabulary, self.sequence)
         return Model(
             name,
             (first, *middle, *end),
-            partial(token_batch, self.vocabulary, self.sequence),
+            partial(_placed, make) if self.placed else make,
             num_targets,
             tied=((("embedding", "token.weight"), output),) if self.tied else (),
             texts=Texts(self.vocabulary, self.sequence + 1, next_tokens),
         )
+
+
+def _placed(make: Callable[[int, int, int], dict[str, Tensor]], *numbers: int) -> dict[str, Tensor]:
+    """A batch with the positions of its words."""
+    return with_positions(make(*numbers))
 
 
 class TokenEmbedding(nn.Module):
@@ -292,9 +310,13 @@ class TokenEmbedding(nn.Module):
         self.position = nn.Embedding(size.positions, size.hidden // hidden_of(shards).count)
         draw(self.position.weight, 0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """[samples, sequence] to [samples, sequence, hidden], or this device's part of sequence and hidden."""
-        positions = torch.arange(*self.places.range(tokens.shape[1]), device=tokens.device)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[samples, sequence] to [samples, sequence, hidden], or this device's part of sequence and hidden.
+
+        Without ``positions`` [samples, sequence] texts begin with these tokens.
+        """
+        if positions is None:
+            positions = torch.arange(*self.places.range(tokens.shape[1]), device=tokens.device)
         result: Tensor = self.token(tokens) + self.position(positions)
         return result
 
@@ -302,4 +324,5 @@ class TokenEmbedding(nn.Module):
 def words(size: GPTSize, id_: str, shards: Shards) -> BlockSpec:
     """The embedding of the batch's ``tokens``."""
     build, tables = partial(TokenEmbedding, size), ("token", "position")
-    return word_embedding(id_, "tokens", build, tables, size.stack, size.vocabulary, shards, shared=size.shared)
+    samples = ("tokens", "positions") if size.placed else ("tokens",)
+    return word_embedding(id_, samples, build, tables, size.stack, size.vocabulary, shards, shared=size.shared)

@@ -284,7 +284,7 @@ class ClassHead(nn.Module):
 
 def word_embedding(
     id_: str,
-    sample: str,
+    samples: tuple[str, ...],
     build: Callable[..., nn.Module],
     tables: Sequence[str],
     stack: LayerStack,
@@ -293,12 +293,15 @@ def word_embedding(
     *,
     shared: bool,
 ) -> BlockSpec:
-    """The embedding of a batch's words by a module with these ``tables``, of which ``token`` has the words."""
+    """The embedding of a batch's words by a module that takes ``samples`` of it, the words first.
+
+    Of the module's ``tables`` ``token`` has the words.
+    """
     return BlockSpec(
         id_,
         "embedding",
         partial(build, shards),
-        samples=(sample,),
+        samples=samples,
         dimensions=stack.sizes | {"vocabulary": shards.own(vocabulary)},
         shared=shared,
         collectives=exchanged(shards, *leaving(stack, shards)),
@@ -342,14 +345,16 @@ class NextWord(nn.Module):
 
 def next_word(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *, shared: bool) -> BlockSpec:
     """The head of a model that writes on; devices gather the logits of all words."""
+    build = partial(NextWord, stack, vocabulary)
     return BlockSpec(
         "head",
         "head",
-        partial(NextWord, stack, vocabulary, shards),
+        partial(build, shards),
         (source,),
         dimensions=stack.sizes | {"vocabulary": shards.own(vocabulary)},
         shared=shared,
         collectives=exchanged(shards, ("all_gather", "F", vocabulary)),
+        split=stack.split(build, {"output.weight": WORDS}),
     )
 
 

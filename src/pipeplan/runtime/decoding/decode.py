@@ -1,0 +1,174 @@
+"""A rank's job: write texts on by a decoding plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from pipeplan.errors import UsageError
+from pipeplan.files import Plan, sha256_of
+from pipeplan.runtime.decoding.choosing import WordChoice
+from pipeplan.runtime.decoding.exchanges import SentBytes
+from pipeplan.runtime.decoding.layouts import Placed
+from pipeplan.runtime.decoding.options import DecodeOptions
+from pipeplan.runtime.decoding.rank import DecodingRank, Turns
+from pipeplan.runtime.decoding.requests import Pass, RequestQueue
+from pipeplan.runtime.decoding.stage import DecodingStage, WrittenModel, lines_of
+from pipeplan.runtime.executor.process_groups import AllRanks, ProcessGroups, require_alike
+from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, RunResult, Started, WrittenText, run_job
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
+from pipeplan.runtime.models.given_names import PythonValue
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import CausalDecoder, Model
+from pipeplan.runtime.parallel.device import rank_device
+
+_CPU = torch.device("cpu")
+
+
+def decode_job(job: Report, context: RankContext) -> None:
+    """The job of a rank that writes texts on."""
+    run_job(decode, DecodeOptions(**job["options"]), job, context)
+
+
+def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnEvent) -> RunResult:
+    """Write all texts on; every rank of the process group calls this, and gets the same.
+
+    Raises RankError where an action fails, and UsageError, the same on every rank, where plan, model and options do not
+    go together.
+    """
+    progress.begin(Phase.LOADING)
+    options = options.by_plan(plan)
+    assert plan.decode is not None
+    rank_device(options.device, options.transport, options.num_threads)
+    name = options.model.value if isinstance(options.model, PythonValue) else options.model
+    model = load_model(name, sequence=options.sequence, grain=options.grain, seed=options.seed)
+    turns = Turns.of(plan, progress.rank)
+    here, groups = rank_of(plan.stages, turns, plan.decode.sizes, model, options, progress, plan.decode.prefill_tokens)
+    here.counters = counters_of(plan, progress.rank)
+    progress.begin(Phase.CONNECTING)
+    timeout = timedelta(seconds=options.timeout_ns / 1e9)
+    with lost_others(progress):
+        all_ranks = AllRanks(_CPU, progress, timeout)
+        require_alike(all_ranks.gather({"plan": sha256_of(plan), **said(options)}))
+        groups.connect(options.transport, timeout)
+    if options.init is not None:
+        progress.begin(Phase.RESUMING)
+        here.read_weights(options.init)
+    on_event(Started(0, {"torch": torch.__version__}))
+    all_ranks.begin()
+    here.clock = all_ranks.passed_ns
+    here.run()
+    progress.begin(Phase.REPORTING)
+    words = [(each.request, each.place, each.word, each.at_ns) for each in here.words]
+    chosen = {(request, place): (word, at) for own in all_ranks.gather(words) for request, place, word, at in own}
+    sent, kept = all_ranks.gather(here.sent_bytes), all_ranks.gather(here.cache_bytes)
+    all_ranks.close()
+    groups.close()
+    progress.begin(Phase.DONE)
+    requests = tuple(_text(chosen, request) for request in range(len(options.prompts)))
+    versions = {"torch": torch.__version__}
+    return RunResult((), (), versions, requests=requests, sent_bytes=tuple(sent), cache_bytes=tuple(kept))
+
+
+def said(options: DecodeOptions) -> dict[str, object]:
+    """What ranks must have been started alike with."""
+    found = options.as_json()
+    return {**found, "model": str(options.model), "prompts": [list(each) for each in options.prompts]}
+
+
+def counters_of(plan: Plan, rank: int) -> dict[tuple[int, int], int]:
+    """{(stage, group): the place in a rank's program of its first step}, by which errors say where it is."""
+    assert plan.decode is not None
+    places = {text: place for place, text in reversed(list(enumerate(plan.whole_programs[rank])))}
+    wanted = ((number, group) for number in range(len(plan.stages)) for group in range(plan.decode.groups))
+    return {key: places[f"{key[0]}F{key[1]}"] for key in wanted if f"{key[0]}F{key[1]}" in places}
+
+
+def _text(chosen: Mapping[tuple[int, int], tuple[int, int]], request: int) -> WrittenText:
+    own = [found for (number, _), found in sorted(chosen.items()) if number == request]
+    return WrittenText(tuple(word for word, _ in own), tuple(at for _, at in own))
+
+
+def rank_of(
+    placed: Sequence[Placed],
+    turns: Turns,
+    sizes: Sequence[int],
+    model: Model,
+    options: DecodeOptions,
+    progress: Progress,
+    planned_chunk: int = 0,
+) -> tuple[DecodingRank, ProcessGroups]:
+    """What a rank runs, before it is connected with others.
+
+    Args:
+        placed: all stages.
+        turns: this rank's.
+        sizes: slots of each group.
+        model: what writes.
+        options: prompts, and how they are written on.
+        progress: this rank's.
+        planned_chunk: words of a prompt that enter at once, 0 where nothing is planned.
+
+    Raises:
+        UsageError: model, stages and options do not go together.
+    """
+    decoder = require_fitting(model, options)
+    windows = [found for block in model.blocks if (found := decoder.windows(block.id)) is not None]
+    written = WrittenModel.of(model, options.chunk(planned_chunk, min(windows, default=None)))
+    require_blocks(written.model, placed)
+    queue = RequestQueue(options.prompts, sizes, options.new_tokens, written.chunk, options.stop)
+    groups = ProcessGroups({line for stage in placed for line in lines_of(stage)}, progress)
+    sent = SentBytes()
+
+    def words(rows: Pass, own: range) -> Tensor:
+        found = torch.zeros((len(own), rows.width), dtype=torch.long)
+        for number, row in enumerate(rows.rows[own.start : own.stop]):
+            found[number, rows.width - row.count :] = torch.tensor(queue.entering(row))
+        return found
+
+    dtype = getattr(torch, options.dtype or "float32")
+    stages = {
+        number: DecodingStage(
+            *(stage, written, groups, progress, sent, sizes, options.longest, words), dtype=dtype, seed=options.seed
+        )
+        for number, stage in enumerate(placed)
+        if progress.rank in stage.devices and stage.blocks
+    }
+    choice = WordChoice(options.temperature, options.top, options.seed)
+    timeout = timedelta(seconds=options.timeout_ns / 1e9)
+    sources = [_sources(written.model, stage) for stage in placed]
+    return DecodingRank(placed, stages, sources, turns, queue, choice, progress, lambda: 0, timeout), groups
+
+
+def require_fitting(model: Model, options: DecodeOptions) -> CausalDecoder:
+    """Refuse prompts that the model cannot read, or write on so far; how it does. Raises UsageError."""
+    decoder = WrittenModel.require(model)
+    longest = decoder.longest
+    words = None if model.texts is None else model.texts.vocabulary
+    for number, prompt in enumerate(options.prompts, 1):
+        if words is not None and (odd := [word for word in prompt if not 0 <= word < words]):
+            raise UsageError(f"prompt {number} has token {odd[0]}, and {model.name} has those from 0 to {words - 1}")
+        if longest is not None and len(prompt) + options.new_tokens > longest:
+            raise UsageError(
+                f"prompt {number} has {len(prompt)} tokens, and with --new-tokens {options.new_tokens} its text would "
+                f"have {len(prompt) + options.new_tokens}; {model.name} takes texts of at most {longest}: give fewer, "
+                "or a configuration with more positions"
+            )
+    return decoder
+
+
+def require_blocks(model: Model, placed: Sequence[Placed]) -> None:
+    """Refuse stages of other blocks than the model's. Raises UsageError."""
+    known, there = [block.id for block in model.blocks], [id_ for stage in placed for id_ in stage.blocks]
+    if odd := sorted(set(known) ^ set(there)):
+        where = "the model" if odd[0] in there else "the plan"
+        raise UsageError(f"block {odd[0]!r} is not in {where}; the plan must be for {model.name}, at its granularity")
+
+
+def _sources(model: Model, stage: Placed) -> list[str]:
+    """Blocks of other stages whose outputs a stage takes, in order."""
+    taken = (source for id_ in stage.blocks for source, _ in model.block(id_).inputs)
+    return list(dict.fromkeys(source for source in taken if source not in stage.blocks))

@@ -1,0 +1,108 @@
+"""Whose requests, and which words of their caches, each device of a stage has: by the configuration of every block.
+
+Devices are the digits of a number along the axes ``samples``, ``cache`` (or ``cacheq``, where queries alone are
+gathered) and ``shards``, the last fastest. Each along the first two has its own requests; those along ``cache`` have
+pieces of the caches of all their requests, and those along ``shards`` a part of the block.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pipeplan.errors import UsageError
+from pipeplan.files.placement import PlacedStage
+from pipeplan.workload.elements import Stage
+from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, SAMPLES, SHARDS, Mesh, MeshAxis
+
+_KNOWN = (SAMPLES, CACHE, CACHE_BY_QUERIES, SHARDS, COPIES)
+
+
+Placed = PlacedStage | Stage
+"""A stage as a placement or a plan has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """How the devices of a stage stand for a block."""
+
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, stage: Placed, number: int) -> BlockLayout:
+        """That of block ``number`` of a stage. Raises UsageError where it is none of decoding."""
+        if not stage.configurations:
+            return cls(Mesh(((SAMPLES, stage.replicas), (SHARDS, stage.shards))))
+        text = stage.configurations[number]
+        mesh = Mesh.parse(text)
+        if unknown := [name for name, _ in mesh.axes if name not in _KNOWN]:
+            raise UsageError(f"configuration {text!r} splits by {unknown[0]!r}, which no decode step does")
+        return cls(Mesh((*mesh.axes, *(((SAMPLES, stage.replicas),) if stage.replicas > 1 else ()))))
+
+    @property
+    def pieces(self) -> MeshAxis:
+        """Along which devices have pieces of caches."""
+        return self.mesh.axis(CACHE_BY_QUERIES if self.by_queries else CACHE)
+
+    @property
+    def by_queries(self) -> bool:
+        """Whether new keys and values go to those that keep them alone."""
+        return self.mesh.size_of(CACHE_BY_QUERIES) > 1
+
+    @property
+    def owners(self) -> int:
+        """How many devices have requests of their own."""
+        return self.mesh.size_of(SAMPLES) * self.pieces.size
+
+    def slots(self, device: int, total: int) -> range:
+        """The places, of ``total``, of a device's own requests."""
+        owner = self.mesh.axis(SAMPLES).place(device) * self.pieces.size + self.pieces.place(device)
+        return range(owner * total // self.owners, (owner + 1) * total // self.owners)
+
+    def line(self, device: int) -> tuple[int, ...]:
+        """The devices that have the pieces of this one's caches, in order."""
+        return self.pieces.of(device)
+
+    def cached(self, device: int, total: int) -> range:
+        """The places of the requests of which a device has a piece of the cache, or all of it."""
+        line = self.line(device)
+        return range(self.slots(line[0], total).start, self.slots(line[-1], total).stop)
+
+    def shards(self, device: int) -> tuple[int, ...]:
+        """The devices among which the block is split, of those that have this one's requests."""
+        return self.mesh.axis(SHARDS).of(device)
+
+
+class Route(NamedTuple):
+    """Rows ``begin`` to ``end`` of a pass go from one device to another, by their numbers."""
+
+    source: int
+    target: int
+    begin: int
+    end: int
+
+
+def positions(slots: Sequence[int], own: range) -> range:
+    """Which of the rows at these slots are a device's."""
+    return range(bisect_left(slots, own.start), bisect_left(slots, own.stop))
+
+
+def routes(have: Sequence[range], want: Sequence[range], own: Sequence[int | None]) -> list[Route]:
+    """How each that wants rows gets them from those that have them; ``own`` [target] is what it is as a source.
+
+    What it has itself it takes from there, and else from the next one that has it, so that all give as much.
+    """
+    found = []
+    for target, wanted in enumerate(want):
+        at = wanted.start
+        first = own[target] if own[target] is not None else target % len(have)
+        assert first is not None
+        order = [(first + turn) % len(have) for turn in range(len(have))]
+        while at < wanted.stop:
+            source = next(each for each in order if at in have[each])
+            end = min(wanted.stop, have[source].stop)
+            found.append(Route(source, target, at, end))
+            at = end
+    return found

@@ -1,0 +1,174 @@
+"""A device's piece of the caches of an attention, written in place, and attention to it.
+
+Every request has room for all its words from the start, as it is known how many those can be; word t of the request in
+slot s is kept by device (t + s) modulo the number of pieces, as its word t // pieces. Pages would have to be gathered
+before attention, which takes as long as that or several times as long (``benchmarks/cache_pages.py``), and save nothing
+where all requests end after as many words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pipeplan.runtime.decoding.attention import attention
+from pipeplan.runtime.decoding.requests import Row
+
+_UNEVEN = 1.3
+"""Times the words that rows look at together: up to so many are read at once, padded, and more by each row alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looks:
+    """What rows of a pass look at in a piece: number ``place`` of ``count``, of caches that begin with slot ``first``.
+
+    ``width`` words of each row enter, of which the last ``row.count`` are of its text.
+    """
+
+    rows: tuple[Row, ...]
+    width: int
+    place: int
+    count: int
+    first: int
+    _masks: dict[tuple[int | None, int], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+    def words(self, device: torch.device) -> Tensor:
+        """[rows, width] where in its text each word is; -1 where there is none."""
+        found = torch.full((len(self.rows), self.width), -1, dtype=torch.long)
+        for number, row in enumerate(self.rows):
+            found[number, self.width - row.count :] = torch.arange(row.begin, row.begin + row.count)
+        return found.to(device)
+
+    def keepers(self, device: torch.device) -> Tensor:
+        """[rows, width] the place of the device that keeps each word; -1 where there is none."""
+        words = self.words(device)
+        slots = torch.tensor([row.slot for row in self.rows], dtype=torch.long, device=device)
+        return ((words + slots[:, None]) % self.count).masked_fill(words < 0, -1)
+
+    def range(self, number: int, word: int, window: int | None) -> tuple[int, int]:
+        """Words of this piece that a word of a row looks at: its own, and those before it in the window."""
+        offset = (self.place - self.rows[number].slot) % self.count
+        end = (word - offset) // self.count + 1
+        begin = 0 if window is None else max(0, (word - window - offset) // self.count + 1)
+        return min(begin, end), end
+
+    def ranges(self, number: int, window: int | None) -> list[tuple[int, int]]:
+        """The same of each of a row's words."""
+        row = self.rows[number]
+        return [self.range(number, row.begin + turn, window) for turn in range(row.count)]
+
+
+class CachePiece:
+    """Keys and values of all requests that a device keeps some of: [slots, heads, words, size], made when they come."""
+
+    def __init__(self, num_slots: int, num_words: int) -> None:
+        self._sizes = num_slots, num_words
+        self._kept: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it has room for."""
+        return sum(each.nbytes for each in self._kept or ())
+
+    def append(self, slots: Tensor, words: Tensor, key: Tensor, value: Tensor) -> None:
+        """Keep keys and values [words, heads, size] as these ``words`` of these ``slots``."""
+        if self._kept is None:
+            made = (
+                each.new_zeros(self._sizes[0], each.shape[1], self._sizes[1], each.shape[2]) for each in (key, value)
+            )
+            self._kept = next(made), next(made)
+        keys, values = self._kept
+        keys[slots, :, words], values[slots, :, words] = key, value
+
+    def attend(self, query: Tensor, looks: Looks, window: int | None, scale: float | None) -> tuple[Tensor, Tensor]:
+        """Attention of queries [rows, heads, width, size]: mixtures, and logarithms of sums [rows, heads, width].
+
+        What looks at nothing has no mixture, 0, and a sum of nothing, -inf.
+        """
+        assert self._kept is not None, "what a row enters is kept somewhere before it looks"
+        if looks.width == 1 and (span := self._common(looks, window)) is not None:
+            return self._at_once(query, looks, window, scale, span)
+        mixed = query.new_zeros(*query.shape[:-1], self._kept[1].shape[-1])
+        sums = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+        for number, row in enumerate(looks.rows):
+            ranges = looks.ranges(number, window)
+            begin, end = min(each for each, _ in ranges), max(each for _, each in ranges)
+            if end > begin:
+                at = slice(number, number + 1), slice(None), slice(looks.width - row.count, None)
+                mask, blank = self._mask(looks, window, number, ranges, begin, end, query)
+                slot = row.slot - looks.first
+                mixed[at], sums[at] = self._of(query[at], slice(slot, slot + 1), begin, end, mask, blank, scale)
+        return mixed, sums
+
+    def _common(self, looks: Looks, window: int | None) -> tuple[int, int] | None:
+        """First and last word of what all rows look at, where it is worth while to read it at once."""
+        slots = [row.slot for row in looks.rows]
+        if not slots or slots[-1] - slots[0] + 1 != len(slots):
+            return None
+        ranges = [looks.range(number, row.begin, window) for number, row in enumerate(looks.rows)]
+        begin, end = min(each for each, _ in ranges), max(each for _, each in ranges)
+        looked = sum(end - begin for begin, end in ranges)
+        return (begin, end) if 0 < len(slots) * (end - begin) <= _UNEVEN * looked else None
+
+    def _at_once(
+        self, query: Tensor, looks: Looks, window: int | None, scale: float | None, span: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        slot = looks.rows[0].slot - looks.first
+        ranges = [looks.range(number, row.begin, window) for number, row in enumerate(looks.rows)]
+        mask, blank = self._mask(looks, window, -1, ranges, *span, query)
+        if mask is not None:
+            mask = mask.permute(2, 1, 0, 3)  # rows come first, of one place each
+        if blank is not None:
+            blank = blank.permute(2, 1, 0)
+        return self._of(query, slice(slot, slot + len(looks.rows)), *span, mask, blank, scale)
+
+    def _of(
+        self,
+        query: Tensor,
+        slots: slice,
+        begin: int,
+        end: int,
+        mask: Tensor | None,
+        blank: Tensor | None,
+        scale: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of queries [rows, heads, places, size] to words of as many slots; heads that share keys are places
+        of one."""
+        assert self._kept is not None
+        keys, values = (each[slots, :, begin:end] for each in self._kept)
+        rows, heads, places, size = query.shape
+        shared = heads // keys.shape[1]
+        folded = query.reshape(rows, keys.shape[1], shared * places, size)
+        if mask is not None and places > 1:
+            mask = mask.repeat(1, 1, shared, 1)
+        mixed, sums = attention(folded, keys, values, mask, scale)
+        mixed, sums = mixed.reshape(rows, heads, places, -1), sums.reshape(rows, heads, places)
+        return mixed, sums if blank is None else sums.masked_fill(blank, -torch.inf)
+
+    @staticmethod
+    def _mask(
+        looks: Looks,
+        window: int | None,
+        number: int,
+        ranges: list[tuple[int, int]],
+        begin: int,
+        end: int,
+        like: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What each of some ranges does not look at [1, 1, ranges, words], and which look at nothing [1, 1, ranges].
+
+        None where all look at everything. Kept, as every layer looks at the same.
+        """
+        if (window, number) not in looks._masks:
+            found: tuple[Tensor | None, Tensor | None] = None, None
+            if any(each != (begin, end) for each in ranges):
+                words = torch.arange(begin, end, device=like.device)
+                first, after = torch.tensor(ranges, device=like.device).T[..., None]
+                unseen = ((words < first) | (words >= after))[None, None]
+                blank = unseen.all(-1)
+                mask = torch.zeros(unseen.shape, dtype=like.dtype, device=like.device)
+                found = mask.masked_fill_(unseen, -torch.inf), blank if bool(blank.any()) else None
+            looks._masks[window, number] = found
+        return looks._masks[window, number]

@@ -1,0 +1,166 @@
+"""Plans of decode steps: they are what was chosen, pass check, keep to memory, and say what is asked of them."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+import pipeplan as face
+from builders.clusters import cluster_of
+from builders.decoders import drawn_decoder
+from pipeplan import InfeasibleError, Profile, UsageError
+from pipeplan.files import Plan
+from pipeplan.files.read_write import to_json
+from pipeplan.planning.decode_choice import DecodeSearch
+from pipeplan.planning.decoding import LayerVolume, ServingAsked, Sharing
+
+NAMED = [kv for kv in get_args(Sharing) if kv != "auto"]
+
+
+def searched(profile: Profile, devices: int | None = 4, **asked: Any) -> face.Result:
+    how: dict[str, Any] = {"time_limit": 5, "deterministic": True, "kv": "auto"}
+    return face.search(profile, devices=devices, **(how | asked))
+
+
+@pytest.mark.parametrize("kv", [*NAMED, "auto"])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_plans_are_what_was_chosen(kv: Any, pp: int) -> None:
+    profile = drawn_decoder(5, device="RTX-A5000-24GB")
+    found = searched(profile, kv=kv, pp=pp)
+    plan, answer = found.plan, found.decode
+    assert answer is not None
+    chosen = DecodeSearch(profile, 4, 8, 400, ServingAsked(kv=kv), positions=pp).best()
+    assert answer.token_ns == plan.token_ns == chosen.token_ns
+    assert len({stage.devices for stage in plan.stages}) == pp
+    assert face.check(plan, profile=profile).valid
+    assert Plan.model_validate_json(to_json(plan)) == plan
+    assert plan.is_inference
+    assert plan.decode is not None
+    assert (plan.decode.batch, plan.decode.context_tokens, plan.decode.kv) == (8, 400, answer.kv)
+    if kv != "auto":
+        assert answer.kv == kv
+        meshes = {text for stage in plan.stages for text in stage.configurations}
+        axis = {"dp": "samples", "tp": "shards", "cp": "cache", "cp-q": "cacheq"}[kv]
+        assert f"{axis}{4 // pp}" in meshes
+
+
+def test_figures_have_what_is_asked_for() -> None:
+    figures = searched(drawn_decoder(5), kv="cp").figures()
+    assert figures["kv"] == "cp"
+    token, rate = figures["token_ns"], figures["tokens_per_s"]
+    assert isinstance(token, int)
+    assert rate == 1e9 * 8 / token
+    assert figures["max_requests"] is None
+    own = 8 * 400 * 128
+    cache = figures["cache_bytes"]
+    assert isinstance(cache, list)
+    assert len(cache) == 4
+    assert own <= sum(cache) <= own + 4 * 8 * 128  # pieces that are not even
+    assert figures["tokens_per_second"] == pytest.approx(rate)
+    assert figures["model_flops_utilisation"] is None
+    assert figures["status"] == "optimal"
+    volumes = figures["volumes"]
+    assert isinstance(volumes, list)
+    assert [each["kept"] for each in volumes] == NAMED
+
+
+def test_volumes_are_those_of_the_thesis_and_as_counted() -> None:
+    """Per request of a layer of hidden 4096 with 32 heads on four devices."""
+    profile = drawn_decoder(0)
+    known = {"dimensions": {"hidden": 4096, "heads": 32}, "query_bytes_per_token": 8192, "cache_bytes_per_token": 16384}
+    block = profile.by_id["layer0.attention"].model_copy(update=known)
+    found = {kept: LayerVolume.of(kept, block, 2, 4, 4) for kept in ("dp", "tp", "cp", "cp-q")}
+    assert {kept: each.counted / 4 for kept, each in found.items()} == {
+        "dp": 0,
+        "tp": 12_288,
+        "cp": 12_336,
+        "cp-q": 7_728,
+    }
+    assert {kept: each.printed and each.printed / 4 for kept, each in found.items()} == {
+        "dp": None,
+        "tp": 49_152,
+        "cp": 15_456,
+        "cp-q": None,
+    }
+
+
+@pytest.mark.parametrize("seed", [0, 3, 6])  # whose quickest plan does not fit
+def test_memory_at_the_last_step_is_within_the_limit(seed: int) -> None:
+    profile = drawn_decoder(seed, core_ns=0.05)
+    free = searched(profile, explain=True)
+    assert free.decode is not None
+    limit = free.decode.frontier[0].memory_bytes  # with which one stage on all devices just fits
+    found = searched(profile, memory=limit)
+    plan, answer = found.plan, found.decode
+    assert answer is not None
+    assert all(memory.peak_bytes <= limit for memory in plan.predicted.memory)
+    assert answer.cache_bytes == plan.cache_bytes
+    assert max(answer.cache_bytes) < limit
+    assert answer.max_requests is not None
+    assert answer.max_requests >= 8
+    assert max(memory.peak_bytes for memory in free.plan.predicted.memory) > limit
+    assert answer.token_ns >= free.decode.token_ns
+
+
+def test_messages_of_a_cluster_are_in_the_tokens_time() -> None:
+    profile = drawn_decoder(4)
+    cluster = cluster_of(2, latency_ns=5_000, memory_bytes=10**9)
+    found = searched(profile, None, cluster=cluster, pp=2)
+    assert found.decode is not None
+    assert found.decode.max_requests is not None
+    assert face.check(found.plan, profile=profile, cluster=cluster).valid
+    free = searched(profile, 2, pp=2)
+    assert free.decode is not None
+    assert found.decode.token_ns > free.decode.token_ns
+
+
+def test_the_frontier_has_every_plain_way_between_its_ends() -> None:
+    """One that other ways do not beat in both is a point; all are said with how many blocks are shared so."""
+    profile = drawn_decoder(6, core_ns=0.01)
+    answer = searched(profile, explain=True).decode
+    assert answer is not None
+    points = answer.frontier
+    assert [each.memory_bytes for each in points] == sorted(each.memory_bytes for each in points)
+    assert [each.token_ns for each in points] == sorted((each.token_ns for each in points), reverse=True)
+    for kv in NAMED:
+        own = searched(profile, kv=kv, pp=1).decode
+        assert own is not None
+        assert any(each.token_ns <= own.token_ns for each in points)
+    assert points[-1].token_ns == min(each.token_ns for each in points)
+    assert searched(profile).decode is not None
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"context": 500}, "rows of contexts of 10, 100, 400, not of 500"),
+        ({"batch": 400}, "rows of batches of 1, 3, 8, not of"),
+        ({"mini_batch": 8}, "kv asks for a plan of decode steps, which mini_batch is not for"),
+        ({"scheduler": "gpipe"}, "kv asks for a plan of decode steps, which scheduler is not for"),
+        ({"cp": 2}, "which cp is not for; leave it out; cp is of training, dcp shares caches"),
+        ({"objective": "time"}, "is for servers"),
+        ({"for_": "vllm"}, "kv is for plans of decode steps, and servers share caches in ways of their own"),
+        ({"memory": 30_000}, r"a cache for 8 requests of 400 tokens does not fit .* there is room for \d+ such"),
+        ({"kv": "dp", "dcp": 2}, "dcp=2 shares caches along the text, which kv dp does not"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(asked: dict[str, Any], text: str) -> None:
+    with pytest.raises((UsageError, InfeasibleError), match=text):
+        searched(drawn_decoder(0), **asked)
+
+
+def test_profiles_of_training_have_no_decode_steps() -> None:
+    with pytest.raises(UsageError, match="is of training, and decode steps are of inference; profile the model with"):
+        searched(face.read_profile("profiles/gpt2-124m-cpu.json"))
+    profile = drawn_decoder(0)
+    none = profile.model_copy(update={"blocks": tuple(b.model_copy(update={"phases": ()}) for b in profile.blocks)})
+    with pytest.raises(UsageError, match="says nothing of decode steps and their cache"):
+        searched(none)
+
+
+def test_a_batch_alone_asks_for_decode_steps_too() -> None:
+    found = searched(drawn_decoder(0), kv=None, batch=3)
+    assert found.decode is not None
+    assert found.decode.batch == 3
+    assert searched(drawn_decoder(0), 4, kv=None).decode is None

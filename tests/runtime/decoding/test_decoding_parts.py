@@ -1,0 +1,193 @@
+"""What decoding is made of, in one process: pieces of caches, requests that come and go, words, prompts and options."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeplan import UsageError
+from pipeplan.errors import FileError
+from pipeplan.runtime.decoding.attention import attention, merged
+from pipeplan.runtime.decoding.choosing import WordChoice
+from pipeplan.runtime.decoding.layouts import BlockLayout, Route, positions, routes
+from pipeplan.runtime.decoding.options import DecodeOptions, read_prompts
+from pipeplan.runtime.decoding.pieces import CachePiece, Looks
+from pipeplan.runtime.decoding.requests import RequestQueue, Row
+from pipeplan.workload.mesh import Mesh
+
+HEADS, KEY_HEADS, SIZE = 6, 2, 4
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6}
+
+
+def whole(query: Tensor, key: Tensor, value: Tensor, first: int, window: int | None) -> Tensor:
+    """Attention of words from ``first`` on to all before them, by its formula: [heads, words, size]."""
+    copies = query.shape[0] // key.shape[0]
+    scores = query @ key.repeat_interleave(copies, 0).transpose(1, 2) / math.sqrt(query.shape[-1])
+    own, others = torch.arange(first, key.shape[1])[:, None], torch.arange(key.shape[1])[None, :]
+    seen = (others <= own) & (others > own - (window or key.shape[1]))
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value.repeat_interleave(copies, 0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("lengths", [(7, 2, 5), (6, 6, 6), (1, 1, 1)])
+def test_pieces_of_any_number_are_merged_into_all(
+    lengths: tuple[int, ...], count: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Prompts in one pass, then one word each; pieces of short texts are empty, and one slot is left out."""
+    torch.manual_seed(0)
+    total = [length + 1 for length in lengths]
+    slots = [0, 1, 3]
+    keys, values = ([torch.randn(KEY_HEADS, each, SIZE, dtype=dtype) for each in total] for _ in range(2))
+    queries = [torch.randn(HEADS, each, SIZE, dtype=dtype) for each in total]
+    pieces = [CachePiece(4, -(-max(total) // count)) for _ in range(count)]
+    for width in (max(lengths), 1):
+        begins = [length if pieces[0].num_bytes else 0 for length in lengths]
+        ends = [length if not begin else length + 1 for begin, length in zip(begins, lengths, strict=True)]
+        rows = tuple(
+            Row(slot, slot, begin, end - begin, True) for slot, begin, end in zip(slots, begins, ends, strict=True)
+        )
+        found = [
+            attend(piece, place, count, rows, width, queries, keys, values, window)
+            for place, piece in enumerate(pieces)
+        ]
+        mixed = merged(torch.stack([each for each, _ in found]), torch.stack([each for _, each in found]))
+        for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+            wanted = whole(queries[number][:, begin:end], keys[number][:, :end], values[number][:, :end], begin, window)
+            assert (mixed[number, :, width - (end - begin) :] - wanted).abs().max() < TOLERANCE[dtype]
+
+
+def attend(
+    piece: CachePiece,
+    place: int,
+    count: int,
+    rows: tuple[Row, ...],
+    width: int,
+    queries: list[Tensor],
+    keys: list[Tensor],
+    values: list[Tensor],
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
+    """Keep what is this piece's of new words, and attend."""
+    looks = Looks(rows, width, place, count, 0)
+    for number, row in enumerate(rows):
+        for word in range(row.begin, row.begin + row.count):
+            chosen = slice(word, word + 1) if (word + row.slot) % count == place else slice(0, 0)
+            own = len(range(word + 1)[chosen])
+            slot, where = torch.full((own,), row.slot), torch.full((own,), word // count)
+            piece.append(slot, where, *(each[number][:, chosen].transpose(0, 1) for each in (keys, values)))
+    query = queries[0].new_zeros(len(rows), HEADS, width, SIZE)
+    for number, row in enumerate(rows):
+        query[number, :, width - row.count :] = queries[number][:, row.begin : row.begin + row.count]
+    return piece.attend(query, looks, window, None)
+
+
+def test_attention_without_torchs_operator_is_the_same() -> None:
+    """As on devices that have none, or where values have another size."""
+    query, key, value = (torch.randn(2, 3, words, 4, dtype=torch.float64) for words in (2, 5, 5))
+    mask = torch.zeros(2, 1, 2, 5, dtype=torch.float64)
+    mask[..., 3:] = -torch.inf
+    wide = torch.cat([value, value], -1)
+    for one, other in zip(attention(query, key, value, mask, 0.3), attention(query, key, wide, mask, 0.3), strict=True):
+        assert torch.allclose(one, other[..., :4] if one.ndim == 4 else other, atol=1e-14)
+
+
+def test_requests_take_places_that_others_have_left() -> None:
+    """Two places and three requests: the third joins when the second, which is told its last word, has left."""
+    queue = RequestQueue([[1, 2, 3], [4], [5, 6]], [2], new_words=3, chunk=2, stop=0)
+    seen = []
+    for turn in range(20):
+        if queue.ends_at(turn):
+            break
+        passes = queue.turn(turn)
+        seen.append(
+            [(each.width, [(row.slot, row.request, row.begin, row.count) for row in each.rows]) for each in passes]
+        )
+        for each in passes:
+            for row in each.writing:
+                queue.tell(row, 0 if (row.request, turn) == (1, 1) else 9)
+    assert seen == [
+        [(2, [(0, 0, 0, 1), (1, 1, 0, 1)])],
+        [(2, [(0, 0, 1, 2)]), (1, [(1, 1, 1, 1)])],
+        [(2, [(1, 2, 0, 2)]), (1, [(0, 0, 3, 1)])],
+        [(1, [(0, 0, 4, 1), (1, 2, 2, 1)])],
+        [(1, [(1, 2, 3, 1)])],
+    ]
+    assert [queue.written(request) for request in range(3)] == [[9, 9, 9], [9, 0], [9, 9, 9]]
+
+
+def test_rows_go_the_shortest_way() -> None:
+    """Four devices with shares of five requests; of two halves each takes what it has itself from there."""
+    have = [BlockLayout(Mesh.parse("samples4")).slots(device, 5) for device in range(4)]
+    assert [list(each) for each in have] == [[0], [1], [2], [3, 4]]
+    want = [BlockLayout(Mesh.parse("samples2-shards2")).slots(device, 5) for device in range(4)]
+    found = routes(have, want, range(4))
+    assert Route(1, 1, 1, 2) in found
+    assert sorted((each.target, each.begin) for each in found) == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 2),
+        (2, 3),
+        (3, 2),
+        (3, 3),
+    ]
+    assert positions([0, 3, 4], range(2, 4)) == range(1, 2)
+
+
+def test_words_are_drawn_by_their_probabilities() -> None:
+    logits = torch.tensor([0.0, math.log(3), -torch.inf, math.log(4)])
+    choice = WordChoice(1.0, seed=3)
+    counts = Counter(choice.of(logits, request, 7) for request in range(4000))
+    assert {word: round(count / 4000, 1) for word, count in counts.items()} == {0: 0.1, 1: 0.4, 3: 0.5}
+    assert {WordChoice(1.0, 1, seed=3).of(logits, request, 7) for request in range(20)} == {3}
+    assert WordChoice().of(logits, 0, 0) == 3
+
+
+def test_prompts_are_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("[1, 2]\n\n[3]\n")
+    assert read_prompts(str(path), None) == ([[1, 2], [3]], None)
+    path.write_text("[1]\nOnce upon a time\n")
+    with pytest.raises(UsageError, match=r"line 2: 'Once upon a time' is no JSON list of token ids .* --tokenizer DIR"):
+        read_prompts(str(path), None)
+    with pytest.raises(FileError, match="cannot be read"):
+        read_prompts(str(tmp_path / "none.txt"), None)
+    with pytest.raises(UsageError, match="there is no such folder"):
+        read_prompts(str(path), str(tmp_path / "none"))
+
+
+@pytest.mark.slow
+def test_prompts_of_text_have_a_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<end>": 2, "?": 3}, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="?").save_pretrained(tmp_path / "of")
+    path = tmp_path / "prompts.txt"
+    path.write_text("a b c\n" + json.dumps([1, 1]) + "\n")
+    assert read_prompts(str(path), str(tmp_path / "of")) == ([[0, 1, 3], [1, 1]], 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompts": []}, "has no prompts"),
+        ({"prompts": [[1], []]}, "prompt 2 is empty"),
+        ({"prompts": [[1]], "top": 3}, "without --temperature nothing is drawn"),
+        ({"prompts": [[1]], "device": "cuda"}, "by CPUs only"),
+        ({"prompts": [[1]], "trace": True}, "no --trace"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        DecodeOptions(model="gpt2-tiny", **options).require_consistent()  # type: ignore[arg-type]

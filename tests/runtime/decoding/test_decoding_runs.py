@@ -1,0 +1,163 @@
+"""Texts written on by four processes are those that one process writes, whoever has which requests and cached words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from builders.chains import chain_plan
+from pipeplan import UsageError, _api
+from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
+from pipeplan.runtime.decoding.options import DecodeOptions
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.weights import WeightNames
+from runtime_support.decoding_rank import Case, Found, case, distance, plan_of, unsplit, written_by
+from runtime_support.warm import warm_ranks
+
+LLAMA = (
+    "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, "
+    "num_key_value_heads=4, vocab_size=50)"
+)
+QWEN2 = LLAMA.replace("Llama", "Qwen2")
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [5, 4], [9, 8, 7, 3, 1], [11], [3] * 9, [2, 1, 2]]
+"""More than there are slots, so that some join when others have left; no length is another's, nor a multiple of 4."""
+
+ALL, PAIRS = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+
+
+def of_four(kind: str, model: str = LLAMA, **options: object) -> Case:
+    """One stage of four devices: five slots, so that their shares differ."""
+    return case(model, [kind], ALL, sizes=(5,), prompts=PROMPTS, **options)
+
+
+def of_pairs(kinds: Sequence[str], model: str = LLAMA, **options: object) -> Case:
+    """Two stages of two devices, and two groups, of which one has a slot and so leaves a device without any."""
+    return case(model, kinds, PAIRS, sizes=(2, 1), prompts=PROMPTS, **options)
+
+
+QUICK = {
+    "dp": of_four("samples4"),
+    "tp": of_four("shards4"),
+    "cp": of_four("cache4"),
+    "cp-q": of_four("cacheq4", dtype="float32"),
+    "cp before tp": of_pairs(["cacheq2", "shards2"]),
+    "drawn, to a last word": of_pairs(["samples2", "cache2"], temperature=1.0, top=20, seed=5, stop=7, new_tokens=6),
+}
+
+SLOW = {
+    f"{kind} of {model[:5]} in {dtype}": of_four(kind, model, dtype=dtype)
+    for model, kinds in (
+        ("gpt2-tiny", ("samples4", "samples2-shards2", "cache4", "cacheq4", "samples2-cache2", "cache2-shards2")),
+        (LLAMA, ("cacheq4", "samples2-cache2", "cache2-shards2", "samples2-cacheq2", "copies4")),
+        (QWEN2, ("shards4", "cacheq4")),
+    )
+    for kind in kinds
+    for dtype in ("float64", "float32")
+    if dtype == "float64" or model != "gpt2-tiny"
+}
+SLOW |= {
+    f"two stages, {kind}, of {model[:5]}": of_pairs([kind] * 2, model)
+    for kind in ("samples2", "shards2", "cache2", "cacheq2")
+    for model in (LLAMA, "gpt2-tiny", QWEN2)
+}
+SLOW |= {
+    "one device at a time": case(LLAMA, [""] * 4, [[0], [1], [2], [3]], sizes=(1, 1, 2, 1), prompts=PROMPTS),
+    "blocks in turn": of_four("", mixed=("cache4", "shards4", "samples4")),
+    "prompts in parts": of_four("cacheq4", chunk=2),
+    "more devices than requests": case(LLAMA, ["cache4"], ALL, sizes=(2,), prompts=PROMPTS[:2]),
+    "one word": of_four("cache4", new_tokens=1),
+}
+
+
+def right(cases: dict[str, Case]) -> None:
+    for (name, each), found in zip(cases.items(), written_by([*cases.values()], 4), strict=True):
+        off = distance(found.texts(), unsplit(each))
+        assert off <= TOLERANCE[each["options"]["dtype"]], name
+
+
+def test_four_processes_write_what_one_writes() -> None:
+    right(QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_every_configuration_writes_what_one_process_writes() -> None:
+    right(SLOW)
+
+
+HIDDEN, HEADS, KEY_HEADS, LAYERS = 32, 8, 4, 2
+REQUESTS, STEPS = 8, 4
+KINDS: dict[Kept, str] = {"dp": "samples4", "tp": "shards4", "cp": "cache4", "cp-q": "cacheq4"}
+
+
+def test_bytes_that_are_sent_are_those_predicted() -> None:
+    """Prompts of one word, so that all is decode; in as many steps as devices each of them keeps each text's word."""
+    prompts = [[number + 1] for number in range(REQUESTS)]
+    kept = {"prompts": prompts, "sizes": (REQUESTS,), "new_tokens": STEPS}
+    cases = [case(LLAMA, [kind], ALL, **kept) for kind in KINDS.values()]
+    for (name, _), found in zip(KINDS.items(), written_by(cases, 4), strict=True):
+        shape = AttentionShape.of(HIDDEN, HEADS, KEY_HEADS)
+        wanted = step_volume(name, shape, REQUESTS, 4, statistics=1).bytes(8, 8) * STEPS * LAYERS
+        assert {sent_in_attention(found, rank, name) for rank in range(4)} == {wanted}, name
+
+
+def sent_in_attention(found: Found, rank: int, kept: Kept) -> Fraction:
+    """Bytes of a rank's layers, each an attention and what follows."""
+    purposes = ("sums",) if kept == "tp" else ("attention",)
+    return Fraction(
+        sum(
+            count
+            for name, count in found.sent[rank].items()
+            if name.startswith("layers.") and name.rpartition(" ")[2] in purposes
+        )
+    )
+
+
+def test_a_plan_is_followed_from_a_file_of_weights(tmp_path: Path) -> None:
+    """Two devices with two stages each, which take turns as the plan's repetend says; numbers are those of the file."""
+    model, others = load_model("gpt2-tiny"), 9
+    names = WeightNames.of(model, torch.float32).name_of
+    weights = {
+        names[block.id, own]: tensor.clone()
+        for block in model.blocks
+        for own, tensor in model.build(block.id, others).state_dict().items()
+    }
+    save_file(weights, tmp_path / "weights.safetensors")
+    plan = plan_of("gpt2-tiny", ["", "", "", ""], [[0], [1], [0], [1]], batch=4, groups=2, context=13)
+    assert plan.repetend is not None
+    options = DecodeOptions(model="gpt2-tiny", prompts=PROMPTS, new_tokens=4, seed=others)
+    with warm_ranks():
+        found = _api.run(plan, replace(options, init=str(tmp_path / "weights.safetensors"), seed=0))
+    asked = {"prompts": PROMPTS, "new_tokens": 4, "dtype": "float32", "seed": others}
+    wanted = unsplit({"model": "gpt2-tiny", "options": asked})
+    assert [list(each.ids) for each in found.result.requests] == [[word for word, _ in of] for of in wanted.values()]
+    assert all(sorted(each.times_ns) == [*each.times_ns] for each in found.result.requests)
+    assert found.figures()["predicted_token_ns"] == plan.token_ns
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ([[1] * 12], "a text has 16, and the plan's caches are for 13"),
+        ([[1, 64]], "prompt 1 has token 64, and gpt2-tiny has those from 0 to 63"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(prompts: list[list[int]], words: str) -> None:
+    plan = plan_of("gpt2-tiny", ["samples2"], [[0, 1]], batch=2, groups=1, context=13)
+    with warm_ranks(), pytest.raises(UsageError, match=words):
+        _api.run(plan, DecodeOptions(model="gpt2-tiny", prompts=prompts, new_tokens=4))
+
+
+def test_a_plan_that_does_not_decode_is_refused() -> None:
+    with pytest.raises(UsageError, match="not of decode steps, which --prompt-file needs"):
+        _api.run(chain_plan(1, 2), DecodeOptions(model="gpt2-tiny", prompts=[[1]]))
+    with pytest.raises(UsageError, match="give the prompts with --prompt-file"):
+        _api.run(plan_of("gpt2-tiny", [""], [[0]], batch=1, groups=1, context=9), TrainOptions("gpt2-tiny"))

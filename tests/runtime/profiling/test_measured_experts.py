@@ -1,0 +1,119 @@
+"""Measured rows of devices that share experts: one device's part of them, with as many words as it sends away."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipeplan
+from pipeplan.checker import check
+from pipeplan.costs.communication import LinkPath, dispatch_ns
+from pipeplan.errors import UsageError
+from pipeplan.files import Cluster, CostRow
+from pipeplan.runtime.models.huggingface.families import with_experts_of_one
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.profiling.build_profile import block_graph_of, kinds_of, splits_of
+from pipeplan.runtime.profiling.expert_rows import Spread, measured_expert_rows, with_own_share
+from runtime_support.hugging_face import HIDDEN, SEQUENCE, batch_for, size, text, whole
+from support.marks import slow_but
+
+SPARSE = ("mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text")
+EXPERTS = 4
+MIXTRAL = text("mixtral", num_hidden_layers=1)
+
+
+def experts_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in module.named_parameters() if each.ndim == 3 and each.shape[0] <= EXPERTS}
+
+
+@slow_but("name", SPARSE, lambda name: name in ("mixtral", "llama4_text"))
+@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_device_multiplies_what_it_sends_by_its_own_experts(name: str, devices: int) -> None:
+    """As the whole model does, whose others are copies of these: loss, and gradients summed over the copies."""
+    found, own = whole(name), EXPERTS // devices
+    alike, part = copy.deepcopy(found.module), with_experts_of_one(found.module, devices)
+    assert experts_of(alike)
+    with torch.no_grad():
+        for parameter in experts_of(alike).values():
+            parameter.copy_(parameter[:own].repeat(devices, 1, 1))
+    batch, losses = batch_for(found, 3), []
+    for module in (alike, part):
+        module.zero_grad()
+        losses.append(module(**batch))
+        losses[-1].backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-12, atol=0)
+    gradients = experts_of(alike)
+    for key, parameter in experts_of(part).items():
+        (of_all, of_own) = (gradients[key].grad, parameter.grad)
+        assert of_all is not None
+        torch.testing.assert_close(of_own, of_all.unflatten(0, (devices, own)).sum(0), rtol=1e-9, atol=1e-12)
+    held = sum(each.numel() for each in experts_of(found.module).values())
+    assert size(part) == size(found.module) - held + held // devices
+    found.module.zero_grad()
+
+
+def test_rows_are_measured_beside_those_of_all_experts() -> None:
+    """Words, and so what is held of them, are as many; weights are fewer, and searches may share experts."""
+    made = pipeplan.profile(MIXTRAL, microbatch=[1, 2], sequence=SEQUENCE, shards=[1, 2], expert=[2, 4], repeats=1)
+    assert "Experts over 2, 4 devices: one device's share of them was measured alone" in made.source.notes
+    sparse = [block for block in made.blocks if block.operator == "moe"]
+    assert len(sparse) == 1
+    for block in made.blocks:
+        assert {row.expert for row in block.costs} == ({1, 2, 4} if block in sparse else {1})
+    rows = {row.key[:4]: row for row in sparse[0].costs}
+    assert rows.keys() == {(n, shards, 1, expert) for n in (1, 2) for shards in (1, 2) for expert in (1, 2, 4)}
+    for samples in (1, 2):
+        alone = [rows[samples, 1, 1, expert] for expert in (1, 2, 4)]
+        assert len({(row.activation_bytes, row.weight_grad_bytes) for row in alone}) == 1
+        half = rows[2, 2, 1, 4], rows[1, 1, 1, 4]
+        assert half[0].activation_bytes == half[1].activation_bytes, "half of the words of twice as many samples"
+    assert all(row.repeats == 1 and row.forward_ns for row in rows.values())
+    plan = pipeplan.search(made, devices=2, mini_batch=2, ep=2, time_limit=2).plan
+    assert {stage.expert for stage in plan.stages} == {2}
+    assert not check(plan, made).problems
+
+
+def test_what_devices_send_each_other_takes_the_links_of_the_cluster() -> None:
+    """There and back, in F and in I; of half of the words where two devices split all else."""
+    model = load_model(MIXTRAL, sequence=SEQUENCE, meta=True)
+    splits, spreads = splits_of(model, (1, 2), torch.float32, None), [Spread(2), Spread(4)]
+    shares = tuple(with_own_share(model, splits, spreads, torch.float32))
+    assert [(share.context, share.expert) for share in shares] == [(1, 2), (1, 4), (2, 2), (2, 4)]
+    row = CostRow(microbatch_size=3, forward_ns=1000, input_grad_ns=2000, weight_grad_ns=3000, backward_ns=5000)
+    rows = {kind: [row] for kind in kinds_of([*splits, *shares]).values()}
+    links = Cluster.of("pairs", 4, levels=[("pair", 2, 0, 10**9), ("node", 4, "1us", 10**8)])
+    unsplit = block_graph_of(model, torch.float32)
+    known = shares, splits, unsplit, spreads, rows
+    of_links, free = (measured_expert_rows(*known, each, torch.float32) for each in (links, None))
+    assert of_links.keys() == {node.spec.id for node in unsplit.blocks if node.experts}
+    for own in free.values():
+        assert {(each.shards, each.expert, each.forward_ns, each.weight_grad_ns) for each in own} == {
+            (shards, expert, 1000, 3000) for shards in (1, 2) for expert in (2, 4)
+        }
+    for each in of_links["layers.0.moe"]:
+        sent = 3 * SEQUENCE * HIDDEN * 4 / each.shards
+        once = dispatch_ns(sent, 2, each.expert, LinkPath.in_cluster(links, each.expert))
+        assert once > 0
+        assert each.forward_ns == 1000 + round(2 * once)
+        assert (each.input_grad_ns, each.weight_grad_ns) == (2000 + round(2 * once), 3000)
+        assert each.backward_ns == 5000 + round(2 * once)
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "message"),
+    [
+        (MIXTRAL, {"expert": 3}, "4 experts, which 3 devices"),
+        ("gpt2-tiny", {"expert": 2}, "has no experts"),
+        (MIXTRAL, {"expert": 2, "granularity": "operator"}, "has no experts"),
+        (MIXTRAL, {"expert": 2, "granularity": "layer", "shards": 2}, "attention beside experts"),
+        (MIXTRAL, {"expert": 4, "cluster": Cluster.of("two", 2)}, "the cluster has 2 devices"),
+        (MIXTRAL, {"expert": 2, "inference": True}, "of estimates"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(model: str, how: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        pipeplan.profile(model, microbatch=1, sequence=SEQUENCE, repeats=1, **how)
