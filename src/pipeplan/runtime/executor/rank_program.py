@@ -427,6 +427,7 @@ class _Lowering:
             if target == rank:
                 self._received[message.target, message.payload].append((message, source))
         self._ends = {Message.of(each): self._parts_of(each) for each in plan.dependencies}
+        self._later = {Message.of(each): each.later for each in plan.dependencies if each.later}
         here = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
         self._stages = {index: self._stage(index) for index in here if plan.stages[index].blocks}
         self._custom_ops = {index: self._custom_op(index) for index in here if not plan.stages[index].blocks}
@@ -567,11 +568,12 @@ class _Lowering:
             return ProgramStep(counter, action, samples)
         backward = action.role is not Role.FORWARD
         takes, gives = self._graph.takes(action.stage, backward), self._graph.gives(action.stage, backward)
+        later = {message: self._later.get(message, 0) * self._plan.microbatch_size for message in takes}
         return ProgramStep(
             counter,
             action,
             samples,
-            takes=tuple((message, own) for own in samples for message in takes),
+            takes=tuple((m, moved(own, -later[m])) for own in samples for m in takes if own[0] >= later[m]),
             gives=tuple((message, own) for own in samples for message in gives),
         )
 
