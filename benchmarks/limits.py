@@ -140,6 +140,36 @@ def chain(num_blocks: int, shards: tuple[int, ...] = (1,), contexts: tuple[int, 
     return Profile(name=f"chain-{num_blocks}", source=MADE_UP, blocks=blocks, edges=edges)
 
 
+def layers(profile: Profile) -> Profile:
+    """The same with names that say which layer a block is of, two in each, between an embedding and a head."""
+    count = len(profile.blocks)
+    inner = [f"layers.{number // 2}.{('attention', 'ffn')[number % 2]}" for number in range(count - 2)]
+    names = dict(zip((block.id for block in profile.blocks), ["embedding", *inner, "head"], strict=True))
+    blocks = (block.model_copy(update={"id": names[block.id]}) for block in profile.blocks)
+    ends = ({"source": names[edge.source], "target": names[edge.target]} for edge in profile.edges)
+    edges = (edge.model_copy(update=own) for edge, own in zip(profile.edges, ends, strict=True))
+    return profile.model_copy(update={"blocks": tuple(blocks), "edges": tuple(edges)})
+
+
+def forwards(profile: Profile) -> Profile:
+    """The same for inference: forwards alone."""
+    blocks = (
+        block.model_copy(update={"gradient_bytes": 0, "costs": tuple(map(_forward, block.costs))})
+        for block in profile.blocks
+    )
+    edges = (edge.model_copy(update={"gradient": False}) for edge in profile.edges)
+    return profile.model_copy(update={"mode": "inference", "blocks": tuple(blocks), "edges": tuple(edges)})
+
+
+def _forward(row: CostRow) -> CostRow:
+    return CostRow(
+        microbatch_size=row.microbatch_size,
+        shards=row.shards,
+        forward_ns=row.forward_ns,
+        activation_bytes=row.activation_bytes,
+    )
+
+
 def apart(profile: Profile) -> Profile:
     """The same with blocks of which no two are alike: each has a dimension that nothing depends on."""
     blocks = (block.model_copy(update={"dimensions": {"mark": n}}) for n, block in enumerate(profile.blocks, 1))
@@ -155,6 +185,13 @@ def cluster(num_devices: int, memory_bytes: int) -> Cluster:
     return Cluster(name=f"{num_devices} devices", source=MADE_UP, devices=(kind,), levels=levels)
 
 
+def of_two_kinds(joined: Cluster) -> Cluster:
+    """The same, of whose devices half are called otherwise."""
+    (kind,) = joined.devices
+    halves = (kind.model_copy(update={"name": name, "count": kind.count // 2}) for name in (kind.name, "other"))
+    return joined.model_copy(update={"devices": tuple(halves)})
+
+
 INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
     "v4": lambda: shape("v", 4),
     "nn32": lambda: shape("nn", 32),
@@ -167,10 +204,13 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
     "split10000": lambda: chain(10_000, (1, 2, 4, 8)),
     "apart10000": lambda: apart(chain(10_000, (1, 2, 4, 8))),
     "parts10000": lambda: chain(10_000, (1, 2), (1, 2, 4)),
+    "layers10000": lambda: layers(chain(10_000, (1, 2, 4, 8))),
+    "forwards10000": lambda: forwards(chain(10_000, (1, 2, 4, 8))),
     "split6": lambda: chain(6, (1, 2, 4)),
     "nodes": lambda: cluster(64, 80 * 10**9),
     "large": lambda: cluster(1_024, 80 * 10**9),
     "small": lambda: cluster(1_024, 300 * 10**6),
+    "kinds": lambda: of_two_kinds(cluster(1_024, 80 * 10**9)),
 }
 
 ROWS = (
@@ -220,6 +260,23 @@ ROWS = (
         30,
     ),
     Row("the same, no two blocks alike", "search apart10000.json --cluster large.json", 30),
+    Row("the same chain, `--scheduler 1f1b`", "search split10000.json --cluster large.json --scheduler 1f1b", 30),
+    Row("the same chain, `--scheduler gpipe`", "search split10000.json --cluster large.json --scheduler gpipe", 30),
+    Row(
+        "the same chain in layers, `--for megatron`", "search layers10000.json --cluster large.json --for megatron", 60
+    ),
+    Row(
+        "the same chain in layers, `--keep-together 2`",
+        "search layers10000.json --cluster large.json --keep-together 2",
+        30,
+    ),
+    Row("the same chain, of inference", "search forwards10000.json --cluster large.json", 30),
+    Row(
+        "the same chain, half of the devices with `--profile-for`",
+        "search split10000.json --cluster kinds.json --profile-for other=split10000.json",
+        30,
+    ),
+    Row("`compare`, the same chain", "compare split10000.json --cluster large.json", 30),
     Row(
         "chain of 10,000 blocks, each on 1 or 2 devices, sequences in 1, 2 or 4 parts, 1,024 devices of 0.3 GB",
         "search parts10000.json --cluster small.json",

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from pipeplan import Block, Edge, Profile, UsageError
-from pipeplan.costs import stage_costs
+from pipeplan.costs import joining, stage_costs, stages
 from pipeplan.costs.joining import joined
 from pipeplan.costs.layers import by_layers, layer_of
+from pipeplan.costs.stages import group_costs
 from pipeplan.files import CostRow, TiedParameter
 from pipeplan.workload.elements import Again
 
@@ -47,13 +48,16 @@ def profile_of(draw: random.Random, count: int) -> Profile:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_groups_cost_what_their_blocks_cost(seed: int) -> None:
+def test_groups_cost_what_their_blocks_cost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worked out block by block, or as columns, as of many."""
     draw = random.Random(seed)
     count = draw.randint(3, 8)
     whole = profile_of(draw, count)
     borders = sorted({0, count, *draw.sample(range(1, count), draw.randint(1, count - 1))})
     groups = [[f"b{number}" for number in range(*ends)] for ends in pairwise(borders)]
-    together = joined(whole, groups, samples=(3,))
+    with monkeypatch.context() as patched:
+        patched.setattr(stages, "MANY", 1 if seed % 2 else 64)
+        together = joined(whole, groups, samples=(3,))
     order = together.profile.topological_order()
     assert [list(together.members[name]) for name in order] == groups
     begin, end = sorted(draw.sample(range(len(groups) + 1), 2))
@@ -72,6 +76,22 @@ def test_groups_cost_what_their_blocks_cost(seed: int) -> None:
             assert here.workspace_bytes >= there.workspace_bytes
             if shards == 1:
                 assert here.static_bytes == there.static_bytes
+
+
+def test_rows_of_all_groups_are_worked_out_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most three times for each size and number of shards, however many groups are unlike: ten thousand blocks took
+    half a minute group by group."""
+    asked = list[int]()
+
+    def costs(profile: Profile, groups: Any, *rest: Any, **how: Any) -> Any:
+        asked.append(len(groups))
+        return group_costs(profile, groups, *rest, **how)
+
+    monkeypatch.setattr(joining, "group_costs", costs)
+    whole = profile_of(random.Random(1), 40)
+    joined(whole, [(f"b{number}", f"b{number + 1}") for number in range(0, 40, 2)])
+    assert len(asked) <= 3 * len({(row.microbatch_size, row.shards) for row in whole.blocks[0].costs})
+    assert max(asked) == 20
 
 
 def test_layers_by_their_names() -> None:

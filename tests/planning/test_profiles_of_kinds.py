@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.cli.main import cli
 from pipeplan.costs import build_workload
+from pipeplan.costs import kinds as costs_of_kinds
 from pipeplan.costs.kinds import for_kinds, levelled, on_kinds
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.throughput import Yardstick
@@ -312,3 +314,39 @@ def test_the_command_line_and_python(tmp_path: Path) -> None:
         code, said = run(*arguments)
         assert code != 0
         assert text in said
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_speeds_are_the_ratio_of_a_block_by_which_work_takes_longest(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By exact sums over all blocks, the first of equals."""
+    draw = random.Random(seed)
+    names, count = [f"kind {number}" for number in range(draw.choice([2, 3]))], draw.randint(1, 12)
+    times: dict[str, Any] = {name: [draw.choice([0, 5, draw.randint(1, 99)]) for _ in range(count)] for name in names}
+    numbers = {name: draw.randint(1, 4) for name in names}
+    monkeypatch.setattr(costs_of_kinds, "_times_of", lambda own: own)
+    each = [*zip(*times.values(), strict=True)]
+    tried = [own for own in [*each, tuple(map(sum, times.values()))] if all(own)]
+    ratios = [[Fraction(repr(own[0] / ns)) for ns in own] for own in tried or [(1,) * len(names)]]
+
+    def longest(speeds: Any) -> Fraction:
+        work = sum((min(speed * ns for speed, ns in zip(speeds, own, strict=True)) for own in each), Fraction(0))
+        return work / sum((speed * number for speed, number in zip(speeds, numbers.values(), strict=True)), Fraction(0))
+
+    assert costs_of_kinds._speeds(times, numbers) == dict(zip(names, map(float, max(ratios, key=longest)), strict=True))
+
+
+def test_speeds_of_many_unlike_blocks_take_few_exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ratio against each block, in fractions, took minutes for ten thousand."""
+    draw, products = random.Random(1), [0]
+
+    def mul(one: Any, other: Any) -> Any:
+        products[0] += 1
+        return one * other
+
+    times: dict[str, Any] = {name: [draw.randint(1, 10**6) for _ in range(1_500)] for name in ("one", "other")}
+    monkeypatch.setattr(costs_of_kinds, "_times_of", lambda own: own)
+    monkeypatch.setattr(costs_of_kinds, "mul", mul)
+    costs_of_kinds._speeds(times, {"one": 2, "other": 3})
+    assert products[0] <= 20 * 1_500

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from pipeplan.checker.exchanges import Span
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.files import CostRow, Plan, Profile
-from pipeplan.time_limit import checked
+from pipeplan.workload.columns import sharing, spread
 from pipeplan.workload.elements import Operation, Stage
 from pipeplan.workload.kinds import ACTIVATIONS
 
@@ -16,17 +18,25 @@ def given_spans(facts: Facts) -> list[list[Span]]:
     """[device] from the start of every forward to the end of the last action that waits for it, or to its own end."""
     spans: list[list[Span]] = [[] for _ in facts.plan.devices]
     takers: dict[str, list[int]] = {}
+    its = facts.columns
     for dependency in facts.plan.dependencies:
         if dependency.later:  # a token, of which nobody counts the bytes
             continue
         takers.setdefault(dependency.source, []).append(facts.ids.index(dependency.target))
     for operation, own in enumerate(facts.plan.operations):
-        for number, begin in checked(enumerate(facts.starts[operation]), 1024):
-            end = facts.end(operation, number)
-            for taker in takers.get(own.id, ()):
-                end = max(end, *(facts.end(taker, other) for other in facts.sharing(operation, number, taker)))
-            for device in facts.devices[operation] if own.acquire_bytes else ():
-                spans[device].append((begin, end, ACTIVATIONS, own.acquire_bytes))
+        if not own.acquire_bytes:
+            continue
+        begins, ends = (each[its.firsts[operation] : its.firsts[operation + 1]] for each in (its.starts, its.ends))
+        until = ends.copy()
+        for taker in takers.get(own.id, ()):
+            at, others = spread(*sharing(facts.slots[operation], facts.slots[taker]))
+            np.maximum.at(until, at, its.ends[others + its.firsts[taker]])
+        held = [
+            (begin, end, ACTIVATIONS, own.acquire_bytes)
+            for begin, end in zip(begins.tolist(), until.tolist(), strict=True)
+        ]
+        for device in facts.devices[operation]:
+            spans[device] += held
     return spans
 
 
@@ -40,20 +50,21 @@ def check_gives_back(plan: Plan, findings: Findings) -> None:
 
 def held_bytes(profile: Profile, stage: Stage, rows: Sequence[CostRow]) -> tuple[int, int]:
     """What a stage's forward gives to others, and the most that it has beside while it runs, block after block."""
-    left = {block: [edge.target for edge in profile.edges if edge.source == block] for block in stage.blocks}
-    given, most = 0, 0
-    there: dict[str, int] = {}
+    inside = set(stage.blocks)
+    given = most = now = 0
+    left: dict[str, int] = {}  # those that are to take it, of each block whose output is there
+    size = dict(zip(stage.blocks, (row.activation_bytes for row in rows), strict=True))
     for block, row in zip(stage.blocks, rows, strict=True):
-        stays = left[block] and set(left[block]) <= set(stage.blocks)
-        if stays:
-            there[block] = row.activation_bytes
+        takers = {edge.target for edge in profile.edges_from.get(block, ())}
+        if takers and takers <= inside:
+            left[block], now = len(takers), now + size[block]
         else:
-            given += row.activation_bytes
-        most = max(most, row.workspace_bytes + sum(there.values()))
-        for source, targets in left.items():
-            left[source] = [target for target in targets if target != block]
-            if not left[source] and source != block:
-                there.pop(source, None)
+            given += size[block]
+        most = max(most, row.workspace_bytes + now)
+        for source in {edge.source for edge in profile.edges_into.get(block, ())} & left.keys():
+            left[source] -= 1
+            if not left[source]:
+                now -= size[source]
     return given, most
 
 

@@ -7,15 +7,16 @@ blocks is memory that only one action needs: copies that are cast at each use, a
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product, takewhile
+from operator import itemgetter
 from typing import Any
 
 from pipeplan.costs.blocks import NEVER_AGAIN, StageCost, asked_again
 from pipeplan.costs.layers import layer_of
-from pipeplan.costs.stages import stage_costs
+from pipeplan.costs.stages import group_costs
 from pipeplan.costs.zero import Experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Edge, Placement, Plan, Profile, Recipe, TiedParameter
@@ -124,9 +125,8 @@ def joined(
         if group[0] == block:
             members[_named(group, taken)] = tuple(group)
     of = {block: name for name, own in members.items() for block in own}
-    make = _GroupBlocks(profile, set(samples), selective, tied)
     made = {
-        "blocks": tuple(make.block(name, own) for name, own in checked(members.items(), 16)),
+        "blocks": _GroupBlocks(profile, set(samples), selective, tied).blocks(members),
         "edges": tuple(_edges(profile, of)),
         "tied": tuple(_tied(profile, of)) if tied else (),
         "placement": None,
@@ -158,40 +158,52 @@ def _named(group: Sequence[str], taken: set[str]) -> str:
     return name
 
 
+_Way = tuple[int, int, int, int, int]
+"""Shards, context, expert, expert shards, and the number of samples."""
+
+
 @dataclass
 class _GroupBlocks:
-    """Makes blocks of groups, those of alike blocks once."""
+    """Makes blocks of groups, rows of those of alike blocks once, and of all groups beside each other."""
 
     profile: Profile
     samples: set[int]
     selective: bool
     tied: bool
 
-    def __post_init__(self) -> None:
-        self._bare = self.profile.model_copy(update={"recipe": Recipe()})
-        self._rows: dict[object, tuple[CostRow, ...]] = {}
+    def blocks(self, groups: Mapping[str, Sequence[str]]) -> tuple[Block, ...]:
+        """The groups in their order. Raises UsageError where one has no costs."""
+        by_id = self.profile.by_id
+        own = {name: [by_id[member] for member in members] for name, members in checked(groups.items(), 16)}
+        keys = {name: self._key(blocks) for name, blocks in checked(own.items(), 16) if len(blocks) > 1}
+        rows = self._costs({key: own[name] for name, key in reversed(keys.items())})
+        made = list[Block]()
+        for name, blocks in checked(own.items(), 16):
+            if name not in keys:
+                made.append(self._alone(*blocks))
+                continue
+            if not rows[keys[name]]:
+                raise UsageError(
+                    f"blocks {blocks[0].id!r} to {blocks[-1].id!r} are to be kept together, and have no costs for the "
+                    "same number of samples; profile all of them with the same --microbatch"
+                )
+            operator = _operator(blocks)
+            made.append(Block(id=name, operator=operator, costs=tuple(rows[keys[name]]), **self._state(blocks)))
+        return tuple(made)
 
-    def block(self, name: str, members: Sequence[str]) -> Block:
-        blocks = [self.profile.by_id[member] for member in members]
-        if len(blocks) == 1:
-            (only,) = blocks
-            core = any(row.selective_ns is not None for row in only.costs)
-            return _without_cores(only) if core and not self.selective else only
-        kinds = tuple(self.profile.alike[member] for member in members)
+    def _alone(self, only: Block) -> Block:
+        core = any(row.selective_ns is not None for row in only.costs)
+        return _without_cores(only) if core and not self.selective else only
+
+    def _key(self, blocks: Sequence[Block]) -> Hashable:
+        """Equal for groups with the same rows."""
+        members = {block.id for block in blocks}
         into = tuple(
             (edge.source in members, edge.tensor, edge.bytes_per_sample, edge.broadcast, edge.gradient)
-            for member in members
-            for edge in self.profile.edges_into.get(member, ())
+            for block in blocks
+            for edge in self.profile.edges_into.get(block.id, ())
         )
-        key = kinds, into, _operator(blocks)
-        if key not in self._rows:
-            self._rows[key] = tuple(self._costs(blocks, _operator(blocks)))
-            if not self._rows[key]:
-                raise UsageError(
-                    f"blocks {members[0]!r} to {members[-1]!r} are to be kept together, and have no costs for the same "
-                    "number of samples; profile all of them with the same --microbatch"
-                )
-        return Block(id=name, operator=_operator(blocks), costs=self._rows[key], **self._state(blocks))
+        return tuple(self.profile.alike[block.id] for block in blocks), into, _operator(blocks)
 
     def _state(self, blocks: Sequence[Block]) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -214,9 +226,32 @@ class _GroupBlocks:
         found["modules"] = tuple(dict.fromkeys(chain.from_iterable(block.modules for block in blocks)))
         return found
 
-    def _costs(self, blocks: Sequence[Block], operator: str) -> Iterator[CostRow]:
-        for shards, context, expert, expert_shards in sorted(_splits(blocks)):
-            sharing = context, expert, expert_shards
+    def _costs(self, groups: Mapping[Hashable, Sequence[Block]]) -> dict[Hashable, list[CostRow]]:
+        """{group: its rows}, by splits and then sizes: of each all groups that have it."""
+        bare = self.profile.model_copy(update={"recipe": Recipe()})
+        ways: dict[_Way, list[tuple[Hashable, bool]]] = defaultdict(list)
+        for key, blocks in checked(groups.items(), 16):
+            for way, sequences in self._ways(blocks):
+                ways[way].append((key, sequences))
+        found: dict[Hashable, list[CostRow]] = {key: [] for key in groups}
+        for way, those in sorted(ways.items(), key=itemgetter(0)):
+            each = dict(zip(("shards", "context", "expert", "expert_shards", "microbatch_size"), way, strict=True))
+            own = {key: groups[key] for key, _ in those}
+            kept = _costs_of(bare, own, way, False)
+            core = _costs_of(bare, {key: own[key] for key in own if self._has_core(own[key])}, way, "selective")
+            again = {key: own[key] for key in own if _operator(own[key]) not in NEVER_AGAIN}
+            again_costs = _costs_of(bare, again, way, True)
+            for key, sequences in checked(those):
+                how: dict[str, Any] = {**each, "sequence_parallel": sequences}
+                cores: dict[str, Any] = _core(kept[key], core[key]) if key in core else {}
+                found[key].append(CostRow(**how, **_figures(kept[key]), **cores))
+                if key in again:
+                    found[key].append(CostRow(**how, recompute=True, **_figures(again_costs[key])))
+        return found
+
+    def _ways(self, blocks: Sequence[Block]) -> Iterator[tuple[_Way, bool]]:
+        """What all blocks of a group have costs for, and whether any divides the sequence there."""
+        for shards, *sharing in _splits(blocks):
             own = [[row for row in block.rows(*sharing) if row.shards == shards] for block in blocks]
             if not all(own):
                 continue
@@ -224,32 +259,32 @@ class _GroupBlocks:
             high = min(max(row.microbatch_size for row in rows) for rows in own)
             known = {row.microbatch_size for rows in own for row in rows} | self.samples
             sequences = shards > 1 and any(row.sequence_parallel for rows in own for row in rows)
-            for size in sorted(size for size in known if low <= size <= high):
-                how: dict[str, Any] = {"microbatch_size": size, "shards": shards, "context": context, "expert": expert}
-                how |= {"expert_shards": expert_shards, "sequence_parallel": sequences}
-                ids = [block.id for block in blocks]
-                cost, core, again = (
-                    self._cost(ids, each, size, shards, context, Experts(expert, split=expert_shards))
-                    for each in (False, "selective", recompute_of(asked_again(blocks, True)))
-                )
-                yield CostRow(**how, **_figures(cost), **self._core(blocks, cost, core))
-                if operator not in NEVER_AGAIN:
-                    yield CostRow(**how, recompute=True, **_figures(again))
+            context, expert, expert_shards = sharing
+            yield from (
+                ((shards, context, expert, expert_shards, size), sequences) for size in known if low <= size <= high
+            )
 
-    def _cost(
-        self, ids: Sequence[str], again: Recompute, size: int, shards: int, context: int, experts: Experts
-    ) -> StageCost:
-        how: dict[str, Any] = {"context": context, "recompute": again, "experts": experts}
-        return stage_costs(self._bare, ids, size, shards, **how)
+    def _has_core(self, blocks: Sequence[Block]) -> bool:
+        return self.selective and any(row.selective_ns is not None for block in blocks for row in block.costs)
 
-    def _core(self, blocks: Sequence[Block], kept: StageCost, core: StageCost) -> dict[str, Any]:
-        """What it comes to where attention cores are computed again, if there are some."""
-        if not self.selective or not any(row.selective_ns is not None for block in blocks for row in block.costs):
-            return {}
-        return {
-            "selective_ns": core.backward_ns - kept.backward_ns,
-            "selective_activation_bytes": min(core.activation_bytes, kept.activation_bytes),
-        }
+
+def _costs_of(
+    profile: Profile, groups: Mapping[Hashable, Sequence[Block]], way: _Way, again: Again
+) -> dict[Hashable, StageCost]:
+    """{group: what it comes to} where all of them have costs."""
+    shards, context, expert, expert_shards, size = way
+    experts = Experts(expert, split=expert_shards)
+    how: dict[str, Any] = {"context": context, "recompute": again, "experts": experts}
+    ids = [[block.id for block in blocks] for blocks in groups.values()]
+    return dict(zip(groups, group_costs(profile, ids, size, shards, **how) if ids else (), strict=True))
+
+
+def _core(kept: StageCost, core: StageCost) -> dict[str, Any]:
+    """What a group comes to where attention cores are computed again."""
+    return {
+        "selective_ns": core.backward_ns - kept.backward_ns,
+        "selective_activation_bytes": min(core.activation_bytes, kept.activation_bytes),
+    }
 
 
 def _figures(cost: StageCost) -> dict[str, Any]:

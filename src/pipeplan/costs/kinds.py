@@ -8,20 +8,25 @@ For cutting chains and for bounds there is the *levelled* profile: one for all d
 speed. With speeds s every row is the least of s(k) times that of kind k, so that a block never takes less on a kind
 than the levelled row divided by its speed: what holds for devices of these speeds holds here. The speeds are those by
 which all the work shared out evenly takes longest, the dual of sharing out blocks over kinds: of two kinds that is
-exact, at one of the blocks' ratios.
+exact, at one of the blocks' ratios; of more than a thousand of these some are tried.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from operator import mul
 from typing import Any
+
+import numpy as np
 
 from pipeplan.costs.speeds import exactly
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Plan, Profile
 from pipeplan.files.cluster import DeviceKind
+from pipeplan.time_limit import checked
 
 _TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns", "selective_ns")
 _SIZES = ("activation_bytes", "weight_grad_bytes", "workspace_bytes", "selective_activation_bytes")
@@ -199,18 +204,34 @@ def _at(kind: DeviceKind, speed: float) -> DeviceKind:
 
 def _speeds(own: Mapping[str, Profile], counts: Mapping[str, int]) -> dict[str, float]:
     """{kind: its speed beside the first}, with which the work, shared out evenly, takes longest."""
-    names = list(own)
-    times = list(zip(*(_times_of(own[name]) for name in names), strict=True))  # [block][kind]
-    totals = [sum(column) for column in zip(*times, strict=True)]
-    tried = [[Fraction(each[0], ns) for ns in each] for each in dict.fromkeys([*times, tuple(totals)]) if all(each)]
+    names, each_count = list(own), [counts[name] for name in own]
+    times = Counter(zip(*(_times_of(own[name]) for name in names), strict=True))  # [kind] of a block
+    totals = tuple(sum(each[kind] * count for each, count in times.items()) for kind in range(len(names)))
+    ratios = dict.fromkeys(tuple(repr(each[0] / ns) for ns in each) for each in [*times, totals] if all(each))
+    tried = [tuple(map(Fraction, each)) for each in ratios][:: 1 + len(ratios) // _MOST_TRIED]
+    if not tried:
+        return dict.fromkeys(names, 1.0)
 
     def longest(speeds: Sequence[Fraction]) -> Fraction:
-        work = sum((min(map(Fraction.__mul__, speeds, map(Fraction, each))) for each in times), Fraction(0))
-        return work / sum(speed * counts[name] for speed, name in zip(speeds, names, strict=True))
+        work = sum((min(map(mul, speeds, each)) * count for each, count in times.items()), Fraction(0))
+        return work / sum(map(mul, speeds, each_count), Fraction(0))
 
-    rounded = [[Fraction(repr(float(speed))) for speed in speeds] for speeds in tried] or [[Fraction(1)] * len(names)]
-    best = max(rounded, key=longest)
+    columns, numbers = np.array([*times], dtype=float), np.array([*times.values()], dtype=float)
+    about = [
+        float(np.dot((columns * speeds).min(axis=1), numbers) / np.dot(speeds, each_count))
+        for speeds in checked(np.array(tried, dtype=float), 16)
+    ]
+    best = max(
+        (speeds for speeds, worth in zip(tried, about, strict=True) if worth >= max(about) * (1 - _FLOATS)), key=longest
+    )
     return {name: float(speed) for name, speed in zip(names, best, strict=True)}
+
+
+_MOST_TRIED = 1_000
+"""Ratios of times that are tried as speeds: of more kinds of blocks some, evenly spaced among them."""
+
+_FLOATS = 1e-9
+"""By less than this sums of floats are off; what is as near to the most is summed exactly."""
 
 
 def _times_of(profile: Profile) -> list[int]:

@@ -7,17 +7,17 @@ equal parts sum these; where some stages split it otherwise than others, all sum
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pipeplan.costs.blocks import block_costs, held_part
-from pipeplan.costs.communication import all_reduce_in_shards, all_reduce_time
+from pipeplan.costs.communication import Exchange, all_reduce_time, price_of_groups
 from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
 from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.recipes import state_of, states_of
-from pipeplan.costs.zero import WHOLE, Experts, Zero, cuts, exchange_ns, updated_bytes
+from pipeplan.costs.zero import WHOLE, Experts, Zero, cuts, price_of_exchange, updated_bytes
 from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, Stage, TiedState
@@ -262,10 +262,13 @@ def _exchanges(
     others, (side, sides) = (stage, (stage, [])) if experts is None else exchanged_apart(stage, sharing, experts)
     in_buckets = experts.buckets if experts else (0,) * len(stage.buckets)
 
+    rest = _exchange(others, sharing, recipe, cluster)
+    apart = None if experts is None else _exchange(side, sides, recipe, cluster)
+
     def both(size: int, of_experts: int) -> tuple[int, int]:
-        sums = _exchange(others, sharing, size - of_experts, recipe, cluster)
-        apart = _exchange(side, sides, of_experts, recipe, cluster) if of_experts else (0, 0)
-        return sums[0] + apart[0], sums[1] + apart[1]
+        sums = rest(size - of_experts)
+        own = apart(of_experts) if apart is not None and of_experts else (0, 0)
+        return sums[0] + own[0], sums[1] + own[1]
 
     sync_ns, gather_ns = both(stage.state[GRADIENTS] - less, experts.state[GRADIENTS] if experts else 0)
     buckets = tuple(
@@ -277,13 +280,15 @@ def _exchanges(
 
 
 def _exchange(
-    stage: Stage, sharing: Sequence[Stage], size: int, recipe: Recipe, cluster: Cluster | None
-) -> tuple[int, int]:
-    """Ns to sum ``size`` bytes of gradients, and to gather what a step has changed."""
+    stage: Stage, sharing: Sequence[Stage], recipe: Recipe, cluster: Cluster | None
+) -> Callable[[int], tuple[int, int]]:
+    """Ns to sum so many bytes of gradients, and to gather what a step has changed."""
     if Zero.of(stage) != WHOLE:
-        return exchange_ns(cluster, stage, sharing, size, updated_bytes(stage, recipe))
-    holders = {device for other in (stage, *sharing) for device in other.devices}
-    return all_reduce_in_shards(cluster, sorted(holders), stage.shards, size), 0
+        updated, price = updated_bytes(stage, recipe), price_of_exchange(cluster, stage, sharing)
+        return lambda size: price(size, updated)
+    holders = sorted({device for other in (stage, *sharing) for device in other.devices})
+    sums = price_of_groups(cluster, [holders[shard :: stage.shards] for shard in range(stage.shards)])
+    return lambda size: (round(sums(Exchange("all_reduce", size))), 0)
 
 
 def _tied_sync(entry: TiedState, tied: Iterable[TiedState], cluster: Cluster | None) -> int:

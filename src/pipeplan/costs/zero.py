@@ -18,11 +18,12 @@ groups of its blocks, at times that the plan says, and not with each micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
-from pipeplan.costs.communication import Exchange, time_of_groups
+from pipeplan.costs.communication import Exchange, price_of_groups, time_of_groups
 from pipeplan.costs.recipes import bytes_per_parameter, copy_held, expert_state_of, running_bytes, state_of
 from pipeplan.files import Block, Cluster, CostRow, Recipe
 from pipeplan.files.placement import PlacedStage
@@ -257,7 +258,14 @@ def updated_bytes(stage: Stage, recipe: Recipe) -> int:
 def exchange_ns(
     cluster: Cluster | None, stage: Stage, sharing: Sequence[Stage], size: int, updated: int
 ) -> tuple[int, int]:
-    """Ns to sum ``size`` bytes of gradients over all that hold them, and to gather ``updated`` bytes after the step.
+    """Ns to sum ``size`` bytes of gradients over all that hold them, and to gather ``updated`` bytes after the step."""
+    return price_of_exchange(cluster, stage, sharing)(size, updated)
+
+
+def price_of_exchange(
+    cluster: Cluster | None, stage: Stage, sharing: Sequence[Stage]
+) -> Callable[[int, int], tuple[int, int]]:
+    """:func:`exchange_ns` of any bytes, of buckets by the thousand: which devices exchange is looked up once.
 
     Each group reduces and scatters, so that a device has the sum of its part; parts are summed over the groups, also
     of the other stages that are ``sharing`` blocks, on other routes. After the step each group gathers the parameters.
@@ -271,14 +279,17 @@ def exchange_ns(
         for group in state_groups(each.devices, each.shards, zero.group)
     ]
     own = state_groups(stage.devices, stage.shards, zero.group)
-    across = [
-        list(place) for shard in range(stage.shards) for place in zip(*groups[shard :: stage.shards], strict=True)
-    ]
-    part = size if zero.level >= IN_ACTIONS else -(-size // zero.group)
-    scattered = 0.0 if zero.level >= IN_ACTIONS else time_of_groups(cluster, Exchange("reduce_scatter", size), own)
-    summed = time_of_groups(cluster, Exchange("all_reduce", part), [sorted(set(place)) for place in across])
-    gathered = 0.0 if zero.level >= GATHERED else time_of_groups(cluster, Exchange("all_gather", updated), own)
-    return round(scattered) + round(summed), round(gathered)
+    places = chain.from_iterable(zip(*groups[shard :: stage.shards], strict=True) for shard in range(stage.shards))
+    inside = price_of_groups(cluster, own)
+    across = price_of_groups(cluster, [sorted(set(place)) for place in places])
+
+    def price(size: int, updated: int) -> tuple[int, int]:
+        part = size if zero.level >= IN_ACTIONS else -(-size // zero.group)
+        scattered = 0.0 if zero.level >= IN_ACTIONS else inside(Exchange("reduce_scatter", size))
+        gathered = 0.0 if zero.level >= GATHERED else inside(Exchange("all_gather", updated))
+        return round(scattered) + round(across(Exchange("all_reduce", part))), round(gathered)
+
+    return price
 
 
 def _exchanging(devices: Sequence[int], parts: int, zero: Zero) -> tuple[tuple[int, ...], ...]:

@@ -33,6 +33,7 @@ from pipeplan.partition.strategies import SEARCHED, STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
+from pipeplan.schedule.search import MOST_ENTRIES
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
@@ -397,19 +398,20 @@ def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
     return able if only.zero_groups else [zero for zero in able if zero.group in (1, replicas)]
 
 
-def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
+def even_cuts(request: Request, before_next: Callable[[], None] = lambda: None) -> Iterator[PlacementCandidate]:
     """Chains cut evenly by time, in the order in which they are likely to fit and to be quick: the quickest to plan.
 
     Where blocks may be split, those come first that usually take least time, of the longest pipelines and then of all.
     Else those with fewest stages, each on as many replicas, then those that recompute: of these every size of
     micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, or the
-    schedule that is asked for; it takes a time linear in blocks and devices.
+    schedule that is asked for; it takes a time linear in blocks and devices. ``before_next`` is called whenever one has
+    been tried, or does not fit, and before another is looked for.
     """
     request = request.levelled
     blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
     known: dict[Pricing, tuple[list[StageCost], int]] = {}
-    for choice in checked(_plain(request), 1):
+    for choice in checked(_followed(_plain(request), before_next), 1):
         if choice.usual in (None, USUAL[0]) and choice.strategy == "one-to-one":
             if choice.pricing not in known:
                 costs = blocks.costs(choice.pricing)
@@ -430,6 +432,13 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
             yield cut_so(request, choice, "even", begins)
         elif choice.levels and (again := fitting_chain(request, choice).chosen(begins)) is not None:
             yield cut_so(request, choice, "even", begins, again)
+
+
+def _followed(choices: Iterable[Choice], after_each: Callable[[], None]) -> Iterator[Choice]:
+    """The same, and what is to be done after each, before the next is found."""
+    for choice in choices:
+        yield choice
+        after_each()
 
 
 def _evenly(chain: FittingChain) -> tuple[int, ...]:
@@ -459,15 +468,18 @@ def _plain(request: Request) -> Iterator[Choice]:
         open_ = open_splits(request)
         many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
-        for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
+        for each in chain.from_iterable(_written_first(request, _uniform_of(same, *which)) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
             suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS
             if suits and each.choice not in seen:
                 seen.add(each.choice)
                 yield each.choice
     elif name != "auto" or request.placement not in ("auto", "one-to-one"):
-        for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas):
-            yield from _best_size_first(request, list(alike))
+        groups = [list(alike) for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas)]
+        if is_large(request):
+            groups.sort(key=lambda alike: min(map(_written, alike)))
+        for alike in groups:
+            yield from _best_size_first(request, alike)
     else:
         for recompute, replicas in product(request.recomputes, sorted(_replicas(request), reverse=True)):
             count, zero = request.num_devices // replicas, request.sharing(replicas)
@@ -478,6 +490,25 @@ def _plain(request: Request) -> Iterator[Choice]:
                 for batch in _batches(request, replicas, False)
             ]
             yield from _best_size_first(request, sizes)
+
+
+def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[BoundedChoice]:
+    """The rows of a large request, where a schedule is asked for by name, with those first that are quick to write.
+
+    1F1B and GPipe may begin again and again with few micro-batches, and then take little in any pipeline; what a name
+    says is one run, which of the longest pipelines has millions of entries. What may fit comes before what cannot.
+    """
+    if request.scheduler == "auto" or not is_large(request):
+        return rows
+    limits = [limit for limit in request.memory if limit is not None]
+    room = max(limits) if len(limits) == request.num_devices else math.inf
+    return sorted(rows, key=lambda each: (each.least_bytes > room, _written(each.choice)))
+
+
+def _written(choice: Choice) -> int:
+    """How many times fourfold of :data:`MOST_ENTRIES` the programs of all devices have, messages among them."""
+    entries = 2 * choice.actions_looked_at * choice.width * choice.replicas
+    return max(0, math.ceil(math.log(entries / MOST_ENTRIES, 4)))
 
 
 _MANY_KINDS = 1_000

@@ -494,8 +494,10 @@ def _tracked(
 ) -> tuple[list[Splits], bool]:
     """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True.
 
-    For the rest a part of the time is kept, after an interruption half a second: it is tracked as far as that goes, and
-    left out where that is nothing. Costs are worked out once, the first ones in all of the time, as nothing is without.
+    Costs are worked out once, the first ones in all of the time, as nothing is without. Each number is tracked roughly
+    for a moment first, as far as that goes, so that there is something at any time: after an interruption that is the
+    answer at once. When time runs out the rest is tracked roughly in a part of the time that is kept for it, unless the
+    moment was enough. What there is nothing of is left out.
 
     Raises:
         KeyboardInterrupt: interrupted before there was anything.
@@ -503,9 +505,12 @@ def _tracked(
     """
     limit = Limit.part_of(within, requests[0].time_limit)
     settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
+    soon = min(_SOON, _SOON_SHARE * limit.seconds)
     patience = max(0.0, -limit.left()) + max(LATE, LATE_SHARE * limit.seconds) / 2
     limit.reserved = _ROUGHLY * limit.seconds if limit.seconds < math.inf else 0.0
+    rough = replace(splitting, within=max(splitting.within, ROUGH))
     found: dict[int, Splits] = {}
+    nearly: dict[int, Splits] = {}
     models: dict[int, CostModel] = {}
 
     def costs(each: Request) -> CostModel:
@@ -519,40 +524,51 @@ def _tracked(
             models[each.num_devices] = costs_of_splits(each, splitting)
         return models[each.num_devices]
 
-    def track(splitting: Splitting, seconds: float = 0.0, *, as_far: bool = False) -> None:
-        for each in requests:
-            if progress is not None and found:
-                best = min(point.time_ns for splits in found.values() for point in splits.points)
-                progress(f"one stage on {named_devices(each.num_devices)}", best, 0, limit.elapsed)
-            if each.num_devices not in found:
-                found[each.num_devices] = split_frontier(
-                    each, splitting, seconds=seconds, model=costs(each), as_far=as_far
-                )
+    def track_roughly(each: Request) -> None:
+        nearly[each.num_devices] = split_frontier(each, rough, model=costs(each), as_far=True)
+
+    def unfinished(each: Request) -> bool:
+        """Whether more of it can be found roughly."""
+        own = nearly.get(each.num_devices)
+        return each.num_devices not in found and (own is None or own.factor > 1 + rough.within)
 
     with limit.hearing_interrupts():
         with limit.ended():
-            track(splitting, settling)
-        exact = len(found) == len(requests)
+            for each in requests:
+                model = costs(each)
+                with Limit.part_of(limit, soon).ended():
+                    track_roughly(each)
+                if each is requests[-1] and not unfinished(each):
+                    limit.reserved = 0.0
+                if progress is not None and (nearly or found):
+                    best = min(point.time_ns for splits in (nearly | found).values() for point in splits.points)
+                    progress(f"one stage on {named_devices(each.num_devices)}", best, 0, limit.elapsed)
+                found[each.num_devices] = split_frontier(each, splitting, seconds=settling, model=model)
         limit.reserved = 0.0
         limit.wait(0.0, FIRST_SECONDS, patience)
         with limit.ended(), limit.finishing(_MOMENT):
-            if models:  # else what took all of the time would only begin anew
-                track(replace(splitting, within=max(splitting.within, ROUGH)), as_far=True)
-    if not found:
+            for each in requests if models else ():  # else what took all of the time would only begin anew
+                if unfinished(each) and not (limit.interrupted and (nearly or found)):
+                    track_roughly(each)
+    known = nearly | found
+    if not known:
         if limit.interrupted:
             raise KeyboardInterrupt
         devices = named_devices(*(each.num_devices for each in requests))
         raise SearchTimeoutError(
             f"no strategies on {devices} were tracked in {limit.elapsed:.1f} s; raise --time-limit, or give --plans"
         )
-    return [found[each.num_devices] for each in requests if each.num_devices in found], not exact
+    return [known[each.num_devices] for each in requests if each.num_devices in known], len(found) < len(requests)
 
 
 _ROUGHLY = 0.3
 """The part of the time in which the rest is tracked roughly."""
 
-_MOMENT = 0.5
-"""Seconds for that after an interruption."""
+_SOON, _SOON_SHARE = 0.5, 0.05
+"""Seconds for tracking each number of devices roughly first; at most, of a time limit."""
+
+_MOMENT = 0.3
+"""Seconds for that after an interruption, where there is nothing yet."""
 
 _SETTLING, _SETTLING_SHARE = 10.0, 0.2
 """Seconds for strategies that have less workspace, so that what is proved holds for peaks; at most, of a time limit."""

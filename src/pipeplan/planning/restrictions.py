@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from pipeplan.catalog import ExportTarget, export_target, names
@@ -115,13 +116,14 @@ def _with_ends(layers: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def _merged(groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Groups with a block in common are one."""
-    found: list[tuple[str, ...]] = []
-    for group in groups:
-        with_it = [each for each in found if not set(each).isdisjoint(group)]
-        found = [each for each in found if each not in with_it]
-        found.append(tuple(dict.fromkeys(block for each in (*with_it, group) for block in each)))
-    return found
+    """Groups with a block in common are one, which stands where the last of them did."""
+    found: dict[int, tuple[str, ...]] = {}
+    of: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        with_it = sorted({of[block] for block in group if block in of})
+        found[number] = tuple(dict.fromkeys(chain(*(found.pop(other) for other in with_it), group)))
+        of |= dict.fromkeys(found[number], number)
+    return [*found.values()]
 
 
 def _require_line(profile: Profile, title: str) -> None:
@@ -162,10 +164,10 @@ def _layers_in(profile: Profile, count: int) -> Iterator[tuple[str, ...]]:
         raise UsageError(
             f"--keep-together {count}: no block says which layer it is of, as layer0.ffn would; name blocks"
         )
-    for first in range(0, max(numbers.values()) + 1, count):
-        own = tuple(block for block, layer in numbers.items() if first <= layer < first + count)
-        if len(own) > 1:
-            yield own
+    found: dict[int, list[str]] = defaultdict(list)
+    for block, layer in numbers.items():
+        found[layer // count].append(block)
+    yield from (tuple(own) for _, own in sorted(found.items()) if len(own) > 1)
 
 
 def _blocks_named(profile: Profile, text: str) -> tuple[str, ...]:

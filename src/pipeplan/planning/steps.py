@@ -565,20 +565,23 @@ class EvenCut(PlanStep):
     at as plainly, before anything is searched: between sizes there are factors, between schedules of one there are not.
 
     Where there is none after ``seconds`` that is said, and for a ``share`` of the time that is left it is looked for
-    all the same, and until the process has worked ``working`` seconds, or half of what is left: what was begun for it
-    would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds are left it
-    takes so little that it is made however late it is. If nothing fits with what replicas may divide by default,
-    something with more of it is kept for when nothing else is found.
+    all the same, and until the process has worked ``working`` seconds, or half of what is left. Of a large request a
+    cut that is begun then, while nothing else is known, is given up only when ``most`` of what was left is over: the
+    work for it would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds
+    are left it takes so little that it is made however late it is. If nothing fits with what replicas may divide by
+    default, something with more of it is kept for when nothing else is found.
     """
 
     seconds: float = 2.0
     share: float = 0.2
     working: float = 3.0
+    most: float = 0.8
     hurry: float = 1.0
     name = "even cut"
     when = (
         "first, once; any strategy, with --scheduler auto or a named schedule. With --deterministic only for more than "
-        f"{LARGE} blocks x devices, with --placement auto or one-to-one and --scheduler auto"
+        f"{LARGE} blocks x devices, with --placement auto or one-to-one and --scheduler auto. Of such requests a cut "
+        "that is begun has {most} of what is left"
     )
     of = "what is left"
     in_turn = True
@@ -610,25 +613,42 @@ class EvenCut(PlanStep):
             clock=search.budget.clock,
             tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
         )
-        limit = Limit(max(self.seconds, self.share * search.budget.remaining), clock=search.budget.clock)
-        limit.wait(0.0, min(self.working, search.budget.remaining / 2))
+        limit, begin = self._limit(search)
         with limit.ended(), telling.enforced():
-            short = self._look(search, search.request)
+            begin()
+            short = self._look(search, search.request, begin)
             if search.best is None and search.may_divide:
                 levels = replace(search.request, zero=AUTO).levels  # the table has the first by default
                 for level in levels[1:] if has_table(search.request) else levels:
                     if search.spare is None and not telling.told:
-                        self._look(search, level)
+                        self._look(search, level, begin)
             if search.answer is None and not telling.told and short:
                 search.say(f"no {what} was found that fits: the search goes on")
 
-    def _look(self, search: PlanSearch, request: Request) -> bool:
-        """The first that fits, and then the same with other sizes, which come next.
+    def _limit(self, search: PlanSearch) -> tuple[Limit, Callable[[], None]]:
+        """The limit of the whole step, and what is to be called before each cut is begun."""
+        remaining = search.budget.remaining
+        limit = Limit(max(self.seconds, self.share * remaining), clock=search.budget.clock)
+        until = time.process_time() + min(self.working, remaining / 2)
+        late = max(0.0, self.most * remaining - limit.seconds) if is_large(search.request) else 0.0
+
+        def begin() -> None:
+            if search.answer is None and late:
+                limit.wait(0.0, math.inf, late)
+            else:
+                limit.wait(0.0, until - time.process_time())
+            if limit.left() <= 0.0 and time.process_time() >= until:
+                raise TimeUpError(limit)
+
+        return limit, begin
+
+    def _look(self, search: PlanSearch, request: Request, begin: Callable[[], None] = lambda: None) -> bool:
+        """The first that fits, and then the same with other sizes, which come next; ``begin`` is called before each.
 
         Returns whether others do not fit, of those that there are sizes and a place in the schedule for.
         """
         unsuited, short = set[str](), False
-        cuts = even_cuts(request)
+        cuts = even_cuts(request, begin)
         for candidate in cuts:
             if candidate.placement.strategy in unsuited:
                 continue
