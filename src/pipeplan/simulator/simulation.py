@@ -385,7 +385,7 @@ def _device(simulation: Simulation, device: int, waits: Waits) -> dict[str, obje
         **({"exchange_ns": simulation.exchange_ns(device)} if simulation.workload.exchanges else {}),
         "memory_limit_bytes": simulation.workload.devices[device].usable_bytes,
         **({"memory_reserve_bytes": reserve} if reserve else {}),
-        **asdict(simulation.memory[device]),
+        **{key: size for key, size in asdict(simulation.memory[device]).items() if size or key != CACHE.key},
     }
 
 
