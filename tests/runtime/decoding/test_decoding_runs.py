@@ -46,12 +46,12 @@ def of_pairs(kinds: Sequence[str], model: str = LLAMA, **options: object) -> Cas
 
 
 QUICK = {
-    "dp": of_four("samples4"),
-    "tp": of_four("shards4"),
-    "cp": of_four("cache4"),
+    "cp": of_four("cache4", "gpt2-tiny"),
     "cp-q": of_four("cacheq4", dtype="float32"),
     "cp before tp": of_pairs(["cacheq2", "shards2"]),
-    "drawn, to a last word": of_pairs(["samples2", "cache2"], temperature=1.0, top=20, seed=5, stop=7, new_tokens=6),
+    "drawn, to a last word": of_pairs(
+        ["samples2", "cache2"], "gpt2-tiny", temperature=2.0, seed=5, stop=7, new_tokens=6, top=40
+    ),
 }
 
 SLOW = {
@@ -65,6 +65,7 @@ SLOW = {
     for dtype in ("float64", "float32")
     if dtype == "float64" or model != "gpt2-tiny"
 }
+SLOW |= {kind: of_four(kind) for kind in ("samples4", "shards4", "cache4")}
 SLOW |= {
     f"two stages, {kind}, of {model[:5]}": of_pairs([kind] * 2, model)
     for kind in ("samples2", "shards2", "cache2", "cacheq2")
@@ -100,6 +101,7 @@ REQUESTS, STEPS = 8, 4
 KINDS: dict[Kept, str] = {"dp": "samples4", "tp": "shards4", "cp": "cache4", "cp-q": "cacheq4"}
 
 
+@pytest.mark.slow
 def test_bytes_that_are_sent_are_those_predicted() -> None:
     """Prompts of one word, so that all is decode; in as many steps as devices each of them keeps each text's word."""
     prompts = [[number + 1] for number in range(REQUESTS)]
