@@ -57,6 +57,9 @@ def row_of(rng: random.Random, form: str, *, core: bool, most: int, **of: Any) -
     )
 
 
+SHARING: tuple[dict[str, int], ...] = ({}, {"expert": 2}, {"expert": 2, "expert_shards": 2})
+
+
 def drawn(rng: random.Random, *, custom: bool, most: int) -> Profile:
     """A chain with detours, no block like another: some with experts, some with rows of their own for recomputing."""
     blocks = []
@@ -64,11 +67,11 @@ def drawn(rng: random.Random, *, custom: bool, most: int) -> Profile:
         form, core, again = rng.choice(["whole", "halves", "both"]), rng.random() < 0.5, rng.random() < 0.3
         experts = rng.random() < 0.4 and not custom
         rows = [
-            row_of(rng, form, core=core, most=most, microbatch_size=size, shards=shards, context=context, expert=expert)
+            row_of(rng, form, core=core, most=most, microbatch_size=size, shards=shards, context=context, **sharing)
             for size in SIZES
             for shards in (1, 2)
             for context in (1, 2)
-            for expert in ((1, 2) if experts else (1,))
+            for sharing in (SHARING if experts else SHARING[:1])
         ]
         rows += [row.model_copy(update={"recompute": True, "forward_ns": 3}) for row in rows if again]
         rows.append(rows[0].model_copy(update={"configuration": "rows", "forward_ns": 1}))
@@ -104,7 +107,7 @@ def asked(rng: random.Random) -> tuple[int, int, dict[str, Any]]:
     """Samples, some of which no row has; shards, and how else blocks run."""
     shards, context, level = rng.choice([1, 2]), rng.choice([1, 2]), rng.randrange(4)
     zero = Zero(level, 2) if level else WHOLE
-    experts = Experts.among(rng.choice([1, 2]), shards, 2, zero.level, zero.group)
+    experts = Experts.among(rng.choice([1, 2]), shards, 2, zero.level, zero.group, split=rng.choice([1, 2]))
     near = Exchanging.on_first(CLUSTER, shards, 2, zero, experts)
     how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts, "speed": rng.choice([1.0, 1.0, 0.37])}
     return rng.choice([*SIZES, 3, 4, 6]), shards, how | {"exchanging": rng.choice([Exchanging(), near])}

@@ -109,7 +109,16 @@ def test_ways_are_all_meshes_that_rows_know() -> None:
         assert way.form == kept
 
 
-@pytest.mark.parametrize(("context", "kept", "text"), [(30, "cp", "not of 8"), (500, "dp", "not of 500")])
+@pytest.mark.parametrize("requests", [1, 3, 8])
+def test_pieces_of_fewer_tokens_than_profiled_read_as_many_of_fewer_requests(requests: int) -> None:
+    """Of 30 tokens each device has 8, and the least that is profiled are 10; the core here grows with all tokens."""
+    own = step_cost(PROFILE, ATTENTION, PLAIN["cp"], DecodeAt.of(requests, 1, 30), FREE)
+    few = row(-(-requests // 4), 30)
+    core = own.step_ns - (few.forward_ns - few.core_ns)
+    assert core == pytest.approx(row(requests, 10).core_ns * 8 / 10, abs=1, rel=1e-3)
+
+
+@pytest.mark.parametrize(("context", "kept", "text"), [(9, "cp", "not of 9"), (500, "dp", "not of 500")])
 def test_what_is_not_profiled_is_said(context: int, kept: Kept, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         step_cost(PROFILE, ATTENTION, PLAIN[kept], DecodeAt.of(8, 1, context), FREE)

@@ -13,7 +13,7 @@ import pytest
 import pipeplan as face
 from builders.chains import chain_plan
 from pipeplan import Plan, UsageError, _api
-from pipeplan.files import Modules, parse
+from pipeplan.files import CostRow, Modules, parse
 from pipeplan.interop.torch_schedule import read_csv
 from pipeplan.reporting.beside import trace_beside
 from pipeplan.simulator.measured_times import LoggedComparison
@@ -256,6 +256,27 @@ def test_layouts_come_back_with_their_order(layout: str, ranks: int, group: int 
     text = face.export(found.plan, "megatron").text.splitlines()
     assert text[0] == "Et*6|t*6|t*6|t*6L"
     assert set(sizes) <= set(text)
+
+
+@pytest.mark.parametrize("said", [1, 2, None])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_sizes_of_experts_come_back(shards: int, said: int | None) -> None:
+    """Where Megatron-LM is not told how many devices split an expert, as many do as split all else."""
+    split = shards if said is None else said
+    sizes = [f"--tensor-model-parallel-size {shards}", f"--expert-model-parallel-size {4 // split}"]
+    sizes += [] if said is None or said == shards else [f"--expert-tensor-parallel-size {said}"]
+    whole = CostRow(microbatch_size=shards, shards=shards, forward_ns=10, backward_ns=20)
+    rows = tuple(whole.model_copy(update={"expert": 4, "expert_shards": each}) for each in (1, 2))
+    ends = [face.Block(id=id_, operator=id_, costs=(whole,)) for id_ in ("embedding", "head")]
+    of_layer: dict[str, Any] = {"operator": "layer", "parameters": 8, "expert_parameters": 8, "costs": (whole, *rows)}
+    layers = [face.Block(id=f"layer{n}", **of_layer) for n in range(4)]
+    source = face.Profile.of("experts", [ends[0], *layers, ends[1]], recipe="bf16")
+    found = face.import_plan(
+        "\n".join(["Et*2|t*2L", *sizes]), "megatron", source, devices=8, microbatches=2, microbatch_size=4
+    )
+    assert {(stage.expert, stage.expert_shards) for stage in found.plan.stages} == {(4, split)}
+    text = face.export(found.plan, "megatron").text.splitlines()
+    assert {each for each in text if "expert" in each} == {each for each in sizes if "expert" in each}
 
 
 @pytest.mark.parametrize(

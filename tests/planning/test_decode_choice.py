@@ -240,7 +240,7 @@ def test_the_most_requests_are_those_that_still_fit() -> None:
         ({"batch": 90}, "rows of batches of 1, 3, 8, not of"),
         ({"kv": "tp", "devices": 3}, "no stages of 3 devices have costs .* with --kv tp .* rows for 1, 2, 4 shards"),
         ({"dcp": 3}, "--dcp 3 does not divide any group of 2 devices"),
-        ({"kv": "cp", "context": 12}, "with --kv cp .* not of 6"),
+        ({"kv": "cp", "context": 9}, "with --kv cp .* not of 9"),
     ],
 )
 def test_what_has_no_costs_is_said(asked: dict[str, Any], text: str) -> None:

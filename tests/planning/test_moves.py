@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from builders.kinds import cluster_of_kinds
 from builders.profiles import joined
 from builders.requests import request_of
 from pipeplan.costs.kinds import for_kinds
@@ -17,7 +18,6 @@ from pipeplan.planning.moves import moves
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.planning.trials import PlanStep, Trial
-from planning.test_unlike_devices import cluster_of
 from references.every_width import one_f_one_b
 from references.unlike_devices import Kind
 
@@ -48,7 +48,7 @@ def chain(seed: int, shards: tuple[int, ...] = (1,), sizes: tuple[int, ...] = (1
 def asked(seed: int, devices: int = 2, **how: Any) -> Request:
     """Two kinds of devices, of which each is quick in other blocks."""
     first = devices // 2
-    cluster = cluster_of(Kind(first, "1", None), Kind(devices - first, "1", None))
+    cluster = cluster_of_kinds(Kind(first, "1", None), Kind(devices - first, "1", None))
     profile = for_kinds(chain(seed), {"kind1": chain(seed + 1000)}, cluster)
     said = {"scheduler": "1f1b", "num_parted": 0, "split_backward": False, "time_limit": 1.0, "deterministic": True}
     return request_of(profile, "one-to-one", Batch(64, 1), devices, cluster=cluster, **(said | how))

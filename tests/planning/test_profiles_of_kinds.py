@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import pipeplan
+from builders.kinds import MINI_BATCH, TIMES, asked_of_kinds, changed, cluster_of_kinds, drawn
 from builders.profiles import uneven_chain
 from builders.requests import request_of
 from pipeplan.checker import check
@@ -27,22 +28,9 @@ from pipeplan.files import Block, CostRow, PlacedStage, Placement, Plan, Profile
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.recost import recosted, relinked
-from planning.test_unlike_devices import MINI_BATCH, cluster_of
-from references.unlike_devices import Kind, every_layout
+from references.unlike_devices import Kind
 from support.layouts import FIXED, require_best, require_rows_below_plans
 from support.marks import slow_but
-
-TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
-SIZES = ("activation_bytes", "workspace_bytes")
-
-
-def changed(profile: Profile, of_row: Callable[[CostRow], dict[str, Any]]) -> Profile:
-    """The model with other costs."""
-    blocks = (
-        block.model_copy(update={"costs": tuple(row.model_copy(update=of_row(row)) for row in block.costs)})
-        for block in profile.blocks
-    )
-    return profile.model_copy(update={"blocks": tuple(blocks)})
 
 
 def slowed(profile: Profile, factor: int) -> Profile:
@@ -50,37 +38,9 @@ def slowed(profile: Profile, factor: int) -> Profile:
     return changed(profile, lambda row: {key: ns * factor for key in TIMES if (ns := getattr(row, key)) is not None})
 
 
-def drawn(profile: Profile, seed: int, *, sizes: bool) -> Profile:
-    """Each time between half and three times as long, and each size, where ``sizes``, too."""
-    random_ = random.Random(seed)
-
-    def of_row(row: CostRow) -> dict[str, Any]:
-        keys = (*TIMES, *(SIZES if sizes else ()))
-        known = {key: value for key in keys if (value := getattr(row, key)) is not None}
-        return {key: max(1, round(value * random_.uniform(0.5, 3))) for key, value in known.items()}
-
-    return changed(profile, of_row)
-
-
-def asked(seed: int, most_blocks: int, most_devices: int) -> tuple[Request, int | None]:
-    """A request on two kinds of devices, each with its profile, and the shortest iteration of all layouts."""
-    random_ = random.Random(seed)
-    devices = random_.randint(2, most_devices)
-    first, recompute = random_.randint(1, devices - 1), random_.random() < 0.5
-    memory = [random_.choice([None, 60, 100, 250]) for _ in range(2)]
-    profile = uneven_chain(seed, random_.randint(2, most_blocks), (1, 2))
-    other = drawn(profile, seed, sizes=random_.random() < 0.5)
-    kinds = [Kind(first, "1", memory[0]), Kind(devices - first, "1", memory[1], other)]
-    best = min(every_layout(profile, kinds, MINI_BATCH, recompute=recompute), default=None)
-    cluster = cluster_of(*kinds)
-    joint = for_kinds(profile, {"kind1": other}, cluster)
-    request = request_of(joint, "auto", Batch(MINI_BATCH, 1), devices, cluster=cluster, **FIXED)
-    return replace(request, recompute=None if recompute else False), best
-
-
 def compare(seed: int, most_blocks: int, most_devices: int) -> None:
     """The iteration found is that of the best layout, no bound is above it, and ``check`` accepts the plan."""
-    request, best = asked(seed, most_blocks, most_devices)
+    request, best = asked_of_kinds(seed, most_blocks, most_devices, own_profiles=True)
     if best is not None:
         check(require_best(request, best), request.profile, request.cluster).require()
 
@@ -99,7 +59,7 @@ def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(200, 208))
 def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
     """Of every uniform layout, cut for the levelled profile and run by the profiles of its devices."""
-    request, _ = asked(seed, 4, 3)
+    request, _ = asked_of_kinds(seed, 4, 3, own_profiles=True)
     require_rows_below_plans(request)
 
 
@@ -112,7 +72,7 @@ def test_a_profile_that_is_the_first_times_a_factor_is_a_speed(factor: int, spee
         ([Kind(2, "1", 250), Kind(2, speed, 100)], {}),
         ([Kind(2, "1", 250), Kind(2, "1", 100)], {"kind1": slowed(profile, factor)}),
     ):
-        cluster = cluster_of(*kinds)
+        cluster = cluster_of_kinds(*kinds)
         joint = for_kinds(profile, others, cluster)
         result = search_plan(request_of(joint, "auto", Batch(MINI_BATCH, 1), 4, cluster=cluster, **FIXED))
         stages = [(stage.blocks, stage.devices, stage.shards, stage.recompute) for stage in result.plan.stages]
@@ -130,7 +90,7 @@ def test_cuts_suit_the_profiles() -> None:
         update={"blocks": tuple(b if b.id not in slow else slowed(profile, 9).by_id[b.id] for b in profile.blocks)}
     )
     for name in ("kind0", "kind1"):
-        cluster = cluster_of(Kind(1, "1", None), Kind(1, "1", None))
+        cluster = cluster_of_kinds(Kind(1, "1", None), Kind(1, "1", None))
         joint = for_kinds(profile, {name: other}, cluster)
         plan = search_plan(request_of(joint, "auto", Batch(64, 1), 2, cluster=cluster, **FIXED)).plan
         assert {stage.kinds: len(stage.blocks) for stage in plan.stages} == {("kind0",): 4, ("kind1",): 4}
@@ -142,7 +102,7 @@ def test_cuts_suit_the_profiles() -> None:
 @pytest.fixture(scope="module")
 def mixed() -> tuple[Request, Plan]:
     """A plan on two kinds of devices with profiles of their own, and what was asked."""
-    profile, cluster = uneven_chain(3, 4, (1, 2)), cluster_of(Kind(1, "1", None), Kind(1, "1", None))
+    profile, cluster = uneven_chain(3, 4, (1, 2)), cluster_of_kinds(Kind(1, "1", None), Kind(1, "1", None))
     joint = for_kinds(profile, {"kind1": drawn(profile, 3, sizes=True)}, cluster)
     request = request_of(joint, "auto", Batch(6, 1), 2, cluster=cluster, **FIXED)
     return request, search_plan(request).plan
@@ -152,7 +112,7 @@ def test_a_stage_on_several_kinds_takes_what_the_slowest_does() -> None:
     """Block by block and row by row, of times and of sizes."""
     profile = uneven_chain(1, 3, (1, 2))
     other = drawn(profile, 1, sizes=True)
-    cluster = cluster_of(Kind(1, "1", None), Kind(1, "1", None))
+    cluster = cluster_of_kinds(Kind(1, "1", None), Kind(1, "1", None))
     joint = for_kinds(profile, {"kind1": other}, cluster)
     ids = tuple(block.id for block in profile.blocks)
     stage = PlacedStage(blocks=ids, devices=(0, 1), shards=1, replicas=2)
@@ -193,7 +153,7 @@ def test_plans_are_checked_and_timed_again(mixed: tuple[Request, Plan]) -> None:
     lies = plan.model_copy(update={"stages": turned})
     assert {"cluster", "profile"} <= {each.rule for each in check(lies, joint, cluster).problems}
     with pytest.raises(UsageError, match=r"is on devices called kind\d, in cluster 'unlike' they are kind\d"):
-        relinked(plan, cluster_of(Kind(2, "1", None)))
+        relinked(plan, cluster_of_kinds(Kind(2, "1", None)))
 
 
 def test_what_was_used_is_said(mixed: tuple[Request, Plan]) -> None:
@@ -269,20 +229,20 @@ def _without_a_row(profile: Profile) -> Profile:
 def test_profiles_of_other_models_are_refused(name: str, other: Callable[[Profile], Profile], text: str) -> None:
     profile = uneven_chain(3, 4, (1, 2))
     with pytest.raises(UsageError, match=text):
-        for_kinds(profile, {name: other(profile)}, cluster_of(Kind(1, "1", None), Kind(1, "1", None)))
+        for_kinds(profile, {name: other(profile)}, cluster_of_kinds(Kind(1, "1", None), Kind(1, "1", None)))
 
 
 def test_speeds_beside_profiles_are_refused() -> None:
     """Which of both would be meant nobody knows."""
     profile = uneven_chain(3, 4, (1, 2))
     with pytest.raises(UsageError, match=r"called 'kind0' have speed 0.5 .* leave out its speed and give its"):
-        for_kinds(profile, {"kind1": profile}, cluster_of(Kind(1, "0.5", None), Kind(1, "1", None)))
+        for_kinds(profile, {"kind1": profile}, cluster_of_kinds(Kind(1, "0.5", None), Kind(1, "1", None)))
 
 
 def test_the_command_line_and_python(tmp_path: Path) -> None:
     """search, check and simulate take it; the same plan from both."""
     profile = uneven_chain(3, 4, (1, 2))
-    other, cluster = drawn(profile, 3, sizes=False), cluster_of(Kind(1, "1", None), Kind(1, "1", None))
+    other, cluster = drawn(profile, 3, sizes=False), cluster_of_kinds(Kind(1, "1", None), Kind(1, "1", None))
     path = {name: str(tmp_path / f"{name}.json") for name in ("p", "q", "c", "plan")}
     for name, file in (("p", profile), ("q", other), ("c", cluster)):
         Path(path[name]).write_text(to_json(file))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from itertools import combinations, pairwise
+from dataclasses import dataclass
+from itertools import chain, combinations, pairwise, product
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ import pytest
 import pipeplan as face
 from pipeplan import Block, Edge, InfeasibleError, Plan, Profile, UsageError
 from pipeplan.catalog import export_target
-from pipeplan.files import CostRow, TiedParameter
+from pipeplan.costs import build_workload
+from pipeplan.files import CostRow, PlacedStage, Placement, TiedParameter
 from pipeplan.planning.restrictions import search_targets
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.search import search_schedule
 from support.commands import pipeplan
 from support.marks import slow_but
 from support.paths import ROOT
@@ -187,6 +191,75 @@ def test_megatron_recomputes_the_first_layers_that_it_must() -> None:
     assert max(each.peak_bytes for each in found.predicted.memory) <= memory
     assert free.predicted.iteration_ns < found.predicted.iteration_ns < again.predicted.iteration_ns
     assert "--recompute-method block" in face.export(found, "megatron").text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A uniform layout that Megatron-LM runs: sizes, ZeRO, samples of a micro-batch, first layers that recompute."""
+
+    tp: int
+    dp: int
+    pp: int
+    vp: int
+    zero: int
+    size: int
+    first: int
+
+
+def cells(profile: Profile, devices: int, mini_batch: int) -> Iterator[Cell]:
+    """Every one of them."""
+    layers, shards = len(groups_by_hand(profile)) - 2, sorted({row.shards for row in profile.blocks[0].costs})
+    powers = [1 << n for n in range(devices.bit_length())]
+    for tp, dp, pp, vp, zero, size in product(shards, powers, powers, (1, 2, 3), (0, 1), (1, 2)):
+        count, rest = divmod(mini_batch, size * dp)
+        turns = vp == 1 or (pp > 1 and count % pp == 0)
+        if tp * dp * pp == devices and not rest and turns and pp * vp <= layers and (dp > 1 or not zero):
+            for first in range(-(-layers // (pp * vp)) + 1):
+                yield Cell(tp, dp, pp, vp, zero, size, first)
+
+
+def found_of(profile: Profile, cell: Cell, mini_batch: int) -> tuple[int, int]:
+    """Its iteration in ns and the bytes of its fullest device, with as many layers on every stage, or one more."""
+    start, *layers, end = groups_by_hand(profile)
+    stages, each = cell.pp * cell.vp, cell.tp * cell.dp
+    counts = [len(layers) // stages + (number < len(layers) % stages) for number in range(stages)]
+    placed, rows = list[PlacedStage](), iter(layers)
+    for number, count in enumerate(counts):
+        own = [next(rows) for _ in range(count)]
+        blocks = (*(start if number == 0 else ()), *chain.from_iterable(own), *(end if number == stages - 1 else ()))
+        again = {block for layer in own[: cell.first] for block in layer}
+        place = number % cell.pp * each
+        placed.append(
+            PlacedStage(
+                blocks=blocks,
+                devices=tuple(range(place, place + each)),
+                shards=cell.tp,
+                replicas=cell.dp,
+                zero=cell.zero,
+                recompute=tuple(block in again for block in blocks),
+            )
+        )
+    strategy, scheduler = ("one-to-one", "1f1b") if cell.vp == 1 else ("circular", "interleaved-1f1b")
+    placement = Placement(strategy=strategy, num_devices=cell.pp * each, stages=tuple(placed))
+    size = cell.size * cell.dp
+    workload = build_workload(profile, placement, num_microbatches=mini_batch // size, microbatch_size=size)
+    found = search_schedule(workload, Budget(1.0, deterministic=True), scheduler=scheduler)
+    return found.iteration_ns, found.most_bytes
+
+
+@slow_but("seed", range(12), (1).__eq__, lambda seed: seed > 4)
+def test_no_uniform_layout_that_megatron_runs_is_quicker(seed: int) -> None:
+    """Neither with everything kept nor with any number of first layers that recompute on each stage."""
+    draw = random.Random(seed)
+    profile = holding(layered(20 + seed, draw.randint(4, 6), split=False), draw.randint(100, 400))
+    pp = draw.choice([None, 2, 2, 4])
+    every = {cell: found_of(profile, cell, 8) for cell in cells(profile, 4, 8) if pp in (None, cell.pp)}
+    peaks = sorted(peak for _, peak in every.values())
+    memory = peaks[len(peaks) // draw.randint(3, 9)]
+    best = min(ns for ns, peak in every.values() if peak <= memory)
+    found = searched(profile, "megatron", 4, mini_batch=8, memory=memory, pp=pp, time_limit=1.0)
+    assert found.plan.predicted.iteration_ns <= best
+    require_inside(found.plan, profile, "megatron")
 
 
 # What is kept together -----------------------------------------------------------------------------------------------

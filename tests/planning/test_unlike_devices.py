@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
+from builders.kinds import MINI_BATCH, asked_of_kinds, cluster_of_kinds
 from builders.profiles import joined, uneven_chain
 from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.errors import FileError, UsageError
-from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, Source, parse
-from pipeplan.files.cluster import DeviceKind
+from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, parse
 from pipeplan.planning.frontier import frontier_request
-from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.recost import recosted, relinked
-from references.unlike_devices import Kind, every_layout
+from references.unlike_devices import Kind
 from support.layouts import FIXED, require_best, require_rows_below_plans
 from support.marks import slow_but
-
-MINI_BATCH = 6
-
-
-def cluster_of(*kinds: Kind) -> Cluster:
-    """Devices of these kinds."""
-    devices = tuple(
-        DeviceKind(name=f"kind{number}", count=kind.count, memory_bytes=kind.memory, speed=float(kind.speed))
-        for number, kind in enumerate(kinds)
-    )
-    return Cluster(name="unlike", source=Source(method="estimated"), devices=devices)
-
-
-def asked(seed: int, most_blocks: int, most_devices: int) -> tuple[Request, int | None]:
-    """A request on two kinds of devices, and the shortest iteration of all layouts."""
-    random_ = random.Random(seed)
-    devices = random_.randint(2, most_devices)
-    first, recompute = random_.randint(1, devices - 1), random_.random() < 0.5
-    speeds = random_.sample(["1", "0.4", "2.5", "1.7"], 2)
-    memory = [random_.choice([None, 60, 100, 250]) for _ in speeds]
-    kinds = [Kind(*each) for each in zip((first, devices - first), speeds, memory, strict=True)]
-    profile = uneven_chain(seed, random_.randint(2, most_blocks), (1, 2))
-    best = min(every_layout(profile, kinds, MINI_BATCH, recompute=recompute), default=None)
-    request = request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, cluster=cluster_of(*kinds), **FIXED)
-    return replace(request, recompute=None if recompute else False), best
 
 
 def compare(seed: int, most_blocks: int, most_devices: int) -> None:
     """The iteration found is that of the best layout, and no bound is above it."""
-    request, best = asked(seed, most_blocks, most_devices)
+    request, best = asked_of_kinds(seed, most_blocks, most_devices, own_profiles=False)
     if best is not None:
         require_best(request, best)
 
@@ -71,7 +45,7 @@ def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(204, 216))
 def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
     """Of every uniform layout, cut by its own rule and run with each known schedule; also of its bound by work."""
-    request, _ = asked(seed, 4, 3)
+    request, _ = asked_of_kinds(seed, 4, 3, own_profiles=False)
     require_rows_below_plans(request)
 
 
@@ -80,7 +54,7 @@ def test_kinds_that_are_all_as_fast_as_the_profile_change_nothing() -> None:
     profile = uneven_chain(7, 4, (1, 2))
     plans = []
     for kinds in ([Kind(4, "1", 250)], [Kind(1, "1", 250), Kind(3, "1.0", 250)]):
-        request = request_of(profile, "auto", Batch(MINI_BATCH, 1), 4, cluster=cluster_of(*kinds), **FIXED)
+        request = request_of(profile, "auto", Batch(MINI_BATCH, 1), 4, cluster=cluster_of_kinds(*kinds), **FIXED)
         plan = search_plan(request).plan
         devices = tuple(replace(device, name="device") for device in plan.devices)
         made = plan.provenance.model_copy(update={"cluster_sha256": ""})
@@ -95,7 +69,7 @@ def test_cuts_suit_the_devices() -> None:
     profile = joined([Block(id=f"b{index}", operator="layer", costs=(row,)) for index in range(24)])
     for kinds in ([Kind(2, "1", None), Kind(2, "0.5", None)], [Kind(2, "0.5", None), Kind(2, "1", None)]):
         asks = FIXED | {"sizes": ()}
-        request = request_of(profile, "one-to-one", Batch(64, 1), 4, cluster=cluster_of(*kinds), **asks)
+        request = request_of(profile, "one-to-one", Batch(64, 1), 4, cluster=cluster_of_kinds(*kinds), **asks)
         plan = search_plan(request).plan
         assert sorted(len(stage.blocks) for stage in plan.stages) == [4, 4, 8, 8]
         assert {stage.speed: len(stage.blocks) for stage in plan.stages} == {1.0: 8, 0.5: 4}
@@ -104,7 +78,7 @@ def test_cuts_suit_the_devices() -> None:
 @pytest.fixture(scope="module")
 def mixed() -> tuple[Profile, Cluster, Plan]:
     """A plan on two kinds of devices, with what it was made from."""
-    profile, cluster = uneven_chain(3, 4, (1, 2)), cluster_of(Kind(1, "0.3", None), Kind(1, "1", None))
+    profile, cluster = uneven_chain(3, 4, (1, 2)), cluster_of_kinds(Kind(1, "0.3", None), Kind(1, "1", None))
     return profile, cluster, search_plan(request_of(profile, "auto", Batch(6, 1), 2, cluster=cluster, **FIXED)).plan
 
 
@@ -128,7 +102,7 @@ def test_other_speeds_need_the_profile(mixed: tuple[Profile, Cluster, Plan]) -> 
     """What actions take there, only rows say; a plan for its own cluster is linked anew without."""
     _, cluster, plan = mixed
     assert relinked(plan, cluster).operations == plan.operations
-    other = cluster_of(Kind(2, "1", None))
+    other = cluster_of_kinds(Kind(2, "1", None))
     with pytest.raises(
         UsageError, match=r"is on devices of speed 0.3, in cluster 'unlike' they have 1.*--profile, too"
     ):
@@ -142,7 +116,7 @@ def test_the_slowest_replica_counts() -> None:
     placement = Placement(strategy="by-hand", num_devices=2, stages=(stage,))
     how: dict[str, Any] = {"num_microbatches": 2, "microbatch_size": 2}
     for speed in ("0.3", "0.99", "1"):
-        cluster = cluster_of(Kind(1, "1", None), Kind(1, speed, None))
+        cluster = cluster_of_kinds(Kind(1, "1", None), Kind(1, speed, None))
         workload = build_workload(profile, placement, cluster=cluster, **how)
         rows = [next(row for row in block.costs if row.key[:2] == (1, 1)) for block in profile.blocks]
         expected = sum(-(-row.forward_ns // Fraction(speed)) for row in rows)
@@ -153,13 +127,13 @@ def test_frontiers_are_for_devices_as_fast_as_the_profile() -> None:
     """Their one stage has no device's own time."""
     with pytest.raises(UsageError, match=r"those called 'kind1' have speed 0.5; search --devices N finds plans"):
         frontier_request(
-            uneven_chain(1, 2, (1, 2)), cluster=cluster_of(Kind(1, "1", None), Kind(1, "0.5", None)), mini_batch=4
+            uneven_chain(1, 2, (1, 2)), cluster=cluster_of_kinds(Kind(1, "1", None), Kind(1, "0.5", None)), mini_batch=4
         )
 
 
 @pytest.mark.parametrize("speed", ["0", "-1", "0.0001", "1e6", "NaN", '"fast"', "null"])
 def test_speeds_are_numbers_that_can_be(speed: str) -> None:
     """Anything else is refused, with its place."""
-    text = cluster_of(Kind(1, "2.5", None)).model_dump_json().replace("2.5", speed)
+    text = cluster_of_kinds(Kind(1, "2.5", None)).model_dump_json().replace("2.5", speed)
     with pytest.raises(FileError, match=r"devices\[0\]\.speed"):
         parse(text, Cluster, "c.json")

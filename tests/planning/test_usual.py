@@ -181,7 +181,7 @@ def test_rows_that_are_quick_to_look_at_come_first() -> None:
     long = Batch(10**6, 10**6)
     assert Choice("one-to-one", 1, long, False, False, positions=10).actions_looked_at == 30 * 66
     assert Choice("v-shape", 1, long, False, False, positions=40).actions_looked_at == 240 * 80
-    much = [replace(rows[0], usual_ns=10.0), *(replace(each, usual_ns=13.0) for each in rows[1:])]
+    much = [replace(rows[0], usual_ns=10.0), *(replace(each, usual_ns=20.0) for each in rows[1:])]
     assert list(quick_first(much)) == much
     assert not list(quick_first([]))
 

@@ -12,22 +12,57 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_plan, chain_profile, chain_workload, hops
 from builders.clusters import cluster_of
-from builders.drawn import placed, workloads
+from builders.drawn import placed, placed_chains, stage_graphs, workloads
 from builders.orders import actions_of, gpipe_orders, one_f_one_b, random_orders
 from builders.plans import plan_of
 from builders.timed import interleaved, named, numbered, timed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Plan
-from pipeplan.simulator.metrics import critical_path, in_flight, rates
+from pipeplan.simulator.metrics import StepsBefore, critical_path, in_flight, rates
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.kinds import Role
+from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
+from references.memory import followed
 from references.replay import replay
+from references.steps import inputs_of, most_given, step_before
 
 SEEDS = st.integers(0, 2**20)
 ALL_KINDS = workloads() | placed().map(lambda drawn: drawn.workload)
+
+
+# Columns beside one thing after another ----------------------------------------------------------------------
+
+
+@given(ALL_KINDS | (placed(links=True) | placed_chains() | stage_graphs()).map(lambda drawn: drawn.workload), SEEDS)
+@settings(max_examples=60)
+def test_what_let_tasks_start_is_what_one_looks_up(workload: Workload, seed: int) -> None:
+    graph = task_graph(workload)
+    orders = random_orders(graph, Random(seed))
+    starts = earliest_starts(graph, orders)
+    steps = StepsBefore(graph, orders, starts)
+    for task in range(graph.num_tasks):
+        assert steps.of(task) == step_before(graph, orders, starts, task)
+        ends = [(starts[other] + graph.durations[other] + lag, other) for other, lag in inputs_of(graph, task)]
+        assert (steps.ready_ns(task), steps.maker(task)) == max(ends, default=(0, None))
+
+
+@given(workloads(unequal=False), SEEDS)
+@settings(max_examples=40)
+def test_forwards_hold_what_they_give_moment_by_moment(workload: Workload, seed: int) -> None:
+    forwards = tuple(each for each in workload.operations if each.role is Role.FORWARD)
+    ids = {each.id for each in forwards}
+    edges = tuple(each for each in workload.dependencies if {each.source, each.target} <= ids)
+    graph = task_graph(replace(workload, operations=forwards, dependencies=edges))
+    orders = random_orders(graph, Random(seed))
+    starts = earliest_starts(graph, orders)
+    state = followed(graph, starts)
+    assert in_flight(graph, orders) == most_given(graph, starts)
+    for device, memory in enumerate(peak_memory(graph, orders)):
+        assert memory.parts == graph.workload.states[device] + state.at_peak[device]
 
 
 # Rates -------------------------------------------------------------------------------------------------------

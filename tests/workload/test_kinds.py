@@ -37,10 +37,11 @@ from pipeplan.workload.kinds import (
     payload_of,
     role_of,
 )
-from pipeplan.workload.memory import followed, peak_memory
+from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
+from references.memory import followed
 
 ALLOWED = {
     "partition/baselines.py": "steps of the paper's simulator",

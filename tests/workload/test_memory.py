@@ -8,6 +8,7 @@ from fractions import Fraction
 from random import Random
 
 import networkx as nx
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -21,9 +22,10 @@ from pipeplan.checker.timeline import check_memory
 from pipeplan.errors import InvalidPlanError
 from pipeplan.planning.build_plan import assemble
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind
-from pipeplan.workload.memory import followed, memory_levels, peak_memory
+from pipeplan.workload.memory import memory_levels, peak_memory
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Hold, Workload
+from references.memory import followed
 
 SEEDS = st.integers(0, 2**32)
 ORDERS = 50
@@ -32,12 +34,8 @@ ORDERS = 50
 
 def checked(facts: Facts, orders: Orders) -> tuple[int, ...]:
     """[device] peak by the checker, in bytes."""
-    first = [0]
-    for count in facts.counts:
-        first.append(first[-1] + count)
-    entry = {first[x] + number: (x, number) for x, count in enumerate(facts.counts) for number in range(count)}
-    compute = [[entry[task] for task in order] for order in orders]
-    return check_memory(facts, Programs(compute, compute, [{} for _ in orders]), Findings())
+    ids = [np.array(order, np.int64) for order in orders]
+    return check_memory(facts, Programs(facts.columns.firsts, len(facts.ids), ids, ids), Findings())
 
 
 def test_what_gives_back_more_than_is_held_is_said() -> None:

@@ -34,6 +34,10 @@ def test_starts_are_those_of_a_naive_replay(workload: Workload, seed: int) -> No
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))
     starts = earliest_starts(graph, orders)
+    likely = starts[: graph.num_actions]
+    assert earliest_starts(graph, orders, likely) == starts
+    likely[seed % len(likely)] += 1 + seed % 3
+    assert earliest_starts(graph, orders, likely) == starts
     done = replay(workload, named(graph, orders))
     assert {entry_of(graph, task): start for task, start in enumerate(starts)} == {
         entry: span[0] for entry, span in done.items()

@@ -37,8 +37,8 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
     programs = read_programs(facts, messages, findings)
     links: Links | None = None
     if messages is not None and not findings.has("actions", "transfers"):
-        check_messages(facts, messages, programs, findings)
         links = Links.of(facts, messages, programs)
+        check_messages(facts, messages, programs, (links.on.values(), links.begins), findings)
         check_links(facts, links, findings)
     check_inputs(facts, findings)
     peaks: tuple[int, ...] = ()

@@ -72,7 +72,9 @@ def check_exchanges(facts: Facts, programs: Programs, findings: Findings) -> Sta
 
 def _line(programs: Programs, device: int) -> list[tuple[int, Entry | StateAction]]:
     """(place in the program, what stands there) of what computes and what exchanges on a device."""
-    own = [(programs.where[device][entry], entry) for entry in programs.compute[device]]
+    actions = programs.actions[device]
+    places = programs.places[device][programs.ids[device] < programs.firsts[programs.num_operations]]
+    own = zip(places.tolist(), programs.named(actions), strict=True)
     return sorted([*own, *programs.states[device]], key=lambda each: each[0])
 
 

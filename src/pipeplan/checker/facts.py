@@ -9,7 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 
+import numpy as np
+
+from pipeplan.checker.columns import ActionColumns, Wait
 from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Plan
@@ -77,29 +81,7 @@ def goes_with(hop: Hop, microbatches: Collection[int], period: int) -> bool:
     return period % hop.every == 0 and going == set(microbatches)
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """What an operation waits for: another, ``lag_ns`` after its end; ``part_ns`` from a part of one to one's part.
-
-    Where it first needs something in a later part of its actions, or another's action goes on after the part that makes
-    it, the lag is that much less, and may be negative. Then ``inside`` says that it may wait for a message that stands
-    after it in its program.
-
-    ``later`` is by how many micro-batches its own is later than the other's. ``dependency`` is the number of the
-    dependency that says so. ``needs`` [action], where there is such a list, is how
-    many of the other's first actions it waits for; otherwise for those that hold its samples.
-    """
-
-    source: int
-    lag_ns: int
-    part_ns: int
-    dependency: int
-    needs: tuple[int, ...] | None
-    inside: bool = False
-    later: int = 0
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Facts:
     """Operations are numbered as in the plan, and the actions of each by their samples; lists are [operation].
 
@@ -145,6 +127,21 @@ class Facts:
             starts=[plan.starts_ns[id_] for id_ in ids],
             waits=_waits(plan, position),
         )
+
+    @cached_property
+    def columns(self) -> ActionColumns:
+        """The actions in columns."""
+        return ActionColumns.of(self.slots, self.starts, (self.durations, self.part_durations), self.waits)
+
+    @cached_property
+    def first_starts(self) -> list[int]:
+        """[operation] when its first action starts, in ns."""
+        return list(np.minimum.reduceat(self.columns.starts, self.columns.firsts[:-1]).tolist())
+
+    @cached_property
+    def last_ends(self) -> list[int]:
+        """[operation] when its last action ends, of those that are written, in ns."""
+        return list(np.maximum.reduceat(self.columns.ends, self.columns.firsts[:-1]).tolist())
 
     def repeated(self, slots: Slots) -> Slots:
         """The actions of an operation, or the messages of a hop, with all that a loop runs."""
@@ -445,9 +442,7 @@ def figures_of(
 
 def _last_end(facts: Facts, operation: int) -> int:
     """The end of its last action, which is in a loop or after it."""
-    return facts.skipped_ns + max(
-        facts.end(operation, number) for number in checked(range(facts.counts[operation]), 1024)
-    )
+    return facts.skipped_ns + facts.last_ends[operation]
 
 
 def _phases(
@@ -539,7 +534,7 @@ def _bubble_rate_span(facts: Facts, busy: list[int]) -> float:
     begins: list[float] = [math.inf] * len(busy)
     ends = [0] * len(busy)
     for operation, devices in enumerate(facts.devices):
-        begin, end = min(facts.starts[operation]), _last_end(facts, operation)
+        begin, end = facts.first_starts[operation], _last_end(facts, operation)
         for device in devices:
             begins[device] = min(begins[device], begin)
             ends[device] = max(ends[device], end)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from pipeplan.checker.exchanges import Span
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.files import CostRow, Plan, Profile
-from pipeplan.time_limit import checked
+from pipeplan.workload.columns import sharing, spread
 from pipeplan.workload.elements import Operation, Stage
 from pipeplan.workload.kinds import ACTIVATIONS
 
@@ -16,17 +18,25 @@ def given_spans(facts: Facts) -> list[list[Span]]:
     """[device] from the start of every forward to the end of the last action that waits for it, or to its own end."""
     spans: list[list[Span]] = [[] for _ in facts.plan.devices]
     takers: dict[str, list[int]] = {}
+    its = facts.columns
     for dependency in facts.plan.dependencies:
         if dependency.later:  # a token, of which nobody counts the bytes
             continue
         takers.setdefault(dependency.source, []).append(facts.ids.index(dependency.target))
     for operation, own in enumerate(facts.plan.operations):
-        for number, begin in checked(enumerate(facts.starts[operation]), 1024):
-            end = facts.end(operation, number)
-            for taker in takers.get(own.id, ()):
-                end = max(end, *(facts.end(taker, other) for other in facts.sharing(operation, number, taker)))
-            for device in facts.devices[operation] if own.acquire_bytes else ():
-                spans[device].append((begin, end, ACTIVATIONS, own.acquire_bytes))
+        if not own.acquire_bytes:
+            continue
+        begins, ends = (each[its.firsts[operation] : its.firsts[operation + 1]] for each in (its.starts, its.ends))
+        until = ends.copy()
+        for taker in takers.get(own.id, ()):
+            at, others = spread(*sharing(facts.slots[operation], facts.slots[taker]))
+            np.maximum.at(until, at, its.ends[others + its.firsts[taker]])
+        held = [
+            (begin, end, ACTIVATIONS, own.acquire_bytes)
+            for begin, end in zip(begins.tolist(), until.tolist(), strict=True)
+        ]
+        for device in facts.devices[operation]:
+            spans[device] += held
     return spans
 
 

@@ -231,7 +231,7 @@ def _check_state(found: _RoundsOfPlan, number: int, programs: Programs, links: L
         compare.free(what, [(entry, facts.starts[entry[0]][entry[1]], facts.end(*entry)) for entry in entries])
     for (source, target), sent in links.orders.items():
         what = f"the link from device {source} to {target}"
-        times = ((hop, message, links.begins[hop, message]) for hop, message in sent)
+        times = ((hop, message, int(links.begins[hop][message])) for hop, message in sent)
         compare.free(what, [((own + n, m), begin, begin + links.hop(n, m).occupancy_ns) for n, m, begin in times])
     for target, waits in checked(enumerate(facts.waits), 4):
         for wait in waits if found.own[target] == number else ():

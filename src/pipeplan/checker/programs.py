@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import numpy as np
 
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.action import Action, StateAction
+from pipeplan.workload.columns import IntArray, counted, sharing, spread
 from pipeplan.workload.elements import Dependency, Hop
-from pipeplan.workload.samples import Slots
+from pipeplan.workload.samples import Slots, texts_of
 
 Entry = tuple[int, int]
 """An operation, or a hop (numbered after all operations), and the number of one of its actions or messages."""
 
 _AMBIGUOUS = -1
+
+_LOOKED_AT = 64
+"""Unknown entries of which the spelling is read before all are looked up again."""
 
 _ENTRY = re.compile("([0-9]+[A-Z_]+)([0-9]+)(?:[.]([01]))?(.*)")
 """The text before the micro-batch, the micro-batch, its part, and the text after, of an action's name."""
@@ -27,12 +36,14 @@ _ENTRY = re.compile("([0-9]+[A-Z_]+)([0-9]+)(?:[.]([01]))?(.*)")
 class Messages:
     """The hops of all dependencies in a row, and what a transfer's text may call them.
 
-    ``slots`` [hop] say which samples each message is about. ``sends`` and ``receives`` map (stage, payload, device,
+    ``slots`` [hop] say which samples each message is about, ``firsts`` [hop] is its first one, numbered on from the
+    actions, and in the end the number of both. ``sends`` and ``receives`` map (stage, payload, device,
     other stage or None, other device or None) to the number of the only hop that fits, or to -1 where several do.
     """
 
     hops: list[tuple[int, int, Dependency, Hop]]
     slots: list[Slots]
+    firsts: IntArray
     sends: dict[tuple[int, str, int, int | None, int | None], int]
     receives: dict[tuple[int, str, int, int | None, int | None], int]
 
@@ -56,7 +67,8 @@ class Messages:
                             names[key] = _AMBIGUOUS if key in names else len(hops)
                 hops.append((number, index, dependency, hop))
         slots = [facts.messages(dependency, hop) for _, _, dependency, hop in hops]
-        return cls(hops, slots, sends, receives)
+        firsts = np.array([*accumulate(map(len, slots), initial=sum(facts.counts))])
+        return cls(hops, slots, firsts, sends, receives)
 
     def text(self, number: int, message: int, *, send: bool) -> str:
         """The transfer's full text."""
@@ -74,19 +86,63 @@ class Messages:
         return f"dependencies[{dependency}].hops[{index}]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Programs:
     """What the programs mean.
 
-    ``compute`` [device] has the compute actions in order, ``entries`` [device] these and the messages (numbered
-    on from the operations) with ``where`` [device] giving each one's position in the program. ``states`` [device] are
-    the actions that exchange state, after their positions.
+    ``ids`` [device] are its actions and messages in order, numbered through: operation after operation, then hop after
+    hop, whose first ones are ``firsts``; ``places`` [device] are their positions in the program. ``states`` [device]
+    are the actions that exchange state, after their positions. The first ``num_operations`` are operations.
     """
 
-    compute: list[list[Entry]]
-    entries: list[list[Entry]]
-    where: list[dict[Entry, int]]
+    firsts: IntArray
+    num_operations: int
+    ids: list[IntArray]
+    places: list[IntArray]
     states: list[list[tuple[int, StateAction]]] = field(default_factory=list)
+
+    @cached_property
+    def actions(self) -> list[IntArray]:
+        """[device] its actions in order."""
+        return [own[own < self.firsts[self.num_operations]] for own in self.ids]
+
+    @cached_property
+    def items(self) -> IntArray:
+        """[id] its operation or hop."""
+        return np.repeat(np.arange(len(self.firsts) - 1), np.diff(self.firsts))
+
+    @cached_property
+    def entries(self) -> list[list[Entry]]:
+        """[device] actions and messages by operation or hop, numbered on from these, and their own number there."""
+        return [*map(self.named, self.ids)]
+
+    @cached_property
+    def compute(self) -> list[list[Entry]]:
+        """[device] the actions alone."""
+        return [*map(self.named, self.actions)]
+
+    @cached_property
+    def where(self) -> list[dict[Entry, int]]:
+        """[device] {entry: its position in the program}."""
+        own = zip(self.entries, self.places, strict=True)
+        return [dict(zip(entries, places.tolist(), strict=True)) for entries, places in own]
+
+    def named(self, ids: IntArray) -> list[Entry]:
+        """Actions and messages by operation or hop, and their own number there."""
+        items = self.items[ids]
+        return list(zip(items.tolist(), (ids - self.firsts[items]).tolist(), strict=True))
+
+    @cached_property
+    def _sorted(self) -> list[tuple[IntArray, IntArray]]:
+        """[device] ids in order of their numbers, and their places."""
+        orders = [np.argsort(own) for own in self.ids]
+        return [(own[by], at[by]) for own, at, by in zip(self.ids, self.places, orders, strict=True)]
+
+    def places_of(self, device: int, item: int) -> IntArray:
+        """[action or message] of an operation, or a hop, where it stands on a device, which has all of them."""
+        ids, places = self._sorted[device]
+        begin = int(np.searchsorted(ids, self.firsts[item]))
+        return places[begin : begin + int(self.firsts[item + 1] - self.firsts[item])]
 
 
 def read_programs(facts: Facts, messages: Messages | None, findings: Findings) -> Programs:
@@ -94,14 +150,13 @@ def read_programs(facts: Facts, messages: Messages | None, findings: Findings) -
 
     Without ``messages`` transfers are passed over.
     """
-    programs = Programs([], [], [])
-    for device, program in enumerate(facts.plan.programs):
+    firsts = facts.columns.firsts if messages is None else np.concatenate((facts.columns.firsts[:-1], messages.firsts))
+    programs = Programs(firsts, len(facts.ids), [], [])
+    for device, program in checked(enumerate(facts.plan.programs), 1):
         reader = _Reader(facts, messages, device, findings)
-        for index, text in checked(enumerate(program), 1024):
-            reader.read(index, text)
-        programs.compute.append([entry for entry in reader.where if entry[0] < len(facts.ids)])
-        programs.entries.append(list(reader.where))
-        programs.where.append(reader.where)
+        ids, places = reader.at_once(program, firsts) or reader.one_by_one(program, firsts)
+        programs.ids.append(ids)
+        programs.places.append(places)
         programs.states.append(reader.states)
     _require_all_actions(facts, programs, findings)
     if messages is not None:
@@ -120,6 +175,54 @@ class _Reader:
     where: dict[Entry, int] = field(default_factory=dict)
     states: list[tuple[int, StateAction]] = field(default_factory=list)
     _named: dict[tuple[str, str], tuple[int, Slots] | str] = field(default_factory=dict)
+
+    def at_once(self, program: Sequence[str], firsts: IntArray) -> tuple[IntArray, IntArray] | None:
+        """Ids and places of all entries, looked up in what they may be; None where something is wrong with one.
+
+        Whatever stands around the micro-batch is read once, and then known for all of them.
+        """
+        known: dict[str, int] = {}
+        for number, group in enumerate(self.facts.groups):
+            if self.device in group:
+                texts = map(self.facts.ids[number].__add__, texts_of(self.facts.slots[number]))
+                known.update(zip(texts, range(int(firsts[number]), int(firsts[number + 1])), strict=True))
+        states: dict[str, StateAction] = {}
+        left = [text for text in program if text not in known]
+        while left:
+            for text in left[:_LOOKED_AT]:
+                state = StateAction.read(text)
+                if state is not None:
+                    states[text] = state
+                elif text not in known and not self._know(text, known, firsts):
+                    return None
+            left = [text for text in left if text not in known and text not in states]
+        ids = [known.get(text, -1) for text in program]
+        if len(ids) - ids.count(-1) != len({*ids} - {-1}):
+            return None
+        self.states.extend((index, states[text]) for index, text in enumerate(program) if states and text in states)
+        found = np.array(ids, np.int64)
+        places = np.flatnonzero(found >= 0)
+        return found[places], places
+
+    def _know(self, text: str, known: dict[str, int], firsts: IntArray) -> bool:
+        """Enter all messages that are spelled like one; False where none is."""
+        match = _ENTRY.fullmatch(text)
+        if match is None or "_" not in match[1] or self.messages is None:
+            return False
+        found = self._message(Action.parse(text))
+        if isinstance(found, str):
+            return False
+        number, slots = found
+        texts = (f"{match[1]}{middle}{match[4]}" for middle in texts_of(slots))
+        known.update(zip(texts, range(int(firsts[number]), int(firsts[number + 1])), strict=True))
+        return text in known
+
+    def one_by_one(self, program: Sequence[str], firsts: IntArray) -> tuple[IntArray, IntArray]:
+        """Ids and places of the entries that are right, with all that is wrong noted."""
+        for index, text in checked(enumerate(program), 1024):
+            self.read(index, text)
+        ids = [int(firsts[item]) + number for item, number in self.where]
+        return np.array(ids, np.int64), np.array([*self.where.values()], np.int64)
 
     def read(self, index: int, text: str) -> None:
         """Take one entry, or say what is wrong with it."""
@@ -192,11 +295,17 @@ def _not_there(action: Action, slots: Slots) -> str:
     return f"the micro-batch is not in parts here; the first {slots.num_parted} are"
 
 
+def _present(programs: Programs) -> list[dict[int, int]]:
+    """[device] {operation or hop: how many of its actions or messages are there}."""
+    found = (counted(programs.items[own]) for own in programs.ids)
+    return [dict(zip(items.tolist(), counts.tolist(), strict=True)) for items, counts in found]
+
+
 def _require_all_actions(facts: Facts, programs: Programs, findings: Findings) -> None:
-    present = [Counter(number for number, _ in entries) for entries in programs.compute]
+    present = _present(programs)
     for operation, devices in enumerate(facts.devices):
         for device in devices:
-            missing = facts.counts[operation] - present[device][operation]
+            missing = facts.counts[operation] - present[device].get(operation, 0)
             if missing:
                 first = next(m for m in itertools.count() if (operation, m) not in programs.where[device])
                 text = f"{facts.label(operation, first)} is missing{_and_more(missing)}"
@@ -204,12 +313,11 @@ def _require_all_actions(facts: Facts, programs: Programs, findings: Findings) -
 
 
 def _require_all_messages(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
-    base = len(facts.ids)
-    present = [Counter(number for number, _ in entries) for entries in programs.entries]
+    base, present = len(facts.ids), _present(programs)
     for number, (*_, hop) in enumerate(messages.hops):
         count = len(messages.slots[number])
         for device, send in ((hop.source_device, True), (hop.target_device, False)):
-            missing = count - present[device][base + number]
+            missing = count - present[device].get(base + number, 0)
             if missing:
                 first = next(m for m in itertools.count() if (base + number, m) not in programs.where[device])
                 text = f"{messages.text(number, first, send=send)} is missing{_and_more(missing)}"
@@ -220,7 +328,11 @@ def _and_more(missing: int) -> str:
     return f" and {missing - 1} more like it" if missing > 1 else ""
 
 
-def check_messages(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
+SentOnLinks = tuple[Iterable[tuple[IntArray, IntArray]], Mapping[int, IntArray]]
+"""For each link that messages occupy (hops, numbers of their messages) in order; {hop: when each takes its link}."""
+
+
+def check_messages(facts: Facts, messages: Messages, programs: Programs, sent: SentOnLinks, findings: Findings) -> None:
     """SEND after its producer, RECV before its consumers, first in first out, and no deadlock.
 
     Call it with complete programs only.
@@ -229,7 +341,7 @@ def check_messages(facts: Facts, messages: Messages, programs: Programs, finding
     _check_sides(facts, messages, programs, inside, findings)
     _check_inside(facts, messages, programs, inside, findings)
     _check_fifo(facts, messages, programs, findings)
-    _check_deadlock(facts, messages, programs, inside, findings)
+    _check_deadlock(facts, messages, programs, inside, sent, findings)
 
 
 def check_waits(facts: Facts, programs: Programs, findings: Findings) -> None:
@@ -258,6 +370,8 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, inside: _
     base = len(facts.ids)
     for number, (_, _, dependency, hop) in enumerate(messages.hops):
         source, target = facts.position[dependency.source], facts.position[dependency.target]
+        if _is_between(facts, messages, programs, number, (source, target)):
+            continue
         sender, receiver = programs.where[hop.source_device], programs.where[hop.target_device]
         for message in checked(range(len(messages.slots[number])), 1024):
             samples = messages.slots[number].samples(message)
@@ -279,6 +393,25 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, inside: _
                     findings.add("transfer-order", place, text)
 
 
+def _is_between(facts: Facts, messages: Messages, programs: Programs, number: int, ends: tuple[int, int]) -> bool:
+    """Whether all messages of a hop are sent after what makes them, and received before what needs them."""
+    _, _, dependency, hop = messages.hops[number]
+    slots, item = messages.slots[number], len(facts.ids) + number
+    sent, received = (programs.places_of(device, item) for device in (hop.source_device, hop.target_device))
+    for side, (device, own) in enumerate(zip((hop.source_device, hop.target_device), ends, strict=True)):
+        places = programs.places_of(device, own)
+        if side and dependency.later:
+            wrong = places[dependency.later :] < received
+        elif slots == facts.slots[own]:
+            wrong = places < received if side else sent < places
+        else:
+            at, others = spread(*sharing(slots, facts.slots[own]))
+            wrong = places[others] < received[at] if side else sent[at] < places[others]
+        if wrong.any():
+            return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class _Inside:
     """What stands in programs between an action in parts and the next action: it runs while that one does.
@@ -296,7 +429,7 @@ class _Inside:
     def of(cls, facts: Facts, messages: Messages, programs: Programs) -> _Inside:
         """Look through the programs, if any action has parts."""
         parts = [len(operation.parts_ns) for operation in facts.plan.operations]
-        until: list[dict[Entry, int]] = [{} for _ in programs.where]
+        until: list[dict[Entry, int]] = [{} for _ in programs.ids]
         if any(parts):
             for device, compute in enumerate(programs.compute):
                 where, length = programs.where[device], len(facts.plan.programs[device])
@@ -371,32 +504,40 @@ def _check_inside(facts: Facts, messages: Messages, programs: Programs, inside: 
 
 def _check_fifo(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
     """NCCL matches messages between two devices first in, first out."""
-    base = len(facts.ids)
-    sent: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
-    received: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
-    for device, entries in enumerate(programs.entries):
-        for entry in checked(entries, 1024):
-            if entry[0] >= base:
-                hop = messages.hops[entry[0] - base][3]
-                lists = sent if hop.source_device == device else received
-                lists[hop.source_device, hop.target_device].append(entry)
-    for (source, target), entries in sent.items():
-        for ours, theirs in zip(entries, received[source, target], strict=True):
-            if ours != theirs:
-                place = _place(facts, target, programs.where[target][theirs])
-                number, m = ours
-                text = f"takes another message than device {source} sends, {messages.text(number - base, m, send=True)}"
-                findings.add("fifo", place, f"{text} at [{programs.where[source][ours]}]: orders must be equal")
-                break
+    ends = [(hop.source_device, hop.target_device) for *_, hop in messages.hops]
+    links = {link: number for number, link in enumerate(dict.fromkeys(ends))}
+    link_of = np.array([*(-1 for _ in facts.ids), *(links[each] for each in ends)])[programs.items]
+    sender_of = np.array([*(-1 for _ in facts.ids), *(source for source, _ in ends)])[programs.items]
+    own = [ids[ids >= messages.firsts[0]] for ids in programs.ids]
+    sent = np.concatenate([ids[sender_of[ids] == device] for device, ids in enumerate(own)])
+    received = np.concatenate([ids[sender_of[ids] != device] for device, ids in enumerate(own)])
+    by_device = sent
+    sent, received = (ids[np.argsort(link_of[ids], kind="stable")] for ids in (sent, received))
+    if np.array_equal(sent, received):
+        return
+    in_turn = dict.fromkeys(link_of[by_device].tolist())
+    differs = {*link_of[sent[sent != received]].tolist()}
+    for link in (link for link in in_turn if link in differs):
+        at = int(np.flatnonzero((link_of[sent] == link) & (sent != received))[0])
+        ours, theirs = programs.named(np.array([sent[at], received[at]]))
+        source, target = [*links][link]
+        place = _place(facts, target, programs.where[target][theirs])
+        sent_text = messages.text(ours[0] - len(facts.ids), ours[1], send=True)
+        text = f"takes another message than device {source} sends, {sent_text}"
+        findings.add("fifo", place, f"{text} at [{programs.where[source][ours]}]: orders must be equal")
 
 
-def _check_deadlock(facts: Facts, messages: Messages, programs: Programs, inside: _Inside, findings: Findings) -> None:
+def _check_deadlock(
+    facts: Facts, messages: Messages, programs: Programs, inside: _Inside, sent: SentOnLinks, findings: Findings
+) -> None:
     """Run the programs with everything joint done together: SEND with RECV, an action on all its devices.
 
     That this comes to the end is the same as that the union of the program orders has no cycle, and then no
     interleaving deadlocks, even with blocking sends. Later parts of an action are run, on all its devices, where they
     are first needed.
     """
+    if not any(inside.until) and _go_on_in_time(facts, messages, programs, sent):
+        return
     entries: list[list[tuple[int, ...]]] = [
         inside.in_parts(facts, messages, programs, device) if until else [*programs.entries[device]]
         for device, until in enumerate(inside.until)
@@ -429,6 +570,34 @@ def _check_deadlock(facts: Facts, messages: Messages, programs: Programs, inside
         place = _place(facts, device, where[device])
         text = f"deadlock: {shown}, which waits for device {device} again"
         findings.add("deadlock", place, text)
+
+
+def _go_on_in_time(facts: Facts, messages: Messages, programs: Programs, sent: SentOnLinks) -> bool:
+    """Whether there is an order of everything in which all programs go on, so that nothing waits in a circle.
+
+    One is tried: by the time at which an action starts, or a message is made, those of a link not before what was sent
+    there earlier; messages before actions, and by when they leave; all else by number. False says nothing.
+    """
+    on_links, begins = sent
+    its = facts.columns
+    times = np.concatenate((its.starts, np.zeros(int(programs.firsts[-1]) - len(its.starts), its.starts.dtype)))
+    for number, (_, _, dependency, _) in enumerate(messages.hops):
+        source, slots = facts.position[dependency.source], messages.slots[number]
+        ends, made = its.ends[its.firsts[source] : its.firsts[source + 1]], times[slice(*messages.firsts[number:][:2])]
+        if slots == facts.slots[source]:
+            made[:] = ends
+        else:
+            at, makers = spread(*sharing(slots, facts.slots[source]))
+            np.maximum.at(made, at, ends[makers])
+    leaves = times.copy()
+    for hops, numbers in on_links:
+        own = messages.firsts[hops] + numbers
+        times[own] = np.maximum.accumulate(times[own])
+    for number, begin in begins.items():
+        leaves[slice(*messages.firsts[number:][:2])] = begin
+    place = np.empty(len(times), np.int64)
+    place[np.lexsort((leaves, np.arange(len(times)) < len(its.starts), times))] = np.arange(len(times))
+    return all((np.diff(place[own]) > 0).all() for own in programs.ids)
 
 
 def _cycle(entries: list[list[tuple[int, ...]]], members: list[tuple[int, ...]], at: list[int]) -> list[int]:

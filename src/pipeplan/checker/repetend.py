@@ -13,10 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+
 from pipeplan.checker.facts import Facts, Findings, overlap
 from pipeplan.checker.programs import Programs
 from pipeplan.checker.timeline import Links, Sent
 from pipeplan.time_limit import checked
+from pipeplan.workload.columns import counted
 from pipeplan.workload.elements import Repetend
 
 MAX_STEPS = 30_000_000
@@ -46,7 +49,7 @@ def check_repetend(facts: Facts, programs: Programs, links: Links | None, findin
     if _cannot_repeat(facts, repetend, findings):
         return None
     orders = [
-        _copy_order(facts, programs, repetend, device, findings) for device in checked(range(len(programs.compute)), 1)
+        _copy_order(facts, programs, repetend, device, findings) for device in checked(range(len(programs.ids)), 1)
     ]
     runs = {} if links is None else _link_runs(facts, links, repetend, findings)
     if findings.has("repetend"):
@@ -104,24 +107,30 @@ def _copy_order(
     facts: Facts, programs: Programs, repetend: Repetend, device: int, findings: Findings
 ) -> list[tuple[int, int]]:
     """The device's copy as (operation, u) in order; each operation ``unroll`` times, in one contiguous run."""
-    entries = programs.compute[device]
-    own = {operation for operation, _ in entries}
-    first = {operation: repetend.first[facts.ids[operation]] for operation in own}
-    begin = sum(first[operation] + facts.slots[operation].num_parted for operation in own)
+    actions = programs.actions[device]
+    operations = programs.items[actions]
+    parted = np.array([slots.num_parted for slots in facts.slots])
+    numbers = actions - programs.firsts[operations]
+    microbatches = np.where(numbers < 2 * parted[operations], numbers // 2, numbers - parted[operations])
+    first = np.array([repetend.first[id_] for id_ in facts.ids])
+    own, _ = counted(operations)
+    begin = int((first + parted)[own].sum())
     end = begin + repetend.unroll * len(own)
-    for index, (operation, number) in enumerate(entries):
-        m, _ = facts.slots[operation].name(number)
-        part = "before" if m < first[operation] else "in" if m < first[operation] + repetend.unroll else "after"
-        stands = "before" if index < begin else "in" if index < end else "after"
-        if part != stands:
-            at = programs.where[device][operation, number]
-            text = (
-                f"stands {stands} the device's repetend, compute actions {begin} to {end - 1}, but belongs {part} it: "
-                f"{facts.ids[operation]} has its micro-batches from {first[operation]} on"
-            )
-            findings.add("repetend", f"programs[{device}][{at}] ({facts.label(operation, number)})", text)
-            return []
-    return [(operation, facts.slots[operation].name(n)[0] - first[operation]) for operation, n in entries[begin:end]]
+    later, places = microbatches - first[operations], np.arange(len(actions))
+    part = (later >= 0).astype(int) + (later >= repetend.unroll)
+    stands = (places >= begin).astype(int) + (places >= end)
+    wrong = np.flatnonzero(part != stands)
+    if len(wrong):
+        names, index = ("before", "in", "after"), int(wrong[0])
+        operation, number = int(operations[index]), int(numbers[index])
+        at = programs.where[device][operation, number]
+        text = (
+            f"stands {names[stands[index]]} the device's repetend, compute actions {begin} to {end - 1}, but belongs "
+            f"{names[part[index]]} it: {facts.ids[operation]} has its micro-batches from {first[operation]} on"
+        )
+        findings.add("repetend", f"programs[{device}][{at}] ({facts.label(operation, number)})", text)
+        return []
+    return list(zip(operations[begin:end].tolist(), later[begin:end].tolist(), strict=True))
 
 
 def _copy(facts: Facts, repetend: Repetend, orders: list[list[tuple[int, int]]]) -> _Copy:
@@ -162,7 +171,7 @@ def _add_link(facts: Facts, repetend: Repetend, links: Links, run: dict[Sent, in
     """The messages of a link as tasks: after what makes each, after each other, and before what waits for each."""
     unroll = repetend.unroll
     tasks = dict(zip(run, range(len(copy.starts), len(copy.starts) + len(run)), strict=True))
-    copy.starts.extend(links.begins[number, m + links.messages.slots[number].num_parted] for number, m in run)
+    copy.starts.extend(int(links.begins[number][m + links.messages.slots[number].num_parted]) for number, m in run)
     for number, m in run:
         hop = links.messages.hops[number][3]
         source, target = links.ends[number]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from pipeplan.checker.exchanges import Span
 from pipeplan.checker.facts import Facts, Findings, overlap
 from pipeplan.checker.programs import Entry, Messages, Programs
 from pipeplan.time_limit import checked
+from pipeplan.workload.columns import IntArray, column, counted, microbatches, sharing, spread
 from pipeplan.workload.elements import DeviceMemory, Hop, Loop
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind
 
@@ -19,75 +23,106 @@ Sent = tuple[int, int]
 """A message: the number of its hop, and its own among those of the hop."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Links:
     """The messages that occupy links, and when they do.
 
-    ``orders`` has for each link (source device, target device) its messages in the order of the SENDs. ``begins`` has
-    when each takes its link, in ns: as soon as it is made and those before it are through. ``hops`` [operation] are the
-    numbers of such hops that bring it something, ``ends`` {hop: (source operation, target operation)}.
+    ``on`` has for each link (source device, target device) its messages in the order of the SENDs, by hop and number.
+    ``begins`` [hop][message] is when each takes its link, in ns: as soon as it is made and those before it are through;
+    ``made`` [hop][message] is when everything that it carries is made. ``hops`` [operation] are the numbers of such
+    hops that bring it something, ``ends`` {hop: (source operation, target operation)}.
     """
 
     messages: Messages
-    orders: dict[tuple[int, int], list[Sent]]
-    begins: dict[Sent, int]
+    on: dict[tuple[int, int], tuple[IntArray, IntArray]]
+    begins: dict[int, IntArray]
+    made: dict[int, IntArray]
     hops: list[list[int]]
     ends: dict[int, tuple[int, int]]
 
     @classmethod
     def of(cls, facts: Facts, messages: Messages, programs: Programs) -> Links:
         """Go through the programs, which are complete."""
-        links = cls(messages, defaultdict(list), {}, [[] for _ in facts.ids], {})
+        links = cls(messages, {}, {}, {}, [[] for _ in facts.ids], {})
         for number, (_, _, dependency, hop) in enumerate(messages.hops):
             if hop.occupancy_ns:
                 links.ends[number] = facts.position[dependency.source], facts.position[dependency.target]
                 links.hops[facts.position[dependency.target]].append(number)
-        for device, entries in enumerate(programs.entries if links.ends else []):
-            links._send(facts, device, entries)
+                links.made[number] = links._made(facts, number)
+                links.begins[number] = np.zeros_like(links.made[number])
+        for device, ids in enumerate(programs.ids if links.ends else []):
+            links._send(device, ids[ids >= messages.firsts[0]], programs, len(facts.ids))
         return links
 
-    def _send(self, facts: Facts, device: int, entries: list[Sent]) -> None:
+    def _made(self, facts: Facts, number: int) -> IntArray:
+        (source, _), slots, its = self.ends[number], self.messages.slots[number], facts.columns
+        ends = its.ends[its.firsts[source] : its.firsts[source + 1]]
+        left, _ = overlap(facts.plan, self.messages.hops[number][2])
+        if slots == facts.slots[source]:
+            return ends - left
+        at, makers = spread(*sharing(slots, facts.slots[source]))
+        made = np.zeros(len(slots), ends.dtype)
+        np.maximum.at(made, at, ends[makers])
+        return made - left
+
+    def _send(self, device: int, ids: IntArray, programs: Programs, base: int) -> None:
         """Take the SENDs of one device."""
-        free: defaultdict[int, int] = defaultdict(int)
-        for entry, message in checked(entries, 1024):
-            number = entry - len(facts.ids)
-            if number not in self.ends or self.messages.hops[number][3].source_device != device:
-                continue
-            hop = self.hop(number, message)
-            self.orders[device, hop.target_device].append((number, message))
-            self.begins[number, message] = max(free[hop.target_device], self.made(facts, number, message))
-            free[hop.target_device] = self.begins[number, message] + hop.occupancy_ns
+        items = programs.items[ids]
+        numbers, own = ids - programs.firsts[items], items - base
+        mine, _ = counted(own)
+        sent = [self._target(n, device) for n in mine.tolist()]
+        to = np.array(sent, np.int64)[np.searchsorted(mine, own)]
+        for target in dict.fromkeys(each for each in sent if each >= 0):
+            hops, those = own[to == target], numbers[to == target]
+            made, takes = (np.zeros(len(hops), dtype) for dtype in (np.result_type(*self.made.values()), np.int64))
+            by_hop = [(n, hops == n) for n, to_it in zip(mine.tolist(), sent, strict=True) if to_it == target]
+            for n, these in by_hop:
+                made[these], takes[these] = self.made[n][those[these]], self.occupancies(n)[those[these]]
+            before = np.cumsum(takes) - takes
+            begins = np.maximum.accumulate(np.maximum(made - before, 0)) + before
+            for n, these in by_hop:
+                self.begins[n][those[these]] = begins[these]
+            self.on[device, target] = hops, those
+
+    def _target(self, number: int, device: int) -> int:
+        """The device that a hop leads to; -1 where it does not lead from this one, or occupies no link."""
+        hop = self.messages.hops[number][3]
+        return hop.target_device if number in self.ends and hop.source_device == device else -1
+
+    @cached_property
+    def orders(self) -> dict[tuple[int, int], list[Sent]]:
+        """{link: its messages in the order of the SENDs}."""
+        return {link: list(zip(*(each.tolist() for each in own), strict=True)) for link, own in self.on.items()}
+
+    def occupancies(self, number: int) -> IntArray:
+        """[message] how long it occupies its link, in ns: a part of a micro-batch half as long."""
+        hop, slots = self.messages.hops[number][3], self.messages.slots[number]
+        found = np.full(len(slots), hop.occupancy_ns)
+        found[: 2 * slots.num_parted] = hop.part.occupancy_ns
+        return found
 
     def hop(self, number: int, message: int) -> Hop:
         """What a message takes, as a hop: a part of a micro-batch occupies the link half as long."""
         hop = self.messages.hops[number][3]
         return hop.part if message < 2 * self.messages.slots[number].num_parted else hop
 
-    def made(self, facts: Facts, number: int, message: int) -> int:
-        """When everything that a message carries is made, in ns."""
-        source = self.ends[number][0]
-        samples = self.messages.slots[number].samples(message)
-        left, _ = overlap(facts.plan, self.messages.hops[number][2])
-        return max(facts.end(source, n) for n in facts.slots[source].sharing(samples)) - left
-
     def arrival(self, number: int, message: int) -> int:
         """When a message is there, in ns."""
-        return self.begins[number, message] + self.hop(number, message).duration_ns
+        return int(self.begins[number][message]) + self.hop(number, message).duration_ns
 
-    def incoming(self, facts: Facts, target: int, action: int) -> Iterator[Sent]:
-        """The messages that come to an action over these links."""
-        samples = facts.slots[target].samples(action)
-        for number in self.hops[target]:
-            for message in self.messages.slots[number].sharing(samples):
-                yield number, message
+    def arrivals(self, number: int) -> IntArray:
+        """[message] when it is there, in ns."""
+        return self.begins[number] + self.occupancies(number) + self.messages.hops[number][3].latency_ns
 
-    def last_arrival(self, facts: Facts, target: int, action: int) -> int:
-        """The earliest start of an action, in ns, given what arrives over these links; 0 if nothing does."""
-        return max((self.allows(facts, *sent) for sent in self.incoming(facts, target, action)), default=0)
+    def allowed(self, facts: Facts, number: int) -> tuple[IntArray, IntArray, IntArray]:
+        """Actions that messages of a hop come to, their messages, and from when on these let them start, in ns.
 
-    def allows(self, facts: Facts, number: int, message: int) -> int:
-        """From when on the action that a message comes to may start, in ns: the part that needs it comes after it."""
-        return self.arrival(number, message) - overlap(facts.plan, self.messages.hops[number][2])[1]
+        The part that needs it comes after the action's start.
+        """
+        (_, target), slots = self.ends[number], self.messages.slots[number]
+        actions, messages = spread(*sharing(facts.slots[target], slots))
+        allowed = self.arrivals(number)[messages] - overlap(facts.plan, self.messages.hops[number][2])[1]
+        return actions + facts.columns.firsts[target], messages, allowed
 
     def copy(self, link: tuple[int, int], begins: list[int], unroll: int) -> dict[Sent, int] | None:
         """The link's part of a repetend that has its operations from micro-batches ``begins`` [operation] on.
@@ -96,19 +131,30 @@ class Links:
         in which no message is before what makes it, or after what waits for it. {(hop, micro-batch): the
         micro-batch's number in the run, by hop}, in order; None if there is none.
         """
-        named = [(number, self.messages.slots[number].name(message)) for number, message in self.orders[link]]
-        order = [(number, microbatch) for number, (microbatch, part) in named if part != 1]  # parts are before it
-        low = {number: begins[self.ends[number][1]] for number, _ in order}
-        high = {number: begins[self.ends[number][0]] for number, _ in order}
-        for at in reversed(range(sum(low.values()), sum(high.values()) + 1)):
-            before = Counter(number for number, _ in order[:at])
-            run = order[at : at + unroll * len(low)]
+        hops, messages = self.on[link]
+        parted = np.array([slots.num_parted for slots in self.messages.slots])[hops]
+        whole = (messages >= 2 * parted) | (messages % 2 == 0)  # parts are before it
+        hops, messages = hops[whole], messages[whole]
+        own, _ = counted(hops)
+        of_hop = [microbatches(self.messages.slots[number]) for number in own.tolist()]
+        index = np.searchsorted(own, hops)
+        numbers = np.zeros(len(hops), np.int64)
+        for place, each in enumerate(of_hop):
+            numbers[index == place] = each[messages[index == place]]
+        low, high = (np.array([begins[self.ends[number][side]] for number in own.tolist()]) for side in (1, 0))
+        for at in reversed(range(int(low.sum()), int(high.sum()) + 1)):
+            before = np.bincount(index[:at], minlength=len(own))
+            run = slice(at, at + unroll * len(own))
+            later = numbers[run] - before[index[run]]
             if (
-                all(low[number] <= before[number] <= high[number] for number in low)
-                and all(m < before[number] for number, m in order[:at])
-                and set(run) == {(number, before[number] + u) for number in low for u in range(unroll)}
+                (low <= before).all()
+                and (before <= high).all()
+                and (numbers[:at] < before[index[:at]]).all()
+                and {*zip(index[run].tolist(), later.tolist(), strict=True)}
+                == {(place, u) for place in range(len(own)) for u in range(unroll)}
             ):
-                return {(number, m): m - before[number] for number, m in run}
+                sent = zip(hops[run].tolist(), numbers[run].tolist(), strict=True)
+                return dict(zip(sent, later.tolist(), strict=True))
         return None
 
 
@@ -117,18 +163,22 @@ def check_links(facts: Facts, links: Links, findings: Findings) -> None:
 
     Whether it would be there over a free link is another rule's (inputs).
     """
-    for target, starts in enumerate(facts.starts if links.ends else []):
-        for action, start in checked(enumerate(starts), 1024):
-            for sent in links.incoming(facts, target, action):
-                number, hop = sent[0], links.hop(*sent)
-                begun = links.arrival(*sent) - links.allows(facts, *sent)
-                if links.made(facts, *sent) + hop.duration_ns - begun <= start < links.allows(facts, *sent):
-                    text = (
-                        f"starts at {start} ns, but {links.messages.text(*sent, send=True)} gets the link from "
-                        f"device {hop.source_device} to {hop.target_device} at {links.begins[sent]} ns, after "
-                        f"others, and arrives at {links.arrival(*sent)} ns ({links.messages.place(number)})"
-                    )
-                    findings.add("links", f"starts_ns[{facts.ids[target]}][{action}]", text)
+    wrong = list[tuple[int, int, int]]()
+    for number in links.ends:
+        actions, sent, allowed = links.allowed(facts, number)
+        made = links.made[number] + links.occupancies(number) + links.messages.hops[number][3].latency_ns
+        begun, starts = links.arrivals(number)[sent] - allowed, facts.columns.starts[actions]
+        late = np.flatnonzero((made[sent] - begun <= starts) & (starts < allowed))
+        wrong += zip(actions[late].tolist(), [number] * len(late), sent[late].tolist(), strict=True)
+    for action, number, message in sorted(wrong):
+        hop = links.hop(number, message)
+        target, own = facts.columns.entry(action)
+        text = (
+            f"starts at {facts.starts[target][own]} ns, but {links.messages.text(number, message, send=True)} gets the "
+            f"link from device {hop.source_device} to {hop.target_device} at {links.begins[number][message]} ns, after "
+            f"others, and arrives at {links.arrival(number, message)} ns ({links.messages.place(number)})"
+        )
+        findings.add("links", f"starts_ns[{facts.ids[target]}][{own}]", text)
 
 
 def check_inputs(facts: Facts, findings: Findings) -> None:
@@ -136,11 +186,13 @@ def check_inputs(facts: Facts, findings: Findings) -> None:
 
     ``start(target) >= end(source) + lag`` for each dependency, and each action of the source that shares samples.
     """
-    for target, starts in enumerate(facts.starts):
-        for number, start in checked(enumerate(starts), 1024):
-            for wait, n, lag in facts.inputs(target, number):
-                if start < facts.end(wait.source, n) + lag:
-                    _add_too_early(facts, findings, (target, number), (wait.source, n), lag, wait.dependency)
+    its = facts.columns
+    early = np.flatnonzero(its.starts[its.targets] < its.arrivals)
+    for pair in early[np.lexsort((early, its.targets[early]))].tolist():
+        target, number = its.entry(int(its.targets[pair]))
+        wait = facts.waits[target][int(its.waits[pair])]
+        source = its.entry(int(its.sources[pair]))
+        _add_too_early(facts, findings, (target, number), source, int(its.lags[pair]), wait.dependency)
 
 
 def _add_too_early(facts: Facts, findings: Findings, target: Entry, source: Entry, lag: int, dependency: int) -> None:
@@ -164,48 +216,49 @@ def check_timeline(
     exchanges of state let it start at ``least``: such times are unique, so replaying the programs gives just these.
     Call it with complete programs only; without ``links`` the last is passed over where messages occupy links.
     """
-    free = dict(least)  # when the devices of an action have ended what they run before
-    for device, entries in enumerate(programs.compute):
-        _check_device(facts, device, entries, findings)
-        before: Entry | None = None
-        for entry in checked(entries, 1024):
-            ready = 0 if before is None else facts.end(*before)
-            free[entry] = max(free.get(entry, 0), ready)
-            before = entry
+    its = facts.columns
+    free = np.zeros_like(its.starts)  # when the devices of an action have ended what they run before
+    for entry, moment in least.items():
+        free[its.firsts[entry[0]] + entry[1]] = moment
+    for device, actions in checked(enumerate(programs.actions), 1):
+        _check_device(facts, device, actions, findings)
+        np.maximum.at(free, actions[1:], its.ends[actions[:-1]])
     occupied = any(hop.occupancy_ns for dependency in facts.plan.dependencies for hop in dependency.hops)
     if not findings.has("inputs", "links", "exclusive", "order", "exchanges") and (links is not None or not occupied):
         _check_earliest(facts, free, links, findings)
 
 
-def _check_device(facts: Facts, device: int, entries: list[Entry], findings: Findings) -> None:
+def _check_device(facts: Facts, device: int, actions: IntArray, findings: Findings) -> None:
     """Starts in the order of the program, and no action before the one that started before it has ended."""
-    for before, after in zip(entries, entries[1:], strict=False):
-        first, second = facts.starts[before[0]][before[1]], facts.starts[after[0]][after[1]]
-        if second < first:
-            text = (
-                f"starts at {second} ns, before {facts.label(*before)} at {first} ns, which stands before it in "
-                f"programs[{device}]"
-            )
-            findings.add("order", _place(facts, *after), text)
-    by_start = sorted(entries, key=lambda entry: facts.starts[entry[0]][entry[1]])
-    for before, after in zip(by_start, by_start[1:], strict=False):
-        start, end = facts.starts[after[0]][after[1]], facts.end(*before)
-        if start < end:
-            text = f"starts at {start} ns, while device {device} runs {facts.label(*before)} until {end} ns"
-            findings.add("exclusive", _place(facts, *after), text)
+    its = facts.columns
+    starts = its.starts[actions]
+    for at in np.flatnonzero(starts[1:] < starts[:-1]).tolist():
+        before, after = its.entry(int(actions[at])), its.entry(int(actions[at + 1]))
+        text = (
+            f"starts at {starts[at + 1]} ns, before {facts.label(*before)} at {starts[at]} ns, which stands before it "
+            f"in programs[{device}]"
+        )
+        findings.add("order", _place(facts, *after), text)
+    in_time = actions[np.argsort(starts, kind="stable")]
+    starts, ends = its.starts[in_time], its.ends[in_time]
+    for at in np.flatnonzero(starts[1:] < ends[:-1]).tolist():
+        before, after = its.entry(int(in_time[at])), its.entry(int(in_time[at + 1]))
+        text = f"starts at {starts[at + 1]} ns, while device {device} runs {facts.label(*before)} until {ends[at]} ns"
+        findings.add("exclusive", _place(facts, *after), text)
 
 
-def _check_earliest(facts: Facts, free: dict[Entry, int], links: Links | None, findings: Findings) -> None:
-    for target, starts in enumerate(facts.starts):
-        for number, start in checked(enumerate(starts), 1024):
-            ready = free[target, number]
-            if links is not None:
-                ready = max(ready, links.last_arrival(facts, target, number))
-            for wait, n, lag in facts.inputs(target, number):
-                ready = max(ready, facts.end(wait.source, n) + lag)
-            if start != ready:
-                text = f"starts at {start} ns, but its devices are free and its inputs are there at {ready} ns"
-                findings.add("earliest", _place(facts, target, number), text)
+def _check_earliest(facts: Facts, free: IntArray, links: Links | None, findings: Findings) -> None:
+    its = facts.columns
+    ready = free.copy()
+    np.maximum.at(ready, its.targets, its.arrivals)
+    if links is not None:
+        for number in links.ends:
+            targets, _, allowed = links.allowed(facts, number)
+            np.maximum.at(ready, targets, allowed)
+    for action in np.flatnonzero(its.starts != ready).tolist():
+        start, free_at = its.starts[action], ready[action]
+        text = f"starts at {start} ns, but its devices are free and its inputs are there at {free_at} ns"
+        findings.add("earliest", _place(facts, *its.entry(action)), text)
 
 
 def _place(facts: Facts, operation: int, number: int) -> str:
@@ -226,22 +279,25 @@ def check_memory(
     state = _state(facts)
     keeping = [number for number, stage in enumerate(facts.plan.stages) if stage.kept.total]
     peaks: list[int] = []
-    for device, entries in checked(enumerate(programs.compute), 1):
+    for device, actions in checked(enumerate(programs.actions), 1):
         if facts.plan.is_inference or (spans and spans[device]):
-            peaks.append(_peak_in_time(facts, device, entries, state[device], spans[device], findings))
+            peaks.append(_peak_in_time(facts, programs, device, state[device], spans[device], findings))
             continue
-        kept = _kept(facts, device, entries, keeping)
-        levels = [level + each.total for level, each in zip(_levels(facts, entries), kept, strict=True)]
+        kept = _kept(facts, device, actions, keeping)
+        levels = _levels(facts, programs, actions)
+        if keeping:
+            levels = levels + column([each.total for each in kept], 2)
         if facts.loop is not None and len(facts.loop.rounds) > 1:
-            where = programs.where[device]
+            where, entries = programs.where[device], programs.compute[device]
             copies = _in_all_copies(facts, facts.loop, device, [(entry, where[entry]) for entry in entries])
-            levels = [levels[index] + more for index, more in copies]
-            entries, kept = [entries[index] for index, _ in copies], [kept[index] for index, _ in copies]
-        highest, workspace, beside = max(levels, default=0), 0, MemoryBytes()
-        _check_limit(facts, programs, device, state[device].total, levels, findings)
+            levels = column([int(levels[index]) + more for index, more in copies])
+            actions, kept = actions[[index for index, _ in copies]], [kept[index] for index, _ in copies]
+        highest, workspace, beside = int(levels.max(initial=0)), 0, MemoryBytes()
+        _check_limit(facts, programs, device, actions, levels, state[device].total, findings)
         if highest > 0:
-            index = levels.index(highest)  # the first moment of the peak
-            workspace, beside = facts.plan.operations[entries[index][0]].workspace_bytes, kept[index]
+            index = int(np.argmax(levels))  # the first moment of the peak
+            operation, _ = facts.columns.entry(int(actions[index]))
+            workspace, beside = facts.plan.operations[operation].workspace_bytes, kept[index]
         taken = MemoryBytes({ACTIVATIONS: highest - workspace - beside.total, WORKSPACE: workspace})
         parts = state[device] + beside + taken
         _check_parts(device, facts.plan.predicted.memory[device], parts, findings)
@@ -250,27 +306,32 @@ def check_memory(
 
 
 def _peak_in_time(
-    facts: Facts, device: int, entries: list[Entry], state: MemoryBytes, spans: Sequence[Span], findings: Findings
+    facts: Facts, programs: Programs, device: int, state: MemoryBytes, spans: Sequence[Span], findings: Findings
 ) -> int:
     """The same of a device that has state whole for some time: all that it holds at each moment at which that grows."""
-    changes: dict[int, Counter[MemoryKind]] = defaultdict(Counter)
-    for operation, number in entries:
-        start, end = facts.starts[operation][number], facts.end(operation, number)
-        effect = facts.plan.operations[operation]
-        if not facts.plan.is_inference:
-            changes[start][ACTIVATIONS] += facts.acquired(operation, number)
-            changes[end][ACTIVATIONS] -= effect.release_bytes
-        changes[start][WORKSPACE] += effect.workspace_bytes
-        changes[end][WORKSPACE] -= effect.workspace_bytes
-    for begin, end, kind, size in spans:
-        changes[begin][kind] += size
-        changes[end][kind] -= size
-    held, highest, at = Counter[MemoryKind](), MemoryBytes(), 0
-    for moment in sorted(changes):
-        for kind, change in changes[moment].items():
-            held[kind] += change
-        if sum(held.values()) > highest.total:
-            highest, at = MemoryBytes(held), moment
+    its, effects, actions = facts.columns, facts.plan.operations, programs.actions[device]
+    operations = programs.items[actions]
+    workspace = column([each.workspace_bytes for each in effects], 2 + len(actions))[operations]
+    starts, ends = its.starts[actions], its.ends[actions]
+    changes = [(WORKSPACE, starts, workspace), (WORKSPACE, ends, -workspace)]
+    if not facts.plan.is_inference:
+        taken, given = _taken(facts, programs, actions)
+        changes += [(ACTIVATIONS, starts, taken), (ACTIVATIONS, ends, -given)]
+    for kind in dict.fromkeys(kind for *_, kind, _ in spans):
+        begun, ended, each = zip(*((begin, end, size) for begin, end, of, size in spans if of is kind), strict=True)
+        held = column(each, 2 + len(each))
+        changes += [(kind, column(begun), held), (kind, column(ended), -held)]
+    times, sizes = (np.concatenate([change[place] for change in changes]) for place in (1, 2))
+    order = np.argsort(times, kind="stable")
+    times, levels = times[order], np.cumsum(sizes[order])
+    last = np.flatnonzero(np.append(times[1:] != times[:-1], np.ones(min(1, len(times)), bool)))
+    highest, at = MemoryBytes(), 0
+    if len(last) and levels[last].max() > 0:
+        at = int(times[last[np.argmax(levels[last])]])
+        held_then = Counter[MemoryKind]()
+        for kind, moments, amounts in changes:
+            held_then[kind] += int(amounts[moments <= at].sum())
+        highest = MemoryBytes(held_then)
     parts = state + highest
     limit = facts.plan.devices[device].usable_bytes
     if limit is not None and parts.total > limit:
@@ -295,15 +356,25 @@ def _state(facts: Facts) -> list[MemoryBytes]:
     return state
 
 
-def _levels(facts: Facts, entries: list[Entry]) -> list[int]:
+def _levels(facts: Facts, programs: Programs, actions: IntArray) -> IntArray:
     """Activations and workspace while each action runs [action], in bytes."""
-    held, levels = 0, []
-    for operation, number in entries:
-        effect = facts.plan.operations[operation]
-        held += facts.acquired(operation, number)
-        levels.append(held + effect.workspace_bytes)
-        held -= effect.release_bytes
-    return levels
+    taken, given = _taken(facts, programs, actions)
+    workspace = column([each.workspace_bytes for each in facts.plan.operations], 2 + len(actions))
+    return np.cumsum(taken - given) + given + workspace[programs.items[actions]]
+
+
+def _taken(facts: Facts, programs: Programs, actions: IntArray) -> tuple[IntArray, IntArray]:
+    """Activations that each action takes at its start, and gives back at its end [action], in bytes."""
+    effects, operations = facts.plan.operations, programs.items[actions]
+    taken, given = (
+        column([getattr(each, name) for each in effects], 2 + len(actions))[operations]
+        for name in ("acquire_bytes", "release_bytes")
+    )
+    parts = np.array([2 * slots.num_parted for slots in facts.slots])[operations]
+    if parts.any():
+        numbers = actions - programs.firsts[operations]
+        taken = np.where(numbers < parts, np.where(numbers % 2, taken // 2, taken - taken // 2), taken)
+    return taken, given
 
 
 def _in_all_copies(facts: Facts, loop: Loop, device: int, entries: list[tuple[Entry, int]]) -> list[tuple[int, int]]:
@@ -326,10 +397,10 @@ def _in_all_copies(facts: Facts, loop: Loop, device: int, entries: list[tuple[En
     return [*found, *((index, more) for index in range(read, len(entries)))]
 
 
-def _kept(facts: Facts, device: int, entries: list[Entry], keeping: Sequence[int]) -> list[MemoryBytes]:
+def _kept(facts: Facts, device: int, actions: IntArray, keeping: Sequence[int]) -> list[MemoryBytes]:
     """What the stages ``keeping`` something keep on a device for micro-batches while each action runs [action]."""
-    kept = [MemoryBytes()] * len(entries)
-    starts = [facts.starts[operation][number] for operation, number in entries]
+    kept = [MemoryBytes()] * len(actions)
+    starts = facts.columns.starts[actions].tolist() if keeping else []
     for number in keeping:
         stage = facts.plan.stages[number]
         if device in stage.devices:
@@ -349,19 +420,19 @@ def _kept_times(facts: Facts, stage: int) -> Iterator[tuple[int, int]]:
 
 
 def _check_limit(
-    facts: Facts, programs: Programs, device: int, base: int, levels: list[int], findings: Findings
+    facts: Facts, programs: Programs, device: int, actions: IntArray, levels: IntArray, base: int, findings: Findings
 ) -> None:
     limit, reserve = facts.plan.devices[device].usable_bytes, facts.plan.devices[device].reserve_bytes
     if limit is None:
         return
-    over = [index for index, level in enumerate(levels) if base + level > limit]
-    if over:
-        entry = programs.compute[device][over[0]]
+    over = np.flatnonzero(levels > limit - base)
+    if len(over):
+        entry, needed = facts.columns.entry(int(actions[over[0]])), base + int(levels[over[0]])
         place = f"programs[{device}][{programs.where[device][entry]}] ({facts.label(*entry)})"
         beside = f" beside its reserve of {reserve}" if reserve else ""
         text = (
-            f"device {device} holds {base + levels[over[0]]} bytes, {base + levels[over[0]] - limit} more than its "
-            f"{limit}{beside} (peak {base + max(levels)}, {len(over)} actions above)"
+            f"device {device} holds {needed} bytes, {needed - limit} more than its "
+            f"{limit}{beside} (peak {base + int(levels.max())}, {len(over)} actions above)"
         )
         findings.add("memory", place, text)
 

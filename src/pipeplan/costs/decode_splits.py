@@ -21,7 +21,7 @@ from pipeplan.costs.devices import preset_called
 from pipeplan.costs.recipes import state_of
 from pipeplan.costs.zero import WHOLE, cuts
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, Profile
+from pipeplan.files import Block, Cluster, PhaseRow, Profile
 from pipeplan.workload.kinds import MemoryBytes
 from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, SAMPLES, SHARDS, Mesh
 
@@ -166,13 +166,27 @@ def step_cost(profile: Profile, block: Block, way: StepWay, at: DecodeAt, links:
         kept = at.context if block.cache_window_tokens is None else min(at.context, block.cache_window_tokens)
         piece = -(-kept // way.cache)
         together = -(-at.largest // way.samples)
-        core = phase_costs(block, "decode", together, piece, shards=way.shards).core_ns
+        core = _core_of_pieces(block, row, together, piece, kept)
         arrays = _exchanged(block, way, together)
         exchange = sum(links.ns(each, _along_cache(way)) for each in arrays)
         sent = sum(each.array_bytes for each in arrays) * (way.cache - 1) / way.cache
         step, working = row.forward_ns - row.core_ns + core, working + sum(each.array_bytes for each in arrays)
     cached = at.owned(way.samples if way.cache > 1 else way.owners) * cached_bytes(block, piece, way.shards)
     return StepCost(way, step + round(exchange), round(exchange), state, cached, working, sent)
+
+
+def _core_of_pieces(block: Block, row: PhaseRow, requests: int, piece: int, kept: int) -> int:
+    """Ns of attention to a piece of each of so many requests' caches, of which all would be ``kept`` tokens.
+
+    Where no row is of so few tokens, it is that of as many in fewer requests: of ``row``, in proportion.
+
+    Raises:
+        UsageError: there is no row for so many requests.
+    """
+    least = min(each.context_tokens for each in block.phases if each.phase == "decode" and each.shards == row.shards)
+    if piece < least:
+        return -(-row.core_ns * requests * piece // (row.microbatch_size * kept))
+    return phase_costs(block, "decode", requests, piece, shards=row.shards).core_ns
 
 
 def _exchanged(block: Block, way: StepWay, requests: int) -> list[Exchange]:

@@ -278,7 +278,8 @@ def _megatron(asked: _Sourced) -> _Read:
     arguments = {found[1]: found[2] or "" for found in _ARGUMENT.finditer(rest)}
     sizes = {name: _size(arguments, flag) for name, flag in _SIZES.items() if flag in arguments}
     shards, context, expert = (sizes.get(name, 1) for name in ("shards", "context", "expert"))
-    expert *= sizes.get("expert_shards", 1) if expert > 1 else 1
+    split = sizes.get("expert_shards", shards) if expert > 1 else 1  # by default as many as split all else
+    expert *= split
     positions = sizes.get("positions") or (len(layout) if asked.devices is None else min(len(layout), asked.devices))
     require_layout(layout, positions)
     groups = _groups(asked, positions, shards * context)
@@ -302,6 +303,7 @@ def _megatron(asked: _Sourced) -> _Read:
             shards=shards,
             context=context,
             expert=expert,
+            expert_shards=split if expert > 1 else None,
             replicas=replicas,
             zero=zero,
             recompute=_again(own, arguments, asked.recompute),

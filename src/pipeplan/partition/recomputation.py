@@ -16,11 +16,12 @@ and recomputation are chosen together.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, reduce
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from operator import add
 from typing import NamedTuple
 
@@ -424,12 +425,14 @@ class FittingChain:
     """Blocks in a line, to be cut into stages of which each recomputes what it must: least, for ``holdings``.
 
     ``ways`` are the blocks' costs at each level, without recomputation first; ``kept`` says of which blocks nothing is
-    recomputed. Of several routes a stage has a holding on each.
+    recomputed. Of several routes a stage has a holding on each. With ``layers`` [block], how many each block is, the
+    first few layers of each stage are recomputed, as many in all stages; else each stage recomputes what is quickest.
     """
 
     ways: Sequence[tuple[Again, Sequence[StageCost]]]
     kept: Sequence[bool]
     holdings: Sequence[Holding]
+    layers: Sequence[int] | None = None
     _times: dict[tuple[tuple[int, int, int, float], int, int], int] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -528,6 +531,8 @@ class FittingChain:
         by_position: dict[int, list[int]] = defaultdict(list)
         for number, each in enumerate(self.holdings):
             by_position[each.position].append(number)
+        if self.layers is not None:
+            return self._first_layers(self.layers, by_position, ranges)
         for own in checked(by_position.values(), 1):
             made = self._position([self.holdings[number] for number in own], ranges)
             if made is None:
@@ -535,6 +540,45 @@ class FittingChain:
             for number, again in zip(own, made, strict=True):
                 found[number] = again
         return found
+
+    def _first_layers(
+        self, layers: Sequence[int], by_position: Mapping[int, Sequence[int]], ranges: Sequence[tuple[int, int]]
+    ) -> list[list[Again]] | None:
+        """The same where all stages recompute as many of their first layers: as few as fit everywhere."""
+        numbers = [[*accumulate(layers[begin:end])] for begin, end in ranges]  # [stage][block] how many up to it
+        whole, again = dict(self.ways)[False], dict(self.ways)[True]
+
+        def chosen(count: int) -> list[list[Again]]:
+            of_stage = [
+                [bool(layers[begin + at]) and number <= count for at, number in enumerate(own)]
+                for (begin, _), own in zip(ranges, numbers, strict=True)
+            ]
+            return [[*of_stage[each.stage]] for each in self.holdings]
+
+        def fits(count: int) -> bool:
+            every = chosen(count)
+            for own in by_position.values():
+                held, workspace, here = 0, 0, list[StageCost]()
+                for place in own:
+                    each, blocks = self.holdings[place], range(*ranges[self.holdings[place].stage])
+                    costs = [(again if a else whole)[block] for a, block in zip(every[place], blocks, strict=True)]
+                    held += each.in_flight * sum(cost.activation_bytes for cost in costs)
+                    held += each.owed * int(self.owed_bytes[blocks.stop] - self.owed_bytes[blocks.start])
+                    workspace = max(workspace, *(cost.workspace_bytes for cost in costs))
+                    here += costs
+                if self._static(here) + held + workspace > self.holdings[own[0]].limit:
+                    return False
+            return True
+
+        most = max(own[-1] for own in numbers)
+        count = bisect_left(range(most + 1), True, key=fits)
+        return None if count > most else chosen(count)
+
+    @staticmethod
+    def _static(costs: Sequence[StageCost]) -> int:
+        """Bytes of state of blocks on one position, which have what they share once."""
+        shares = any(cost.tied for cost in costs)
+        return reduce(add, costs).static_bytes if shares else sum(cost.static_bytes for cost in costs)
 
     def _position(self, own: Sequence[Holding], ranges: Sequence[tuple[int, int]]) -> list[list[Again]] | None:
         kinds: dict[tuple[int, int], Kind] = {}
@@ -551,8 +595,7 @@ class FittingChain:
                 blocks.append((number, each.in_flight))
         ways, costs = list(kinds), self.ways[0][1]
         here = [costs[block] for each in own for block in range(*ranges[each.stage])]
-        shares = any(cost.tied for cost in here)
-        static = reduce(add, here).static_bytes if shares else sum(cost.static_bytes for cost in here)
+        static = self._static(here)
         counted = Counter(blocks)
         counts = tuple(counted[way] for way in ways)
         by_kind = Knapsacks(list(kinds.values())).chosen(counts, static + beside, 1, own[0].limit)

@@ -259,7 +259,7 @@ def _exposed(schedule: Schedule, workload: Workload) -> int:
     free = replace(
         graph,
         durations=[*graph.durations[:actions], *(0 for _ in graph.durations[actions:])],
-        successors=[[(task, 0) for task, _ in each] for each in graph.successors],
+        at_once=True,
     )
     sooner = graph.makespan(schedule.starts) - free.makespan(earliest_starts(free, schedule.orders))
     return max(0, sooner) * workload.num_microbatches // graph.workload.num_microbatches

@@ -30,7 +30,8 @@ from pipeplan.partition.placement import Cut, can_spread, place, place_submodule
 from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
 from pipeplan.partition.strategies import SEARCHED, STRATEGIES
-from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
+from pipeplan.planning.request import SUBMODULES, Batch, Request, first_layers_open, submodules_of
+from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
 from pipeplan.schedule.search import MOST_ENTRIES
@@ -288,6 +289,7 @@ def has_table(request: Request) -> bool:
     """Whether uniform layouts are one table: where only whole blocks are open, in pipelines of any length, there are
     fewer choices, on all devices."""
     plain = open_splits(request) == (SplitSizes(1, 1),) and request.positions is None
+    plain &= not (first_layers_open(request) and isinstance(request.placement, str))
     return not (plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES)
 
 
@@ -321,11 +323,10 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
     """With these numbers of shards and sequence parts: every number of replicas and positions, every strategy and size,
     and what is recomputed.
 
-    Where that is open, and memory is limited, each block is recomputed as far as it must be. Only the ``longest``
-    pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in one of them.
+    Only the ``longest`` pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in
+    one of them.
     """
-    levels = levels_of(request.profile) if len(request.recomputes) > 1 and not _recomputes_alike(request) else ()
-    recomputes = (False,) if levels else request.recomputes
+    again = _ways_again(request)
     width, blocks, uneven = split.width, len(request.profile.blocks), request.uneven
     units = len(neighbours(request.cluster, request.num_devices, width))
     every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
@@ -347,13 +348,26 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
             for chunks in _chunks(request, strategy, units)[: 1 if longest else None]:
                 most = min(units // replicas, blocks // (chunks or 1))
                 lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
-                for positions, recompute in product(lengths[-1:] if longest else lengths, recomputes):
+                for positions, (recompute, levels) in product(lengths[-1:] if longest else lengths, again):
                     if not _allows(request, strategy, positions, batch):
                         continue
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
                         choice = Choice(*own, chunks=chunks, **split.rest)
                         yield from _directions(choice, uneven)
+
+
+def _ways_again(request: Request) -> list[tuple[Again, tuple[Again, ...]]]:
+    """What all blocks recompute, or else the levels of which each has what it must while that is open.
+
+    For a target whose blocks recompute alike it is one of all; of one that takes the first layers of each stage, as
+    many of these as must.
+    """
+    if len(request.recomputes) == 1 or request.only is None or not request.only.alike:
+        return [(False, levels_of(request.profile))] if len(request.recomputes) > 1 else [(request.recomputes[0], ())]
+    if first_layers_open(request):
+        return [*((each, ()) for each in request.recomputes), (False, (False, True))]
+    return [(each, ()) for each in request.recomputes]
 
 
 def _directions(choice: Choice, uneven: bool) -> Iterator[Choice]:
@@ -632,11 +646,6 @@ def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bo
     return request.only is None or request.only.allows(strategy, positions, batch.num_microbatches)
 
 
-def _recomputes_alike(request: Request) -> bool:
-    """Whether all blocks are to recompute the same."""
-    return request.only is not None and request.only.alike
-
-
 def _by_name(request: Request) -> list[str]:
     """Those for which the schedule that is asked for is usual, or else all."""
     every = list(_strategies(request))
@@ -677,12 +686,18 @@ def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
 
     Of the best rows of many devices a look takes seconds each, and what they should be shorter by is often less than
     what closed forms are off by: first come the best :data:`_QUICK` of at most :data:`_FEW_ACTIONS` actions, then of
-    four times as many, and so on; none that should take :data:`_MUCH` times as long as the best.
+    four times as many, and so on; none that should take longer than the best by more than its schedule is quicker to
+    make, :data:`_WORTH` for each four times as many actions.
     """
     taken = dict[int, BoundedChoice]()
-    much = _MUCH * rows[0].usual_ns if rows else 0.0
-    near = [(each.choice.actions_looked_at, each) for each in checked(rows) if each.usual_ns <= much]
-    most, all_of_them = _FEW_ACTIONS, max((actions for actions, _ in near), default=0)
+    all_of_them = rows[0].choice.actions_looked_at if rows else 0
+    near = [
+        (actions, each)
+        for each in checked(rows)
+        if (actions := each.choice.actions_looked_at) < all_of_them
+        and each.usual_ns <= rows[0].usual_ns * _WORTH ** math.log(all_of_them / actions, 4)
+    ]
+    most = _FEW_ACTIONS
     while most < all_of_them:
         able = (each for actions, each in near if actions <= most)
         taken.update((id(each), each) for each in islice(able, _QUICK))
@@ -691,7 +706,11 @@ def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
     yield from (each for each in rows if id(each) not in taken)
 
 
-_FEW_ACTIONS, _QUICK, _MUCH = 4_000, 3, 1.25
+_FEW_ACTIONS, _QUICK = 4_000, 3
+
+_WORTH = 1.08
+"""Of GPT-3 on 64 devices a look at the best row takes a second, and rows 9 % longer only delayed it; on 512 it takes
+six, and one 8 % longer was a good plan long before."""
 
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:
@@ -766,7 +785,9 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
     kept = kept_whole(request.profile)
     same = _SameRequest(request)
     ways = [(each, _block_costs(same, choice.pricing._replace(recompute=each))) for each in choice.levels]
-    return FittingChain(ways, [block in kept for block in order], holdings)
+    known = request.joined if first_layers_open(request) else None
+    layers = None if known is None else layers_in(known, order)
+    return FittingChain(ways, [block in kept for block in order], holdings, layers)
 
 
 @lru_cache(maxsize=64)
@@ -807,7 +828,7 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
 
 def _cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], list[list[Again]]] | None:
     """The first block of each stage, and what is recomputed."""
-    if choice.strategy == "one-to-one":
+    if choice.strategy == "one-to-one" and chain.layers is None:
         begins = chain.cut()
         if begins is None:
             begins = _evenly(chain)  # there may only have been too many ways to look at all

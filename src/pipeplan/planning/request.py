@@ -36,6 +36,7 @@ from pipeplan.planning.restrictions import (
     Restrictions,
     groups_of,
     joined_for,
+    layers_in,
     require_ranks,
     restricted_fields,
     target_named,
@@ -697,6 +698,14 @@ class Request:
         if self.only is not None and self.only.alike and self.least_memory is not None:
             return levels_of(self.profile)
         return (False,) if self.least_memory is None else (False, True)
+
+
+def first_layers_open(request: Request) -> bool:
+    """Whether it is open how many layers of each stage recompute, the first ones, for a target that has it so."""
+    only, known = request.only, request.joined
+    if only is None or known is None or not only.first_layers or len(request.recomputes) < 2:
+        return False
+    return max(layers_in(known, request.profile.topological_order())) < 2
 
 
 def _placement_said(asked: Placement | str, chosen: Placement | str, rules: Rules | None) -> Iterator[tuple[str, str]]:

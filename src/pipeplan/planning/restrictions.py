@@ -115,6 +115,11 @@ def _with_ends(layers: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return found
 
 
+def layers_in(joined: JoinedProfile, groups: Sequence[str]) -> list[int]:
+    """[group] how many layers it is."""
+    return [len({layer_of(block) for block in joined.members[group]} - {None}) for group in groups]
+
+
 def _merged(groups: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     """Groups with a block in common are one, which stands where the last of them did."""
     found: dict[int, tuple[str, ...]] = {}

@@ -19,7 +19,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from pipeplan.costs.layers import layer_of
 from pipeplan.costs.zero import AUTO, WHOLE, Experts, Zero
 from pipeplan.errors import InfeasibleError, NotApplicableError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
@@ -52,7 +51,8 @@ from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.moves import Moves
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
-from pipeplan.planning.request import Request
+from pipeplan.planning.request import Request, first_layers_open
+from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.start import StartPlan, gain_said, require_start, with_orders
 from pipeplan.planning.trials import (
     ENDING,
@@ -153,29 +153,30 @@ def _eased(request: Request, trial: Trial, index: int, budget: Budget) -> Iterat
 
 @dataclass(frozen=True)
 class EaseFirstLayers(PlanStep):
-    """The best ``finalists`` whose layers all recompute, with only the first few of each stage that must: as many in
-    all stages, as Megatron-LM has it.
+    """The best ``finalists`` that recompute the first layers of each stage, as many in all, as Megatron-LM has it: with
+    as few as still fit.
+
+    Cuts choose how many by what a usual schedule holds, which true orders may not.
     """
 
     finalists: int = 3
     name = "ease first layers"
-    when = "the best {finalists} plans; --for megatron; recomputation is open; all layers recompute"
+    when = "the best {finalists} plans; --for megatron; recomputation is open; first layers recompute"
 
     def applies(self, search: PlanSearch) -> bool:
-        request = search.request
-        return request.recompute is None and request.only is not None and request.only.first_layers
+        return first_layers_open(search.request)
 
     def run(self, search: PlanSearch) -> None:
         best = [] if search.best is None else [search.best]
         for trial in search.finalists[: self.finalists] or best:
             stages = () if trial.best is None else trial.best.workload.stages
-            if stages and all(_layers_again(search.request, stage) for stage in stages):
-                self._ease(search, trial)
+            counts = [_layers_again(search.request, stage) for stage in stages]
+            if all(count is not None for count in counts):
+                self._ease(search, trial, max((count or 0 for count in counts), default=0))
 
-    def _ease(self, search: PlanSearch, trial: Trial) -> None:
+    def _ease(self, search: PlanSearch, trial: Trial, high: int) -> None:
         """Fewer layers take less time and more memory, so that halving finds how few fit."""
-        request, stages = search.request, trial.candidate.placement.stages
-        low, high = 0, max(sum(_are_layers(request, stage.blocks)) for stage in stages)
+        request, stages, low = search.request, trial.candidate.placement.stages, 0
         while low < high and not search.budget.expired:
             middle = (low + high) // 2
             first = [_first_again(request, stage.blocks, middle) for stage in stages]
@@ -192,16 +193,11 @@ class EaseFirstLayers(PlanStep):
             search.report(trial)
 
 
-def _are_layers(request: Request, groups: Sequence[str]) -> list[int]:
-    """[group] how many layers it is."""
-    assert request.joined is not None  # it is of a target
-    return [len({layer_of(block) for block in request.joined.members[group]} - {None}) for group in groups]
-
-
-def _layers_again(request: Request, stage: Stage) -> bool:
-    """Whether all layers of a stage recompute, each of which is a group of its own."""
-    layers = _are_layers(request, stage.blocks)
-    return max(layers) < 2 and all(again is True for own, again in zip(layers, stage.again, strict=True) if own)
+def _layers_again(request: Request, stage: Stage) -> int | None:
+    """How many layers of a stage recompute, which are its first ones; None where they are others, or not whole."""
+    own = [again for own, again in zip(_are_layers(request, stage.blocks), stage.again, strict=True) if own]
+    count = sum(again is True for again in own)
+    return count if own == [True] * count + [False] * (len(own) - count) else None
 
 
 def _first_again(request: Request, groups: Sequence[str], count: int) -> Recompute:
@@ -209,6 +205,12 @@ def _first_again(request: Request, groups: Sequence[str], count: int) -> Recompu
     layers = _are_layers(request, groups)
     found = zip(layers, accumulate(layers), strict=True)
     return recompute_of(tuple(bool(own) and number <= count for own, number in found))
+
+
+def _are_layers(request: Request, groups: Sequence[str]) -> list[int]:
+    """[group] how many layers it is."""
+    assert request.joined is not None  # it is of a target
+    return layers_in(request.joined, groups)
 
 
 @dataclass(frozen=True)
@@ -771,7 +773,7 @@ class LookAtCandidates(PlanStep):
         search.looked_at += 1
         given = isinstance(request.placement, Placement)
         few = max(sum(map(len, way.slots)) for way in trial.ways) <= _FEW
-        if _is_named(request) and few and not given and not trial.worse(best):
+        if _is_named(request) and (few or is_large(request)) and not given and not trial.worse(best):
             (named(search.steps, SearchCandidates) or SearchCandidates()).search(search, trial, search.budget.remaining)
         if request.scheduler != "auto" or (given and few) or trial.worse(best):
             return  # what is given is searched in any case: of few actions that finds known schedules as soon
@@ -841,13 +843,12 @@ class SearchCandidates(PlanStep):
     in_turn = True
 
     def run(self, search: PlanSearch) -> None:
+        named_one = _is_named(search.request)
         for most, part in self.rounds if search.all_seen else self.rounds[:1]:
-            live = search.live[:most]
+            live = [trial for trial in search.live if not (named_one and trial.best is not None)][:most]
             seconds = search.budget.remaining * (part if len(live) > 1 else 1.0)
             for trial in live:
                 best = search.best
-                if trial.best is not None and _is_named(search.request):
-                    continue  # it has the only one
                 if best is None or not (trial.hopeless(best) or search.budget.expired):
                     self.search(search, trial, seconds / len(live))
 

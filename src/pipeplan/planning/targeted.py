@@ -96,8 +96,9 @@ def search_target(
     if only.serves:
         return _served(request, parts, explain)
     variants = [*_variants(request)]
+    weights = [_weight(asked) for asked in variants]
     for number, asked in enumerate(variants):
-        seconds = max(0.0, parts.left - FREE * request.time_limit) / (len(variants) - number)
+        seconds = max(0.0, parts.left - FREE * request.time_limit) * weights[number] / sum(weights[number:])
         found = parts.search(asked, seconds, explain=explain)
         parts.results += [] if found is None else [found]
     failures, parts.failures = parts.failures, []
@@ -116,6 +117,14 @@ def search_target(
         words = "" if without is None else _words(without)
         best = replace(best, cost=TargetCost(only.title, "iteration", own, min(bound, own), met, words))
     return _merged(request, best, parts, failures)
+
+
+def _weight(asked: Request) -> int:
+    """How much of the time one of several schedules gets: more with several stages on each rank, which are as many
+    numbers of stages to look at, each with so many more actions.
+    """
+    assert asked.only is not None
+    return 3 if any(STRATEGIES[each].chunked for each in asked.only.placements) else 1
 
 
 def _merged(request: Request, best: Result, parts: _TargetParts, failures: Sequence[PipeplanError]) -> Result:

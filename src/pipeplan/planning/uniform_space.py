@@ -33,7 +33,7 @@ from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.recomputation import Kind, Option, kept_whole, savings, undominated
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.request import Batch, Request, first_layers_open
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.time_limit import checked, checkpoint
@@ -660,9 +660,10 @@ def _fitted(
         for name in ("static_bytes", "activation_bytes", "weight_grad_bytes", "workspace_bytes")
     )
     positions, count = p[:, None], m[:, None]
+    first, layers = first_layers_open(request), len(request.profile.blocks)
     for usual, own in checked(schedules, 1):
-        first = choices[own[0]]
-        chunks, routes = first.per_position, 1 + STRATEGIES[first.strategy].two_ways
+        one = choices[own[0]]
+        chunks, routes = one.per_position, 1 + STRATEGIES[one.strategy].two_ways
         places = positions[own]
         looked = np.minimum(places, _MOST_LOOKED_AT)
         number = np.arange(int(looked.max()))[None, :]
@@ -680,10 +681,26 @@ def _fitted(
         for place in checked(np.unique(rows[own]), 1):
             alike = rows[own] == place
             saved, longer = sums[place].saved_bytes, sums[place].again_ns
-            taken = np.interp(short[alike].clip(min=0.0), saved, longer, right=math.inf)
-            taken = np.where(there[alike], taken, 0.0).sum(axis=1) / looked[alike, 0]
+            lacking = short[alike].clip(min=0.0)
+            if first:
+                taken = _first_layers_ns(lacking, saved[-1], longer[-1], layers / (places[alike, 0] * chunks))
+            else:
+                taken = np.interp(lacking, saved, longer, right=math.inf)
+                taken = np.where(there[alike], taken, 0.0).sum(axis=1) / looked[alike, 0]
             again[own[alike]] = np.where(ends[alike], taken, math.inf)
     return needs, smallest, again
+
+
+def _first_layers_ns(lacking: FloatArray, saved: float, longer: float, each: FloatArray) -> FloatArray:
+    """[choice] ns by which all stages are longer that each recompute as many of their layers as the fullest must.
+
+    A stage has ``each`` so many; ``lacking`` [choice, position] are bytes of all blocks, of which all layers together
+    have ``saved`` so many, in ``longer`` ns.
+    """
+    share = lacking.max(axis=1) / max(saved, 1e-9)
+    counts = np.maximum(1.0, np.floor(each))
+    found: FloatArray = np.where(share > 1, math.inf, np.minimum(1.0, np.ceil(share * counts) / counts) * longer)
+    return found
 
 
 def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]:

@@ -3,8 +3,8 @@
 A repetend takes at least the busiest device's work in it, and at least a group's way round the stages and back, since
 its next step begins with its token (:func:`~pipeplan.workload.bounds.period_bound`). Where every device has one stage,
 groups one after another take no longer than the greater of the two, which is proved by that. Elsewhere devices choose
-between stages: by rules, by a pattern for a single micro-batch (:mod:`.modulo`), and where these stay above the bound
-by a solver's pattern for all groups (:mod:`.cpsat.repetend`), which proves what is least.
+between stages: by rules, and where these stay above the bound by patterns (:mod:`.cpsat.repetend`), first of a single
+micro-batch, then of all groups, which proves what is least.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from math import ceil
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import compose, microbatch_by_microbatch
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
@@ -37,10 +36,6 @@ _MOST_INSTANCES = 400
 """Operations of all groups up to which the solver is asked."""
 
 
-_ABOVE_BOUND = (Fraction(1), Fraction(21, 20), Fraction(11, 10), Fraction(5, 4))
-"""Times, as parts of the bound, at which a pattern for one micro-batch is looked for, until there is one."""
-
-
 def decode_schedule(workload: Workload, budget: Budget) -> Schedule:
     """The schedule with the least time from token to token that is found, and what is proved of that.
 
@@ -53,14 +48,16 @@ def decode_schedule(workload: Workload, budget: Budget) -> Schedule:
     problem, given, groups = OneMicrobatch.of(workload), task_graph(workload), workload.step_microbatches
     bound = period_bound(problem)
     best: tuple[Fraction, int, Schedule] | None = None
-    for name, orders in _known(problem, bound):
+    for name, orders in _known(problem):
         found = _repeated(problem, given, orders, name)
         if found is not None and (best is None or found[:2] < best[:2]):
             best = found
         if best is not None and best[0] * groups == ceil(bound * groups):
             break
-    if best is None or best[0] * groups > ceil(bound * groups):
-        proved, found = _solved(problem, given, budget, None if best is None else best[0], bound)
+    for unroll in dict.fromkeys((1, groups)):
+        if best is not None and best[0] * groups == ceil(bound * groups):
+            break
+        proved, found = _solved(problem, given, budget, unroll, None if best is None else best[0], bound)
         best, bound = best if found is None else found, max(bound, proved)
     if best is None:
         if not budget.expired:
@@ -82,8 +79,8 @@ def enough_bytes(workload: Workload) -> list[int]:
     return [rounded_up(size) for size in found]
 
 
-def _known(problem: OneMicrobatch, bound: Fraction) -> Iterator[tuple[str, Orders]]:
-    """Orders that are quick to make: group after group, what came first or is nearest to its end, and a pattern."""
+def _known(problem: OneMicrobatch) -> Iterator[tuple[str, Orders]]:
+    """Orders that are quick to make: group after group, and what came first or is nearest to its end."""
     yield "in turn", microbatch_by_microbatch(problem)
     graph = task_graph(problem.workload)
     keys: list[tuple[str, Callable[[_FirstOf, int], tuple[int, ...]]]] = [
@@ -95,11 +92,6 @@ def _known(problem: OneMicrobatch, bound: Fraction) -> Iterator[tuple[str, Order
         run = _FirstOf(graph, key)
         run.run()
         yield name, run.device_orders
-    for above in _ABOVE_BOUND:
-        pattern = modulo_schedule(problem, ceil(bound * above))
-        if pattern is not None:
-            yield "repetend", compose(problem, pattern)
-            return
 
 
 def _repeated(
@@ -115,17 +107,19 @@ def _repeated(
 
 
 def _solved(
-    problem: OneMicrobatch, given: TaskGraph, budget: Budget, below: Fraction | None, bound: Fraction
+    problem: OneMicrobatch, given: TaskGraph, budget: Budget, unroll: int, below: Fraction | None, bound: Fraction
 ) -> tuple[Fraction, tuple[Fraction, int, Schedule] | None]:
-    """What the solver proves of the period, and a schedule that is better, where it finds one."""
+    """What is proved of the period, and a schedule that is better: by a pattern of so many groups that all repeat."""
     groups = problem.workload.step_microbatches
-    if problem.num_operations * groups > _MOST_INSTANCES and below is not None:
+    if problem.num_operations * unroll > _MOST_INSTANCES and below is not None:
         return bound, None
-    least = least_period(problem, budget, budget.remaining, unroll=groups, below=below, known=bound)
-    proved = Fraction(least.bound_ns, groups)
+    limit = budget.remaining / (2 if unroll < groups else 1)
+    least = least_period(problem, budget, limit, unroll=unroll, below=below, known=bound)
+    proved = Fraction(least.bound_ns, groups) if unroll == groups else bound
     if least.pattern is None:
         return proved, None
-    pattern, _ = shortest_way_through(problem, least.pattern, budget, budget.remaining)  # so that few steps have it
+    # in the shortest way through few steps have it
+    pattern, _ = shortest_way_through(problem, least.pattern, budget, budget.remaining / 2)
     found = _repeated(problem, given, compose(problem, pattern), "repetend")
     return proved, found if found is not None and (below is None or found[0] < below) else None
 

@@ -34,7 +34,10 @@ _RANKS = {Role.FORWARD: 2, Role.WEIGHT_GRAD: 3}
 
 @dataclass
 class Stages:
-    """Facts about the stages of a task graph, in samples and micro-batches; and how many actions trials started."""
+    """Facts about the stages of a task graph, in samples and micro-batches; and how much trials started.
+
+    ``num_starts`` counts an action once on each of its devices, all of which are asked for it.
+    """
 
     graph: TaskGraph
     num_starts: int = 0
@@ -198,9 +201,8 @@ class TrialRun(Engine):
         self._ranked = [sorted(operations, key=self._rank) for operations in stages.on_device]
         self.run()
         started = sum(self._next) - sum(stages.graph.offsets[:-1])
-        devices = zip(self.device_orders, self.free, strict=False)
-        running = {order[-1] for order, free in devices if free > self.now}
-        stages.num_starts += started - len(running)
+        running = sum(free > self.now for free in self.free[: len(self.device_orders)])
+        stages.num_starts += sum(map(len, self.device_orders)) - running
         if self.makespan > limit or started < stages.graph.num_actions:
             self.makespan = NEVER
 

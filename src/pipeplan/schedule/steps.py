@@ -132,7 +132,8 @@ class SlowClassics(ScheduleStep):
         return state.scheduler == "auto" and (state.graph.num_tasks <= self.few_tasks or not state.proved)
 
     def run(self, state: SearchState) -> None:
-        _offer_classics(state, quick=False)
+        with state.budget.ended():
+            _offer_classics(state, quick=False)
         if state.graph.num_tasks > self.few_tasks and not state.proved:
             _offer_classics(state, quick=True)
 

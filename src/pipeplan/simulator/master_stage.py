@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
-from pipeplan.simulator.metrics import Inputs, tasks_before
+import numpy as np
+
+from pipeplan.simulator.metrics import Waited
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
@@ -22,8 +25,7 @@ def master_stage(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> int
     wanted = _orders_of_1f1b(graph, workload)
     if wanted is None:
         return None
-    for order in graph.on_devices(orders):
-        actions = [task for task in order if task < graph.num_actions]
+    for actions in map(list, graph.on_devices(orders)):
         if actions and actions != wanted[workload.operations[graph.operation_of[actions[0]]].stage]:
             return None
     depths, count = workload.stage_depths, workload.num_microbatches
@@ -55,28 +57,28 @@ def _orders_of_1f1b(graph: TaskGraph, workload: Workload) -> list[list[int]] | N
     for stage, depth in enumerate(depths):
         ahead = min(len(depths) - 1 - depth, count)
         forward, backward = (graph.offsets[roles[stage, role]] for role in (Role.FORWARD, Role.BACKWARD))
-        order = [forward + number for number in range(ahead)]
-        for number in range(count):
-            order += [forward + ahead + number] * (ahead + number < count) + [backward + number]
-        found.append(order)
+        steady = zip(range(forward + ahead, forward + count), range(backward, backward + count), strict=False)
+        left = range(backward + count - ahead, backward + count)
+        found.append([*range(forward, forward + ahead), *chain.from_iterable(steady), *left])
     return found
 
 
 def _path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Iterator[int]:
     """The actions of the critical path from its end on; of things that end at once the one at the latest stage."""
-    workload, inputs = graph.workload, Inputs(graph.workload)
-    ends = [start + duration for start, duration in zip(starts, graph.durations, strict=True)]
-    task = max(range(graph.num_actions), key=lambda each: (ends[each], -starts[each]))
-
-    def depth(other: int) -> int:
-        item = graph.operation_of[other]
-        return workload.stage_depths[workload.operations[item].stage] if other < graph.num_actions else -1
-
-    while True:
-        if task < graph.num_actions:
+    workload, waited, actions = graph.workload, Waited.of(graph, orders, starts), graph.num_actions
+    last = np.flatnonzero(waited.ends[:actions] == waited.ends[:actions].max())
+    task = int(last[np.argmin(waited.starts[last])])
+    depths = [workload.stage_depths[operation.stage] for operation in workload.operations]
+    depth = np.array([*depths, *[-1] * len(workload.transfers)])[graph.items]
+    lines, inputs, pairs = waited.tight_lines, waited.tight_inputs, graph.pairs
+    others = np.concatenate((waited.before[lines], pairs.sources[inputs]))
+    tasks = np.concatenate((waited.behind[lines], pairs.targets[inputs]))
+    order = np.lexsort((-np.arange(len(others)), depth[others]))  # what is entered last stays
+    latest = np.full(len(depth), -1)
+    latest[tasks[order]] = others[order]
+    latest[waited.starts == 0] = -1
+    known = latest.tolist()
+    while task >= 0:
+        if task < actions:
             yield task
-        waited = [other for other in tasks_before(graph, orders, starts, task) if ends[other] == starts[task]]
-        waited += [other for other, lag in inputs.of(graph, task) if ends[other] + lag == starts[task]]
-        if not waited or starts[task] == 0:
-            return
-        task = max(waited, key=depth)
+        task = known[task]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from operator import add
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from pipeplan.time_limit import checked
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeplan.workload.columns import IntArray, Lines, column, samples
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.held import held_until
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import in_all_copies
 from pipeplan.workload.steady_state.loop import LoopCut
@@ -122,8 +124,9 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut
     orders = graph.on_devices(orders)
     skipped = [0] * len(orders) if loop is None else _skipped_work(graph.workload, loop)
     later = 0 if loop is None else loop.skipped_ns
-    own = checked(zip(orders, skipped, strict=True), 16)
-    busy = tuple(sum(map(durations.__getitem__, order)) + more for order, more in own)
+    lines = Lines.of(orders)
+    work = np.concatenate((np.zeros(1, graph.times.dtype), np.cumsum(graph.times[lines.tasks])))[lines.begins]
+    busy = tuple(each + more for each, more in zip(np.diff(work).tolist(), skipped, strict=True))
     first = tuple(starts[order[0]] if order else 0 for order in orders)
     last = tuple(starts[order[-1]] + durations[order[-1]] + later if order else 0 for order in orders)
     makespan = max(last)
@@ -146,70 +149,103 @@ def _skipped_work(workload: Workload, loop: LoopCut) -> list[int]:
     return [sum(each[item] for item in items) for items in workload.on_resource[: len(workload.devices)]]
 
 
-def in_flight(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> tuple[int, ...]:
+def in_flight(
+    graph: TaskGraph, orders: Orders, loop: LoopCut | None = None, starts: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """The most micro-batches whose activations (or deferred weight gradients) each device holds at once.
 
     On a device whose stages have micro-batches of unequal sizes, they are counted in units of the greatest
-    common divisor of the sizes. With a ``loop`` it is of all that it runs.
+    common divisor of the sizes. With a ``loop`` it is of all that it runs. ``starts`` [task] are the earliest, where
+    they are known.
     """
     if graph.workload.is_inference:
-        return _given(graph, orders)
-    whole = enumerate(graph.on_devices(orders))
-    return tuple(_in_flight(graph, device, order, loop) for device, order in whole)
+        return _given(graph, earliest_starts(graph, with_links(graph, orders)) if starts is None else starts)
+    lines = Lines.of(graph.on_devices(orders))
+    while_running, after, pieces = _holding(graph, lines)
+    if loop is not None and len(loop.moments) > 1:
+        cuts = [slice(begin, end) for begin, end in pairwise(lines.begins.tolist())]
+        written = ((lines.tasks[cut].tolist(), while_running[cut].tolist(), after[cut].tolist()) for cut in cuts)
+        numbers = (in_all_copies(graph, *each, loop)[1] for each in written)
+        most = [max(each, default=0) for each in numbers]
+    else:
+        most = [0 if place is None else int(while_running[place]) for place in lines.highest(while_running)]
+    return tuple(-(-each // number) for each, number in zip(most, pieces, strict=True))
 
 
-def _given(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:
+def _holding(graph: TaskGraph, lines: Lines) -> tuple[IntArray, IntArray, list[int]]:
+    """[place] units of samples on whose behalf a device holds bytes while an action runs, and after it.
+
+    In any of its stages. And [device] how many units a micro-batch has, of those that units are counted by.
+    """
+    workload = graph.workload
+    units, pieces = [], []
+    sizes: list[set[tuple[int, bool]]] = [set() for _ in workload.devices]
+    for stage in workload.stages:
+        for device in stage.devices:
+            sizes[device].add((stage.microbatch_size, stage.num_parted > 0))
+    for own in sizes:
+        pieces.append(2 if any(parted for _, parted in own) else 1)
+        units.append((math.gcd(*(size for size, _ in own)) or 1) // pieces[-1])
+    devices, items = lines.numbers, graph.items[lines.tasks]
+    begins, ends = _samples(graph)
+    unit = np.array(units)[devices]
+    first = begins[lines.tasks] // unit
+    count = ends[lines.tasks] // unit - first
+    places = np.repeat(np.arange(len(count)), count)
+    sample = np.arange(len(places)) - np.repeat(np.cumsum(count) - count - first, count)
+    # what a device does for a unit, one thing after another
+    order = np.argsort(devices[places] * (workload.mini_batch + 1) + sample, kind="stable")
+    at, key = places[order], sample[order]
+    effects = ([op.acquire_bytes for op in workload.operations], [op.release_bytes for op in workload.operations])
+    acquired, released = (column([*each, *[0] * len(workload.transfers)], len(at))[items[at]] for each in effects)
+    changes = np.flatnonzero((np.diff(key) != 0) | (np.diff(devices[at]) != 0)) + 1
+    while_it_runs = Lines(at, np.concatenate(([0], changes, [len(at)]))).running(acquired - released) + released
+    begun = (while_it_runs == acquired) & (acquired > 0)
+    ended = (while_it_runs > 0) & (while_it_runs <= released)
+    started, over = (np.bincount(at[each], minlength=len(count)) for each in (begun, ended))
+    after = lines.running(started - over)
+    return after + over, after, pieces
+
+
+def _samples(graph: TaskGraph) -> tuple[IntArray, IntArray]:
+    """[action] its first sample, and the one after its last."""
+    both = [samples(slots) for slots in graph.workload.slots[: len(graph.workload.operations)]]
+    return np.concatenate([begins for begins, _ in both]), np.concatenate([ends for _, ends in both])
+
+
+def _given(graph: TaskGraph, starts: Sequence[int]) -> tuple[int, ...]:
     """[device] of forwards alone, which hold what they give until the last that takes it has ended."""
-    workload, starts = graph.workload, earliest_starts(graph, with_links(graph, orders))
-    changes: list[dict[int, Counter[int]]] = [defaultdict(Counter) for _ in workload.devices]
+    workload, begun = graph.workload, column(starts, 4)
+    ends, rows = begun + graph.times, list[tuple[IntArray, IntArray, IntArray, IntArray]]()
     for hold in workload.holds:
-        own = workload.slots[hold.source]
-        for number in checked(range(len(own)), 1024):
-            samples = own.samples(number)
-            begin = starts[graph.offsets[hold.source] + number]
-            takers = [graph.offsets[x] + n for x in hold.targets for n in workload.slots[x].sharing(samples)]
-            end = max(starts[task] + graph.durations[task] for task in takers)
-            for device in workload.holders[hold.source]:
-                changes[device][begin][samples[0]] += 1
-                changes[device][end][samples[0]] -= 1
-    found = [0] * len(changes)
-    for device, moments in enumerate(changes):
-        held = Counter[int]()
-        for moment in sorted(moments):
-            for sample, change in moments[moment].items():
-                held[sample] += change
-                if not held[sample]:
-                    del held[sample]
-            found[device] = max(found[device], len(held))
-    return tuple(found)
+        cut = slice(graph.offsets[hold.source], graph.offsets[hold.source + 1])
+        first, devices = samples(workload.slots[hold.source])[0], workload.holders[hold.source]
+        for moments, change in ((begun[cut], 1), (held_until(graph, hold, ends)[0], -1)):
+            of = np.repeat(np.array(devices), len(first))
+            rows.append((of, np.tile(first, len(devices)), np.tile(moments, len(devices)), np.full(len(of), change)))
+    if not rows:
+        return (0,) * len(workload.devices)
+    device, sample, times, changed = (np.concatenate(each) for each in zip(*rows, strict=True))
+    order = np.lexsort((times, sample, device))
+    held = np.cumsum(changed[order])  # whatever begins also ends: 0 at the end of each device and sample
+    places = _last_of_each(device[order], sample[order], times[order])
+    last, there = order[places], (held[places] > 0).astype(int)
+    same = np.append(False, (device[last][1:] == device[last][:-1]) & (sample[last][1:] == sample[last][:-1]))
+    changes = there - np.where(same, np.append(0, there[:-1]), 0)
+    order = np.lexsort((times[last], device[last]))
+    own = device[last][order]
+    kept = _last_of_each(own, times[last][order])
+    numbers, found = np.cumsum(changes[order])[kept], np.zeros(len(workload.devices), np.int64)
+    np.maximum.at(found, own[kept], numbers)
+    return tuple(found.tolist())
 
 
-def _in_flight(graph: TaskGraph, device: int, order: Sequence[int], loop: LoopCut | None) -> int:
-    """A unit of samples is in flight while the device holds bytes on its behalf, in any of its stages."""
-    workload, operation_of, offsets = graph.workload, graph.operation_of, graph.offsets
-    stages = [stage for stage in workload.stages if device in stage.devices]
-    pieces = 2 if any(stage.num_parted for stage in stages) else 1
-    unit = (math.gcd(*(stage.microbatch_size for stage in stages)) or 1) // pieces
-    effects = [(op.acquire_bytes, op.release_bytes) for op in workload.operations]
-    held = [0] * (workload.mini_batch // unit)
-    holding, while_running, after = 0, list[int](), list[int]()
-    for task in order:
-        operation = operation_of[task]
-        acquire, release = effects[operation]
-        begin, end = workload.slots[operation].samples(task - offsets[operation])
-        units = range(begin // unit, end // unit)
-        if acquire:
-            for sample in units:
-                holding += not held[sample]
-                held[sample] += acquire
-        while_running.append(holding)
-        if release:
-            for sample in units:
-                holding -= 0 < held[sample] <= release
-                held[sample] -= release
-        after.append(holding)
-    _, numbers = in_all_copies(graph, order, while_running, after, loop)
-    return -(-max(numbers, default=0) // pieces)
+def _last_of_each(*columns: IntArray) -> IntArray:
+    """The last places of equal neighbours, in all of the columns."""
+    differs = np.zeros(max(0, len(columns[0]) - 1), bool)
+    for each in columns:
+        differs |= each[1:] != each[:-1]
+    return np.flatnonzero(np.append(differs, np.ones(min(1, len(columns[0])), bool)))
 
 
 def _share_idle(busy: int, available: int) -> float:
@@ -219,8 +255,7 @@ def _share_idle(busy: int, available: int) -> float:
 Reason = Literal["start", "device", "link", "dependency", "transfer", "exchange"]
 
 
-@dataclass(frozen=True, slots=True)
-class CriticalStep:
+class CriticalStep(NamedTuple):
     """An action of the path and what it waited for: the iteration's start, or the action before it on the path.
 
     ``device``: that action was on the same device until then. ``dependency``: it made the input. ``transfer``: it
@@ -240,9 +275,8 @@ def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> li
     ``starts`` [task] are the earliest for these orders, so that every action begins at 0 or right when something
     ends or arrives. Where several things let it, the device (or link) goes before inputs.
     """
-    ends = [*map(add, starts, graph.durations)]
-    task = ends.index(max(ends))
     before = StepsBefore(graph, orders, starts)
+    task = int(np.argmax(before.ends))
     steps: list[CriticalStep] = []
     while (found := before.of(task)) is not None:
         step, task = found
@@ -251,88 +285,121 @@ def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> li
     return steps[::-1]
 
 
+_INPUT, _DEVICE, _EXCHANGE = 1, 2, 3
+
+
 class StepsBefore:
     """Looks up what let a task start when it did; orders and starts as for :func:`critical_path`."""
 
     def __init__(self, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> None:
-        self._graph, self._orders, self._starts, self._inputs = graph, orders, starts, Inputs(graph.workload)
-        self._known: dict[int, tuple[CriticalStep, int] | None] = {}
+        self._graph, self._waited = graph, Waited.of(graph, orders, starts)
+        self._starts, self.ends = starts, self._waited.ends
+        reasons, others, lags = self._found()
+        self._reasons: list[int] = reasons.tolist()
+        self._others: list[int] = others.tolist()
+        self._lags: list[int] = lags.tolist()
+
+    def _found(self) -> tuple[IntArray, IntArray, IntArray]:
+        """[task] what let it start: how, which other, and how long after that one's end."""
+        waited = self._waited
+        reasons, others = np.zeros((2, len(waited.starts)), np.int64)
+        lags = np.zeros_like(waited.starts)
+        if self._graph.workload.exchanges:
+            latest = np.zeros_like(waited.starts)
+            np.maximum.at(latest, waited.behind, waited.ends[waited.before])
+            last = waited.ends[waited.before] == latest[waited.behind]
+            _note(reasons, waited.behind[last], _EXCHANGE)
+            _note(others, waited.behind[last], waited.before[last])
+            lags[waited.behind] = (waited.starts - latest)[waited.behind]
+        pairs, tight = self._graph.pairs, waited.tight_inputs
+        for column_, values in ((reasons, _INPUT), (others, pairs.sources[tight]), (lags, pairs.lags[tight])):
+            _note(column_, pairs.targets[tight], values)
+        tight = waited.tight_lines
+        for column_, values in ((reasons, _DEVICE), (others, waited.before[tight]), (lags, 0)):
+            _note(column_, waited.behind[tight], values)
+        return reasons, others, lags
 
     def of(self, task: int) -> tuple[CriticalStep, int] | None:
         """The step of a task and the task it waited for; None at the iteration's start, or after only an exchange."""
         if self._starts[task] <= 0:
             return None
-        if task not in self._known:
-            before = tasks_before(self._graph, self._orders, self._starts, task)
-            self._known[task] = _step(self._graph, self._starts, task, before, self._inputs.of(self._graph, task))
-        return self._known[task]
+        reason, lag = self._reasons[task], self._lags[task]
+        if reason == _DEVICE:
+            return CriticalStep(task, "device" if task < self._graph.num_actions else "link"), self._others[task]
+        if reason == _INPUT:
+            return CriticalStep(task, "transfer" if lag > 0 else "dependency", lag), self._others[task]
+        if reason == _EXCHANGE:
+            return CriticalStep(task, "exchange", lag), self._others[task]
+        if self._graph.workload.exchanges:
+            return None
+        raise AssertionError(f"{self._graph.label(task)} starts at {self._starts[task]} and nothing let it start then")
+
+    def times_of(self, tasks: Sequence[int]) -> tuple[IntArray, IntArray]:
+        """Starts and ends of tasks."""
+        own = np.array(tasks, np.int64)
+        return self._waited.starts[own], self._waited.ends[own]
 
     def maker(self, task: int) -> int | None:
         """The task that made the last of a task's inputs; None where it has none."""
-        inputs = self._inputs.of(self._graph, task)
-        ends = [(self._starts[other] + self._graph.durations[other] + lag, other) for other, lag in inputs]
-        return max(ends)[1] if ends else None
+        found = self._makers[task]
+        return None if found < 0 else found
+
+    @cached_property
+    def _makers(self) -> list[int]:
+        """[task] of those that made the last the one with the largest number; -1 where it has none."""
+        pairs, makers = self._graph.pairs, np.full(len(self._waited.starts), -1)
+        order = np.lexsort((pairs.sources, self._waited.arrivals))
+        makers[pairs.targets[order]] = pairs.sources[order]
+        return list(makers.tolist())
 
     def ready_ns(self, task: int) -> int:
         """When the last of a task's inputs is there."""
-        ends = (
-            self._starts[other] + self._graph.durations[other] + lag
-            for other, lag in self._inputs.of(self._graph, task)
-        )
-        return max(ends, default=0)
+        return self._ready[task]
+
+    @cached_property
+    def _ready(self) -> list[int]:
+        ready = np.zeros_like(self._waited.starts)
+        np.maximum.at(ready, self._graph.pairs.targets, self._waited.arrivals)
+        return list(ready.tolist())
 
 
-def _step(
-    graph: TaskGraph, starts: Sequence[int], task: int, before: Sequence[int], inputs: Sequence[tuple[int, int]]
-) -> tuple[CriticalStep, int] | None:
-    """The step of a task that started after 0, and the task it waited for; None where that was only an exchange."""
-    for other in before:
-        if starts[other] + graph.durations[other] == starts[task]:
-            return CriticalStep(task, "device" if task < graph.num_actions else "link"), other
-    for other, lag in inputs:
-        if starts[other] + graph.durations[other] + lag == starts[task]:
-            return CriticalStep(task, "transfer" if lag > 0 else "dependency", lag), other
-    if graph.workload.exchanges:
-        if not before:
-            return None
-        ends = [starts[other] + graph.durations[other] for other in before]
-        return CriticalStep(task, "exchange", starts[task] - max(ends)), before[ends.index(max(ends))]
-    raise AssertionError(f"{graph.label(task)} starts at {starts[task]} and nothing let it start then")
+def _note(column_: IntArray, tasks: IntArray, values: IntArray | int) -> None:
+    """Enter values for tasks; of several for one it is the first."""
+    column_[tasks[::-1]] = values if isinstance(values, int) else values[::-1]
 
 
-def tasks_before(graph: TaskGraph, orders: Orders, starts: Sequence[int], task: int) -> list[int]:
-    """The tasks right before a task, one for each of its devices where there is one; orders are in time."""
-    places = (
-        (orders[device], bisect_left(orders[device], starts[task], key=starts.__getitem__))
-        for device in graph.devices_of(task)
-    )
-    return [order[place - 1] for order, place in places if place]
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """What tasks waited for: [pair] when the inputs of ``graph.pairs`` arrive; tasks ``behind`` others on a line.
 
+    Of the lines of one task those are first that are first in :meth:`~.TaskGraph.devices_of`.
+    """
 
-class Inputs:
-    """Looks up the tasks whose results a task needs, with their lags."""
+    graph: TaskGraph
+    starts: IntArray
+    ends: IntArray
+    arrivals: IntArray
+    before: IntArray
+    behind: IntArray
 
-    def __init__(self, workload: Workload) -> None:
-        self._workload, self._slots, self._part_lags = workload, workload.slots, workload.part_lags
-        self._sources: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for source, target, lag in workload.edges:
-            self._sources[target].append((source, lag))
-        self._returns: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        for source, target, lag, later in workload.returns:
-            self._returns[target].append((source, lag, later))
+    @classmethod
+    def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Waited:
+        """All of them."""
+        lines, begun = Lines.of(orders), column(starts, 4)
+        ends, places, resources = begun + graph.times, lines.followers, graph.workload.resources
+        if any(list(own) != sorted(own) for own in resources):
+            rank = {(item, line): place for item, own in enumerate(resources) for place, line in enumerate(own)}
+            named = zip(graph.items[lines.tasks[places]].tolist(), lines.numbers[places].tolist(), strict=True)
+            places = places[np.argsort([rank[each] for each in named], kind="stable")]
+        arrivals = ends[graph.pairs.sources] + graph.pairs.lags
+        return cls(graph, begun, ends, arrivals, lines.tasks[places - 1], lines.tasks[places])
 
-    def of(self, graph: TaskGraph, task: int) -> list[tuple[int, int]]:
-        """Pairs (task, lag in ns)."""
-        target = graph.operation_of[task]
-        slots, number = self._slots[target], task - graph.offsets[target]
-        found: list[tuple[int, int]] = []
-        for source, lag in self._sources[target]:
-            parts = 2 * min(slots.num_parted, self._slots[source].num_parted)
-            lag = self._part_lags.get((source, target), lag) if number < parts else lag
-            found.extend((graph.offsets[source] + m, lag) for m in self._workload.inputs_of(source, target, number))
-        found += [
-            (graph.offsets[source] + number - later, lag)
-            for source, lag, later in self._returns[target]
-            if number >= later
-        ]
-        return found
+    @property
+    def tight_inputs(self) -> NDArray[np.bool_]:
+        """[pair] whether the input arrives when its task starts."""
+        return np.asarray(self.arrivals == self.starts[self.graph.pairs.targets])
+
+    @property
+    def tight_lines(self) -> NDArray[np.bool_]:
+        """[neighbour] whether the one before ends when the one behind starts."""
+        return np.asarray(self.ends[self.before] == self.starts[self.behind])

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from itertools import pairwise, zip_longest
+from itertools import chain, pairwise, zip_longest
 
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
@@ -33,9 +33,10 @@ from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
 from pipeplan.workload.exchanges import networks_at, text_of, texts_around
 from pipeplan.workload.kinds import CACHE, REDUCE_GRAD, RESHARD, Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
+from pipeplan.workload.samples import texts_of
 from pipeplan.workload.slices import in_parts, num_sliced, parts_before, whole, with_parts
 from pipeplan.workload.steady_state.loop import LoopCut, LoopedOrders, counts_of, longer, looped
-from pipeplan.workload.steady_state.rate import CutOrders, repetend_rate, require_cut, steady_bubble_rate
+from pipeplan.workload.steady_state.rate import CutOrders, require_cut, steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import extend, num_copies
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -59,21 +60,22 @@ def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
 
 def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> list[int]:
     number = _actions_of(graph, device)
+    order = [task for task in map(number.get, program) if task is not None]
     # a transfer is 1SEND_F0 or 2RECV_F0
-    computes = [text for text in program if "_" not in text and StateAction.read(text) is None]
-    _require_all(device, computes, number)
-    return [number[text] for text in computes]
+    others = (text for text in program if "_" not in text and text not in number)
+    if not len(order) == len(set(order)) == len(number) or any(StateAction.read(text) is None for text in others):
+        computes = [text for text in program if "_" not in text and StateAction.read(text) is None]
+        _require_all(device, computes, number)
+    return order
 
 
 def _actions_of(graph: TaskGraph, device: int) -> dict[str, int]:
     """{what a device's program may say of a compute action: its task}."""
     workload = graph.workload
     number: dict[str, int] = {}
-    for item, operation in enumerate(workload.operations):
-        if device in workload.resources[item]:
-            id_, tasks = operation.id, range(graph.offsets[item], graph.offsets[item + 1])
-            text = workload.slots[item].text
-            number.update({f"{id_}{text(m)}": task for m, task in enumerate(tasks)})
+    for item in workload.on_resource[device]:
+        before, tasks = workload.operations[item].id, range(graph.offsets[item], graph.offsets[item + 1])
+        number.update(zip(map(before.__add__, texts_of(workload.slots[item])), tasks, strict=True))
     return number
 
 
@@ -116,8 +118,9 @@ def _messages_of(graph: TaskGraph, link: int, source: int) -> dict[str, int]:
     """{what the program of a link's source may say of a message: its task}."""
     number: dict[str, int] = {}
     for (before, after), item in _names(graph.workload, link, source).items():
-        text, tasks = graph.workload.slots[item].text, range(*graph.offsets[item : item + 2])
-        number.update({f"{before}{text(m)}{after}": task for m, task in enumerate(tasks)})
+        tasks = range(*graph.offsets[item : item + 2])
+        texts = (f"{before}{text}{after}" for text in texts_of(graph.workload.slots[item]))
+        number.update(zip(texts, tasks, strict=True))
     return number
 
 
@@ -382,7 +385,7 @@ def _device(simulation: Simulation, device: int, waits: Waits) -> dict[str, obje
         **({"exchange_ns": simulation.exchange_ns(device)} if simulation.workload.exchanges else {}),
         "memory_limit_bytes": simulation.workload.devices[device].usable_bytes,
         **({"memory_reserve_bytes": reserve} if reserve else {}),
-        **asdict(simulation.memory[device]),
+        **{key: size for key, size in asdict(simulation.memory[device]).items() if size or key != CACHE.key},
     }
 
 
@@ -445,9 +448,9 @@ def simulate(
         orders=orders[: len(workload.devices)],
         starts=starts,
         rates=rates(graph, orders, starts, loop),
-        in_flight=in_flight(graph, orders, loop),
-        memory=peak_memory(graph, orders, loop),
-        overflow=overflow(graph, orders, loop=loop),
+        in_flight=in_flight(graph, orders, loop, starts),
+        memory=peak_memory(graph, orders, loop, starts),
+        overflow=overflow(graph, orders, loop=loop, starts=starts),
         critical_path=critical_path(graph, orders, starts),
         master_stage=None if loop is not None else master_stage(graph, orders, starts),
         lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else weak_iteration_bound(workload),
@@ -513,7 +516,7 @@ def _run(plan: Plan, workload: Workload, total: int) -> LoopedOrders:
     if plan.loop is not None:
         return _with_loop(plan, plan.loop, graph, orders, total)
     if total == plan.num_microbatches:
-        return LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
+        return LoopedOrders(graph, orders, earliest_starts(graph, orders, _stated(plan, graph)), None)
     again = searched_by(plan)
     found = _repeated(graph, orders, plan.repetend, total, again)
     if found is None:
@@ -521,6 +524,11 @@ def _run(plan: Plan, workload: Workload, total: int) -> LoopedOrders:
         graph, orders = _extended(graph, orders, plan.repetend, total, again)
         found = LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
     return found
+
+
+def _stated(plan: Plan, graph: TaskGraph) -> list[int]:
+    """[action] the start that a plan states, which is that of its own costs."""
+    return [*chain.from_iterable(plan.starts_ns[operation.id] for operation in graph.workload.operations)]
 
 
 def _with_loop(plan: Plan, loop: Loop, graph: TaskGraph, orders: list[list[int]], total: int) -> LoopedOrders:
@@ -534,7 +542,7 @@ def _with_loop(plan: Plan, loop: Loop, graph: TaskGraph, orders: list[list[int]]
     if counts is None or {*range(len(loop.rounds))} - {*rounds}:
         raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check lists everything that is wrong")
     if graph.workload == plan.written.workload:
-        starts = earliest_starts(graph, orders)
+        starts = earliest_starts(graph, orders, _stated(plan, graph))
         firsts = [(own, starts[graph.offsets[item] + begins[item]]) for item, own in enumerate(rounds)]
         moments = tuple(
             (min(start for own, start in firsts if own == number), each.round_ns)
@@ -583,13 +591,12 @@ def _repetition(
 ) -> tuple[Fraction | None, list[range]]:
     """Ns per micro-batch of the repetend, and on each device the positions of its first copy."""
     replaced, whole_orders = whole(graph, orders)
-    if loop is not None:
-        period: Fraction | None = Fraction(loop.round_ns, loop.microbatches)
-    else:
-        period = repetend_rate(replaced.workload, whole_orders, repetend.first, repetend.unroll)
+    if loop is None:
+        require_cut(replaced.workload, repetend.first)
+    cut = CutOrders.of(replaced.workload, whole_orders, repetend.first, repetend.unroll)
+    period = cut.rate if loop is None else Fraction(loop.round_ns, loop.microbatches)
     shifts = [parts_before(graph.workload, device) for device in range(len(graph.workload.devices))]
-    copies = CutOrders.of(replaced.workload, whole_orders, repetend.first, repetend.unroll).ranges
-    return period, [range(c.start + by, c.stop + by) for c, by in zip(copies, shifts, strict=False)]
+    return period, [range(c.start + by, c.stop + by) for c, by in zip(cut.ranges, shifts, strict=False)]
 
 
 def _require_size(workload: Workload, num_microbatches: int) -> None:

@@ -20,15 +20,18 @@ The causes of a device add up to its idle time, to the nanosecond.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, Protocol
+
+import numpy as np
 
 from pipeplan.simulator.metrics import StepsBefore
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
-from pipeplan.workload.memory import capacities, memory_curves
+from pipeplan.workload.memory import capacities, held_after, memory_curves
 from pipeplan.workload.steady_state.loop import LoopCut, longer
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
@@ -173,12 +176,21 @@ class _Looking:
     def __init__(self, simulation: Replayed) -> None:
         self._simulation, self._graph, self._starts = simulation, simulation.graph, simulation.starts
         orders = [*simulation.orders, *in_time(simulation)]
-        self._steps = StepsBefore(self._graph, orders, self._starts)
-        self._curves = memory_curves(self._graph, self._starts)
+        self._orders, self._steps = orders, StepsBefore(self._graph, orders, self._starts)
         self._capacities = capacities(self._graph.workload)
-        ends = [start + time for start, time in zip(self._starts, self._graph.durations, strict=True)]
+        ends: list[int] = self._steps.ends.tolist()
         self._ends = ends
         self._last = max(range(self._graph.num_actions), key=lambda task: (ends[task], -task))
+
+    @cached_property
+    def _curves(self) -> list[list[tuple[int, int]]]:
+        """[device] pairs (ns, bytes that it holds beyond the static ones from then on) for times in which it idles."""
+        if not self._graph.workload.order_tells_memory:
+            return memory_curves(self._graph, self._starts)
+        orders = self._graph.on_devices(self._orders)
+        ends = ([self._ends[task] for task in order] for order in orders)
+        held = held_after(self._graph, orders)
+        return [[(0, 0), *zip(each, own, strict=True)] for each, own in zip(ends, held, strict=True)]
 
     def told(self, device: int) -> Iterator[IdlePart]:
         """All of a device's, in time; what it waits for of its own is for no other."""
@@ -186,27 +198,28 @@ class _Looking:
 
     def waits(self, device: int) -> Iterator[IdlePart]:
         """All of a device's, in time."""
-        order, until = self._simulation.orders[device], 0
-        phases = self._phases(order)
+        order = self._simulation.orders[device]
+        first, last = self._ramps(order)
         later = _Later(self, device, order)
-        for place, task in enumerate(order):
-            if self._starts[task] > until:
-                parts = [*self._parts(task, until, self._starts[task])][::-1]
-                for part in parts:
-                    yield from self._wait(part, ramp=phases[place], later=later)
-            until = self._ends[task]
-            later.run(task)
+        times = self._steps.times_of(order)
+        for place in np.flatnonzero(times[0] > np.append(0, times[1][:-1])[: len(order)]).tolist():
+            until = self._ends[order[place - 1]] if place else 0
+            parts = [*self._parts(order[place], until, self._starts[order[place]])][::-1]
+            for part in parts:
+                yield from self._wait(part, ramp=place <= first or place > last, later=later, place=place)
+        until = self._ends[order[-1]] if order else 0
         if until < self._simulation.written_ns:
             for part in [*self._parts_at_end(until)][::-1]:
-                yield from self._wait(part, ramp=bool(order), later=None)
+                yield from self._wait(part, ramp=bool(order), later=None, place=len(order))
 
-    def _phases(self, order: Sequence[int]) -> list[bool]:
-        """[action] whether the device fills or drains before it."""
-        roles = [self._graph.workload.operations[self._graph.operation_of[task]].role for task in order]
-        backwards = [place for place, role in enumerate(roles) if role in BACKWARD_ROLES]
-        forwards = [place for place, role in enumerate(roles) if role is Role.FORWARD]
-        first, last = min(backwards, default=0), max(forwards, default=len(roles))
-        return [place <= first or place > last for place in range(len(roles))]
+    def _ramps(self, order: Sequence[int]) -> tuple[int, int]:
+        """The place up to which a device fills, and the one after which it drains."""
+        workload = self._graph.workload
+        roles = [operation.role for operation in workload.operations] + [None] * len(workload.transfers)
+        role = np.array([(2 if each is Role.FORWARD else each in BACKWARD_ROLES) for each in roles], int)
+        own = role[self._graph.items[np.array(order, np.int64)]]
+        backwards, forwards = np.flatnonzero(own == 1), np.flatnonzero(own == 2)
+        return int(backwards[0]) if len(backwards) else 0, int(forwards[-1]) if len(forwards) else len(own)
 
     def _parts(self, task: int, begin_ns: int, end_ns: int) -> Iterator[_Part]:
         """What a task that starts at ``end_ns`` waits for since ``begin_ns``, from its start back."""
@@ -242,7 +255,7 @@ class _Looking:
             return workload.holders[item][0]
         return workload.links[workload.transfers[item - len(workload.operations)].link][0]
 
-    def _wait(self, part: _Part, *, ramp: bool, later: _Later | None) -> Iterator[IdlePart]:
+    def _wait(self, part: _Part, *, ramp: bool, later: _Later | None, place: int) -> Iterator[IdlePart]:
         """A part of an idle time with its cause, or with two, one after the other."""
         begin, end, message, whom, task = part
         if message or task is None:
@@ -252,7 +265,7 @@ class _Looking:
         elif ramp or later is None:
             yield IdlePart(begin, end, "imbalance" if self._at_full_pace(task) else "warmup", whom)
         else:
-            ready, fitting = later.ready_ns(begin, end)
+            ready, fitting = later.ready_ns(place, begin, end)
             bounds = (begin, min(max(ready, begin), end), min(max(fitting, begin), end), end)
             for cause, since, until in zip(_IN_BETWEEN, bounds, bounds[1:], strict=False):
                 if since < until:
@@ -292,29 +305,27 @@ class _Later:
     """What a device has still to run: of each operation the next action, other than the one that it runs next."""
 
     def __init__(self, looking: _Looking, device: int, order: Sequence[int]) -> None:
-        self._looking, self._device = looking, device
-        self._left: dict[int, list[int]] = {}
-        for task in reversed(order):
-            self._left.setdefault(looking.operation_of(task), []).append(task)
-        self._order = iter(order)
-        self._next = next(self._order, None)
+        self._looking, self._device, self._order = looking, device, order
+        self._places: dict[int, list[int]] = {}
+        for place, task in enumerate(order):
+            self._places.setdefault(looking.operation_of(task), []).append(place)
 
-    def run(self, task: int) -> None:
-        """The device runs its next action."""
-        self._left[self._looking.operation_of(task)].pop()
-        self._next = next(self._order, None)
+    def ready_ns(self, place: int, begin_ns: int, end_ns: int) -> tuple[int, int]:
+        """Since when something else was ready in a time, and since when something that fits; its end if none was.
 
-    def ready_ns(self, begin_ns: int, end_ns: int) -> tuple[int, int]:
-        """Since when something else was ready in a time, and since when something that fits; its end if none was."""
+        The device runs what stands at ``place`` next.
+        """
         ready, fitting = end_ns, end_ns
-        for tasks in self._left.values():
-            others = [task for task in tasks[-2:] if task != self._next]
-            if not others:
+        for places in self._places.values():
+            at = bisect_left(places, place)
+            at += at < len(places) and places[at] == place
+            if at == len(places):
                 continue
-            since = self._looking.inputs_ns(others[-1])
+            task = self._order[places[at]]
+            since = self._looking.inputs_ns(task)
             if since < end_ns:
                 ready = min(ready, since)
-                if self._looking.fits(self._device, others[-1], max(since, begin_ns)):
+                if self._looking.fits(self._device, task, max(since, begin_ns)):
                     fitting = min(fitting, since)
         return ready, fitting
 

@@ -159,6 +159,7 @@ class Network:
         self._floor = 0  # when the action began that stands last in the programs so far
         self._waiting: list[_Asked] = []  # REDUCE_GRADs
         self._states = dict[int, _StageState]()
+        self._courses = dict[int, list[tuple[int, int, int]]]()  # [operation] what its actions come to
         for number in stages:
             groups = len(workload.stages[number].block_groups)
             counts = [
@@ -183,7 +184,10 @@ class Network:
         state = self._states.get(operation.stage)
         start = ready_ns
         if state is not None:
-            course = passes(stage.block_groups, role)
+            item = self._graph.operation_of[task]
+            if item not in self._courses:
+                self._courses[item] = passes(stage.block_groups, role)
+            course = self._courses[item]
             start = self._after_exchanges(task, operation.stage, stage, state, role, course, start)
         self._run([each for each in self._waiting if each[0] < start], task)
         self._floor = start

@@ -11,14 +11,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import chain, pairwise
 from math import inf
+
+import numpy as np
 
 from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes
+from pipeplan.workload.columns import IntArray, Lines, column
 from pipeplan.workload.elements import DeviceMemory
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.exchanges import WholeState, networks_at
+from pipeplan.workload.held import Peak, peaks_in_time
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.steady_state.loop import LoopCut
@@ -276,28 +280,40 @@ class Overflow:
         )
 
 
-def peak_memory(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> tuple[DeviceMemory, ...]:
+def peak_memory(
+    graph: TaskGraph, orders: Orders, loop: LoopCut | None = None, starts: Sequence[int] | None = None
+) -> tuple[DeviceMemory, ...]:
     """What each device holds of every kind at the first moment of its peak; without actions it is its state.
 
-    With a ``loop`` of all that it runs.
+    With a ``loop`` of all that it runs. ``starts`` [task] are the earliest, where they are known.
     """
-    peaks = zip(graph.workload.states, _peaks(graph, orders, loop), strict=True)
+    peaks = zip(graph.workload.states, _peaks(graph, orders, loop, starts), strict=True)
     return tuple(DeviceMemory.of(state + taken) for state, (taken, _) in peaks)
 
 
 def memory_levels(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     """Bytes beyond the static ones that a device holds while each action of its order runs [action]."""
-    effects, offsets, operation_of = graph.workload.effects, graph.offsets, graph.operation_of
-    held, levels = 0, []
-    for task in order:
-        x = operation_of[task]
-        acquired, workspace, release, num_parts = effects[x]
-        if num_parts and task - offsets[x] < num_parts:
-            acquired = _part_of(acquired, task - offsets[x])
-        held += acquired
-        levels.append(held + workspace)
-        held -= release
-    return levels
+    found: list[int] = _levels(graph, Lines.of([order]))[0].tolist()
+    return found
+
+
+def held_after(graph: TaskGraph, orders: Orders) -> list[list[int]]:
+    """[device][action of its order] bytes beyond the static ones that it holds after it, if orders tell memory."""
+    lines = Lines.of(graph.on_devices(orders))
+    after = _levels(graph, lines)[1].tolist()
+    return [after[begin:end] for begin, end in pairwise(lines.begins.tolist())]
+
+
+def _levels(graph: TaskGraph, lines: Lines) -> tuple[IntArray, IntArray]:
+    """[place] bytes beyond the static ones that a device holds while an action of its line runs, and after it."""
+    effects, items = graph.workload.effects, graph.items[lines.tasks]
+    acquired, workspace, release, num_parts = (column(each, len(items))[items] for each in zip(*effects, strict=True))
+    if num_parts.any():
+        numbers = graph.numbers[lines.tasks]
+        halves = np.where(numbers % 2, acquired // 2, acquired - acquired // 2)
+        acquired = np.where(numbers < num_parts, halves, acquired)
+    after = lines.running(acquired - release)
+    return after + release + workspace, after
 
 
 def fits(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> bool:
@@ -306,16 +322,22 @@ def fits(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> bool:
 
 
 def overflow(
-    graph: TaskGraph, orders: Orders, limits: Sequence[int | None] | None = None, loop: LoopCut | None = None
+    graph: TaskGraph,
+    orders: Orders,
+    limits: Sequence[int | None] | None = None,
+    loop: LoopCut | None = None,
+    starts: Sequence[int] | None = None,
 ) -> Overflow | None:
     """The device that exceeds its memory by most, or None if all stay within; ties go to the first.
 
     ``limits`` [device] are what the devices have, None without limit; by default those of the workload. With a ``loop``
-    it is of all that it runs; the action is that of the round that is there.
+    it is of all that it runs; the action is that of the round that is there. ``starts`` as for :func:`peak_memory`.
     """
     worst: Overflow | None = None
     known = [device.usable_bytes for device in graph.workload.devices] if limits is None else limits
-    for index, (limit, (taken, task)) in enumerate(zip(known, _peaks(graph, orders, loop), strict=True)):
+    if all(limit is None for limit in known):
+        return None
+    for index, (limit, (taken, task)) in enumerate(zip(known, _peaks(graph, orders, loop, starts), strict=True)):
         if limit is None:
             continue
         needed = graph.workload.static_bytes(index) + taken.total
@@ -325,27 +347,34 @@ def overflow(
     return worst
 
 
-def _peaks(graph: TaskGraph, orders: Orders, loop: LoopCut | None) -> list[tuple[MemoryBytes, int | None]]:
-    """[device] what it holds beyond its state at the first moment of the peak, and the action that starts then."""
+def _peaks(graph: TaskGraph, orders: Orders, loop: LoopCut | None, starts: Sequence[int] | None = None) -> list[Peak]:
+    """[device] its peak."""
     if graph.workload.order_tells_memory:
-        return [_peak(graph, order, loop) for order in checked(graph.on_devices(orders), 4)]
-    state = followed(graph, earliest_starts(graph, with_links(graph, orders)))
-    found = zip(state.at_peak, state.peak_task, strict=True)
-    return list(islice(found, len(graph.workload.devices)))
+        return _peaks_by_order(graph, Lines.of(graph.on_devices(orders)), loop)
+    if starts is None:
+        starts = earliest_starts(graph, with_links(graph, orders))
+    return peaks_in_time(graph, starts, _exchanged(graph, starts) if graph.workload.exchanges else ())
 
 
-def _peak(graph: TaskGraph, order: Sequence[int], loop: LoopCut | None) -> tuple[MemoryBytes, int | None]:
-    """The same of a device, by its order."""
-    levels = memory_levels(graph, order)
-    effects = (graph.workload.effects[graph.operation_of[task]] for task in order)
-    held = [level - effect.workspace - effect.release for level, effect in zip(levels, effects, strict=True)]
-    order, levels = in_all_copies(graph, order, levels, held, loop)
-    highest = max(levels, default=0)
-    if not highest:
-        return MemoryBytes(), None
-    task = order[levels.index(highest)]
-    workspace = graph.workload.effects[graph.operation_of[task]].workspace
-    return MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace}), task
+def _peaks_by_order(graph: TaskGraph, lines: Lines, loop: LoopCut | None) -> list[Peak]:
+    """The same of devices whose orders say what they hold."""
+    levels, held = _levels(graph, lines)
+    if loop is not None and len(loop.moments) > 1:
+        cuts = [slice(begin, end) for begin, end in pairwise(lines.begins.tolist())]
+        written = ((lines.tasks[cut].tolist(), levels[cut].tolist(), held[cut].tolist()) for cut in cuts)
+        copies = [in_all_copies(graph, *each, loop) for each in written]
+        lines = Lines.of([order for order, _ in copies])
+        levels = column([*chain.from_iterable(own for _, own in copies)])
+    found = list[Peak]()
+    for place in lines.highest(levels):
+        highest = 0 if place is None else int(levels[place])
+        if place is None or not highest:
+            found.append((MemoryBytes(), None))
+            continue
+        task = int(lines.tasks[place])
+        workspace = graph.workload.effects[graph.operation_of[task]].workspace
+        found.append((MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace}), task))
+    return found
 
 
 def in_all_copies(
@@ -374,14 +403,6 @@ def in_all_copies(
     return [*found, *(order[at] for at in rest)], [*raised, *(levels[at] + later for at in rest)]
 
 
-def followed(graph: TaskGraph, starts: Sequence[int]) -> MemoryState:
-    """The state after all actions have started at ``starts`` [task], in ns, and ended, with what they exchange."""
-    state = MemoryState(graph)
-    for _ in _changes(graph, starts, state):
-        pass
-    return state
-
-
 def memory_curves(graph: TaskGraph, starts: Sequence[int]) -> list[list[tuple[int, int]]]:
     """[device] pairs (time in ns, bytes that it holds beyond the static ones from then on), the first at 0.
 
@@ -389,7 +410,7 @@ def memory_curves(graph: TaskGraph, starts: Sequence[int]) -> list[list[tuple[in
     """
     state = MemoryState(graph)
     curves: list[list[tuple[int, int]]] = [[(0, 0)] for _ in graph.workload.devices]
-    for time, devices in _changes(graph, starts, state):
+    for time, devices in changes_of(graph, starts, state):
         for device in devices:
             curve, held = curves[device], state.held[device]
             if time == curve[-1][0]:
@@ -399,7 +420,7 @@ def memory_curves(graph: TaskGraph, starts: Sequence[int]) -> list[list[tuple[in
     return curves
 
 
-def _changes(graph: TaskGraph, starts: Sequence[int], state: MemoryState) -> Iterator[tuple[int, Sequence[int]]]:
+def changes_of(graph: TaskGraph, starts: Sequence[int], state: MemoryState) -> Iterator[tuple[int, Sequence[int]]]:
     """Let everything happen to a state, in time: (ns, devices concerned) after each start and end."""
     events: list[tuple[int, int, int, int]] = []  # time, 0 for ends and 1 for starts, what it is of, which of these
     for task in range(graph.num_actions):

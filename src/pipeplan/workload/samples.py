@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 Range = tuple[int, int]
@@ -107,6 +108,14 @@ class Slots:
             return max(0, microbatch)
         groups, rest = divmod(max(0, microbatch - self.first), self.every)
         return groups * self.run + min(rest, self.run)
+
+
+@lru_cache(maxsize=64)
+def texts_of(slots: Slots) -> tuple[str, ...]:
+    """[action] what follows stage and kind in its text."""
+    if slots.run == slots.every and not slots.num_parted:
+        return tuple(map(str, range(slots.count)))
+    return tuple(map(slots.text, range(len(slots))))
 
 
 class Group(Protocol):

@@ -112,7 +112,7 @@ def repetend_at(workload: Workload, orders: Orders, begins: Sequence[int], unrol
     """
     first = dict(zip((operation.id for operation in workload.operations), begins, strict=True))
     cut = CutOrders.of(workload, orders, first, unroll)
-    steady = steady_state(workload, [copy for _, copy, _ in cut.parts], cut.begins, unroll)
+    steady = steady_state(workload, cut.copies, cut.begins, unroll)
     if steady is None or steady[0] > 1:
         return None
     return Repetend(unroll=unroll, repetend_ns=steady[1], first=first)

@@ -11,14 +11,19 @@ the order in which they carry their messages, come after those of the devices.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import add
+
+import numpy as np
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
+from pipeplan.workload.columns import IntArray, Lines, column
 from pipeplan.workload.exchanges import networks_of
+from pipeplan.workload.pairs import TaskPairs
 from pipeplan.workload.tail import NOTHING, ExchangeEnds, best_tail, exchanged_by
 from pipeplan.workload.workload import Workload
 
@@ -28,21 +33,57 @@ NEVER = 2**62
 """More than any time in ns, or any number of samples."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TaskGraph:
     """All actions of a workload as numbered tasks, and after them the messages that may have to wait for a link.
 
     ``offsets`` has one entry per operation and transfer (:attr:`~pipeplan.workload.workload.Workload.transfers`), and
     the total after them; ``operation_of`` [task] is the number of that operation or transfer. ``durations`` [task] in
-    ns; ``successors`` [task] has pairs (task, lag in ns); ``num_predecessors`` [task].
+    ns. ``at_once``: what one task makes for another is there when it ends, as if messages took no time.
     """
 
     workload: Workload
     offsets: list[int]
     operation_of: list[int]
     durations: list[int]
-    successors: list[list[tuple[int, int]]]
-    num_predecessors: list[int]
+    at_once: bool = False
+
+    @cached_property
+    def pairs(self) -> TaskPairs:
+        """Every task that waits for another."""
+        found = TaskPairs.of(self.workload, self.offsets)
+        return replace(found, lags=np.zeros_like(found.lags)) if self.at_once else found
+
+    @cached_property
+    def successors(self) -> list[list[tuple[int, int]]]:
+        """[task] pairs (a task that waits for it, lag in ns)."""
+        found: list[list[tuple[int, int]]] = [[] for _ in checked(self.durations, 65_536)]
+        pairs = self.pairs
+        joined = zip(pairs.sources.tolist(), pairs.targets.tolist(), pairs.lags.tolist(), strict=True)
+        for source, target, lag in checked(joined, 65_536):
+            found[source].append((target, lag))
+        return found
+
+    @cached_property
+    def num_predecessors(self) -> list[int]:
+        """[task] how many tasks it waits for."""
+        return list(np.bincount(self.pairs.targets, minlength=len(self.durations)).tolist())
+
+    @cached_property
+    def items(self) -> IntArray:
+        """[task] the number of its operation or transfer."""
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
+    @cached_property
+    def numbers(self) -> IntArray:
+        """[task] which of its item's it is."""
+        found: IntArray = np.arange(len(self.durations)) - np.array(self.offsets)[self.items]
+        return found
+
+    @cached_property
+    def times(self) -> IntArray:
+        """[task] its duration in ns."""
+        return column(self.durations, 4 + len(self.durations))
 
     @property
     def num_tasks(self) -> int:
@@ -121,39 +162,22 @@ def task_graph(workload: Workload) -> TaskGraph:
     for item, (slots, whole, part) in checked(enumerate(items), 16):
         operation_of += [item] * counts[item]
         durations += [part] * (2 * slots.num_parted) + [whole] * (len(slots) - 2 * slots.num_parted)
-    successors: list[list[tuple[int, int]]] = [[] for _ in checked(durations, 65_536)]
-    num_predecessors = [0] * len(durations)
-    for source, target, lag in checked(workload.edges, 4):
-        parts_end = offsets[source] + 2 * min(workload.slots[source].num_parted, workload.slots[target].num_parted)
-        part_lag = workload.part_lags.get((source, target), lag)
-        for task, before in _pairs(workload, offsets, source, target):
-            successors[before].append((task, part_lag if before < parts_end else lag))
-            num_predecessors[task] += 1
-    for source, target, lag, later in workload.returns:
-        for m in range(counts[target] - later):
-            successors[offsets[source] + m].append((offsets[target] + m + later, lag))
-            num_predecessors[offsets[target] + m + later] += 1
-    return TaskGraph(workload, offsets, operation_of, durations, successors, num_predecessors)
+    return TaskGraph(workload, offsets, operation_of, durations)
 
 
-def _pairs(workload: Workload, offsets: Sequence[int], source: int, target: int) -> Iterable[tuple[int, int]]:
-    """(task of the target, task of the source) wherever the one waits for the other."""
-    ours, theirs = range(offsets[target], offsets[target + 1]), range(offsets[source], offsets[source + 1])
-    if workload.slots[target] == workload.slots[source] and (source, target) not in workload.needs:
-        return zip(ours, theirs, strict=True)
-    return ((task, theirs[number]) for m, task in enumerate(ours) for number in workload.inputs_of(source, target, m))
-
-
-def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
+def earliest_starts(graph: TaskGraph, orders: Orders, likely: Sequence[int] | None = None) -> list[int]:
     """Start of every task in ns, when devices and links run ``orders`` and nothing waits longer than it must.
 
     Cost is linear in tasks and dependencies. Links that may be busy need orders, too
-    (:func:`~pipeplan.workload.engine.with_links`).
+    (:func:`~pipeplan.workload.engine.with_links`). With ``likely`` [action] starts, such as a plan states, it is less
+    where these are the right ones.
 
     Raises:
         InvalidPlanError: the orders and the dependencies wait for each other; the text names a shortest circle.
     """
     assert len(orders) == graph.workload.num_resources, "an order for each device and each link"
+    if likely is not None and (found := _if_earliest(graph, orders, likely)) is not None:
+        return found
     durations, successors = graph.durations, graph.successors
     networks = networks_of(graph) if graph.workload.exchanges else []
     waiting = graph.num_predecessors.copy()
@@ -184,6 +208,43 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
     if done < len(durations):
         raise stuck_error(graph, orders, [task for task, count in enumerate(waiting) if count > 0])
     return starts
+
+
+def _if_earliest(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[int] | None:
+    """[task] the earliest starts, if those of actions are ``starts``; None where that does not follow from them alone.
+
+    Each must be the latest of 0, the ends of what stands right before it, and the arrivals of its inputs. Where
+    everything arrives after the start of what makes it, no circle of tasks can have such starts, and without circles
+    there is only one way: by induction in the order of time. Exchanges of state let actions start later than that.
+    """
+    if graph.workload.exchanges or len(starts) != graph.num_actions:
+        return None
+    pairs, times, found = graph.pairs, graph.times, column(starts, 4)
+    after = times[pairs.sources] + pairs.lags
+    if object in (times.dtype, found.dtype) or min(after.min(initial=1), times.min(initial=1)) <= 0:
+        return None
+    lines = Lines.of(orders)
+    found = _with_messages(graph, lines, found)
+    before, behind = lines.tasks[lines.followers - 1], lines.tasks[lines.followers]
+    ready = np.zeros_like(found)
+    np.maximum.at(ready, pairs.targets, found[pairs.sources] + after)
+    np.maximum.at(ready, behind, found[before] + times[before])
+    return list(found.tolist()) if np.array_equal(ready, found) else None
+
+
+def _with_messages(graph: TaskGraph, lines: Lines, starts: IntArray) -> IntArray:
+    """[task] starts of actions, and those of messages that follow from them: one after another on each link."""
+    found = np.zeros(graph.num_tasks, np.int64)
+    found[: len(starts)] = starts
+    to_messages = np.flatnonzero(graph.pairs.targets >= len(starts))
+    sources, targets = graph.pairs.sources[to_messages], graph.pairs.targets[to_messages]
+    np.maximum.at(found, targets, found[sources] + graph.times[sources] + graph.pairs.lags[to_messages])
+    first = len(graph.workload.devices)
+    for line in range(first, first + len(graph.workload.links)):
+        messages = lines.tasks[lines.begins[line] : lines.begins[line + 1]]
+        before = np.cumsum(graph.times[messages]) - graph.times[messages]
+        found[messages] = np.maximum.accumulate(found[messages] - before) + before
+    return found
 
 
 def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[list[int]]:

@@ -46,15 +46,16 @@ class TrialRun:
         return rank, -self._stages.graph.workload.stage_depths[stage], operation
 
     def _run(self) -> None:
-        done = 0
+        done = worked = 0
         while self._events and self.makespan <= self._limit:
             now, what, number = heapq.heappop(self._events)
             if what == _END:
                 self._end(number, now)
                 done += 1
+                worked += len(self._graph.workload.resources[self._graph.operation_of[number]])
             elif self._free[number] <= now:
                 self._choose(number, now)
-        self._stages.num_starts += done
+        self._stages.num_starts += worked
         if done < self._graph.num_actions:
             self.makespan = NEVER
 

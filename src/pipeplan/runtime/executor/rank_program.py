@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -427,6 +427,7 @@ class _Lowering:
             if target == rank:
                 self._received[message.target, message.payload].append((message, source))
         self._ends = {Message.of(each): self._parts_of(each) for each in plan.dependencies}
+        self._later = Counter({Message.of(each): each.later * plan.microbatch_size for each in plan.dependencies})
         here = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
         self._stages = {index: self._stage(index) for index in here if plan.stages[index].blocks}
         self._custom_ops = {index: self._custom_op(index) for index in here if not plan.stages[index].blocks}
@@ -571,9 +572,13 @@ class _Lowering:
             counter,
             action,
             samples,
-            takes=tuple((message, own) for own in samples for message in takes),
-            gives=tuple((message, own) for own in samples for message in gives),
+            takes=tuple((m, moved(own, -self._later[m])) for own in samples for m in takes if own[0] >= self._later[m]),
+            gives=tuple(each for own in samples for each in self._given(gives, own)),
         )
+
+    def _given(self, messages: Iterable[Message], own: Numbers) -> Iterator[tuple[Message, Numbers]]:
+        """The messages with these samples that somebody takes: of what returns to later ones not the last of a run."""
+        return ((m, own) for m in messages if own[-1] + self._later[m] < self._plan.mini_batch)
 
     def _custom_step(self, counter: int, action: Action, own: Numbers) -> ProgramStep:
         held = tuple(self._held(action, own))
@@ -583,7 +588,7 @@ class _Lowering:
             action,
             (own,),
             takes=tuple((message, samples) for message, rank, samples in held if rank == self._rank),
-            gives=tuple((message, own) for message, ranks in takers.items() if self._rank in ranks),
+            gives=tuple(self._given((message for message, ranks in takers.items() if self._rank in ranks), own)),
             held=held,
         )
 

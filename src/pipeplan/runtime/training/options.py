@@ -236,15 +236,16 @@ class TrainOptions(RunOptions):
 
     def _of_inference(self, plan: Plan) -> Self:
         """The same for forwards alone, in the format of the plan's recipe. Raises UsageError."""
+        if plan.decode is not None:
+            raise UsageError(
+                f"plan {plan.name!r} is of decode steps, which write texts on: give --prompt-file and --new-tokens, or "
+                "--emulate"
+            )
         given = next((name for name, default in OF_TRAINING.items() if getattr(self, name) != default), None)
         if given is not None:
             raise UsageError(
                 f"--{given.replace('_', '-')} is of training, and plan {plan.name!r} is of inference, which runs "
                 "forwards alone; leave it out, or search a profile of training"
-            )
-        if plan.decode is not None:
-            raise UsageError(
-                f"plan {plan.name!r} is of decode steps, which write texts on: give the prompts with --prompt-file FILE"
             )
         return replace(self, dtype=self.dtype or format_of(plan))
 

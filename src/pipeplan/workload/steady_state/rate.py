@@ -10,32 +10,40 @@ operations at its ends, and of the places where a link's order can be cut it is 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from itertools import pairwise
 from operator import eq, sub
+
+import numpy as np
 
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.time_limit import checked
+from pipeplan.workload.columns import IntArray, Lines
 from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Workload
 
 Entry = tuple[int, int]
 """An action or message as (item, micro-batch), where all micro-batches have one size."""
 
-Parts = tuple[list[Entry], list[Entry], list[Entry]]
-"""Prefix, copy and suffix of an order."""
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CutOrders:
-    """Orders cut at a repetend: ``begins`` [item] its first micro-batch in the copy, ``parts`` [device, link]."""
+    """Orders cut at a repetend: ``begins`` [item] its first micro-batch in the copy.
+
+    ``ranges`` [device, link] are the positions of the copy in its order; empty for a device without actions. ``items``
+    and ``microbatches`` are those of ``lines``.
+    """
 
     workload: Workload
     unroll: int
     begins: list[int]
-    parts: list[Parts]
+    lines: Lines
+    items: IntArray
+    microbatches: IntArray
+    ranges: list[range]
 
     @classmethod
     def of(cls, workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> CutOrders:
@@ -45,8 +53,57 @@ class CutOrders:
             InvalidPlanError: they do not contain such a copy.
         """
         begins = _begins(workload, orders, first, unroll)
-        parts = [_split(workload, resource, order, begins, unroll) for resource, order in enumerate(orders)]
-        return cls(workload, unroll, begins, parts)
+        lines = Lines.of(orders)
+        items, microbatches = np.divmod(lines.tasks, workload.num_microbatches)
+        cut = cls(workload, unroll, begins, lines, items, microbatches, [])
+        cut.ranges.extend(cut._ranges())
+        cut._require_copies()
+        return cut
+
+    def _ranges(self) -> Iterator[range]:
+        """[device, link] where the copy is. Raises InvalidPlanError where an order is too short."""
+        for resource, count in enumerate(self.lines.counts.tolist()):
+            here = self.workload.on_resource[resource] if count else ()
+            begin = sum(self.begins[item] for item in here)
+            end = begin + self.unroll * len(here)
+            if end > count:
+                raise InvalidPlanError(
+                    f"{self._where(resource)} runs {count} actions, too few for the repetend, whose {self.unroll} of "
+                    f"each operation would be actions {begin} to {end - 1}"
+                )
+            yield range(begin, end)
+
+    def _require_copies(self) -> None:
+        """Require that the copies hold what they must.
+
+        Raises:
+            InvalidPlanError: the orders are not made like that; the text names the first action out of place.
+        """
+        bounds = np.array([(own.start, own.stop) for own in self.ranges])[self.lines.numbers]
+        place = np.arange(len(self.items)) - np.repeat(self.lines.begins[:-1], self.lines.counts)
+        part = (place >= bounds[:, 0]).astype(int) + (place >= bounds[:, 1])
+        later = self.microbatches - np.array(self.begins)[self.items]
+        wrong = np.flatnonzero(part != (later >= 0).astype(int) + (later >= self.unroll))
+        if len(wrong):
+            item, m = int(self.items[wrong[0]]), int(self.microbatches[wrong[0]])
+            raise InvalidPlanError(
+                f"{self._where(int(self.lines.numbers[wrong[0]]))} runs {self.workload.label(item, m)} "
+                f"{('before', 'inside', 'after')[part[wrong[0]]]} the repetend, which has its micro-batches "
+                f"{self.begins[item]} to {self.begins[item] + self.unroll - 1}"
+            )
+
+    def _where(self, resource: int) -> str:
+        return f"device {resource}" if resource < len(self.workload.devices) else "a link"
+
+    @cached_property
+    def copies(self) -> list[list[Entry]]:
+        """[device, link] the copy."""
+        return [self._entries(resource, own.start, own.stop) for resource, own in enumerate(self.ranges)]
+
+    def _entries(self, resource: int, begin: int, end: int) -> list[Entry]:
+        at = int(self.lines.begins[resource])
+        cut = slice(at + begin, at + end)
+        return list(zip(self.items[cut].tolist(), self.microbatches[cut].tolist(), strict=True))
 
     @property
     def tasks(self) -> frozenset[int]:
@@ -54,18 +111,21 @@ class CutOrders:
         return tasks_of_copy(self.begins, self.unroll, self.workload.num_microbatches)
 
     @property
-    def ranges(self) -> list[range]:
-        """[device, link] the positions of the copy in its order; empty for a device without actions."""
-        return [range(len(prefix), len(prefix) + len(copy)) for prefix, copy, _ in self.parts]
+    def rate(self) -> Fraction | None:
+        """Time from one repetition to the next on average: see :func:`repetend_rate`."""
+        steady = steady_state(self.workload, self.copies, self.begins, self.unroll)
+        return None if steady is None else Fraction(steady[1], steady[0] * self.unroll)
 
     def orders(self, copies: int) -> list[list[int]]:
         """[device, link] the order with this many copies more, in tasks of a workload with as many micro-batches."""
         count = self.workload.num_microbatches + copies * self.unroll
-        longer = []
-        for prefix, copy, suffix in self.parts:
-            entries = [*repeated(copy, self.unroll, range(copies + 1)), *repeated(suffix, self.unroll, [copies])]
-            longer.append([item * count + m for item, m in (*prefix, *entries)])
-        return longer
+        tasks = self.items * count + self.microbatches
+        times, found = np.arange(copies + 1)[:, None] * self.unroll, []
+        for (begin, end), own in zip(pairwise(self.lines.begins.tolist()), self.ranges, strict=True):
+            before, copy, after = np.split(tasks[begin:end], [own.start, own.stop])
+            repeated = (copy + times).ravel()
+            found.append([*before.tolist(), *repeated.tolist(), *(after + copies * self.unroll).tolist()])
+        return found
 
 
 def _begins(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> list[int]:
@@ -114,44 +174,9 @@ def link_begins(
     return found
 
 
-def _split(workload: Workload, resource: int, order: Sequence[int], begins: Sequence[int], unroll: int) -> Parts:
-    """Prefix, copy and suffix of the order of a device or link; ``begins`` [item] are micro-batches.
-
-    Raises:
-        InvalidPlanError: the order is not made like that; the text names the first action out of place.
-    """
-    entries = [divmod(task, workload.num_microbatches) for task in order]
-    here = {item for item, _ in entries}
-    begin = sum(begins[item] for item in here)
-    end = begin + unroll * len(here)
-    what = f"device {resource}" if resource < len(workload.devices) else "a link"
-    if end > len(entries):
-        raise InvalidPlanError(
-            f"{what} runs {len(entries)} actions, too few for the repetend, whose {unroll} of each operation "
-            f"would be actions {begin} to {end - 1}"
-        )
-    parts = entries[:begin], entries[begin:end], entries[end:]
-    ranges = ((-math.inf, 0), (0, unroll), (unroll, math.inf))
-    for index, (part, (low, high)) in enumerate(zip(parts, ranges, strict=True)):
-        for item, m in part:
-            if not low <= m - begins[item] < high:
-                raise InvalidPlanError(
-                    f"{what} runs {workload.label(item, m)} "
-                    f"{('before', 'inside', 'after')[index]} the repetend, which has its micro-batches "
-                    f"{begins[item]} to {begins[item] + unroll - 1}"
-                )
-    return parts
-
-
 def tasks_of_copy(begins: Sequence[int], unroll: int, num_microbatches: int) -> frozenset[int]:
     """The tasks of a copy in a workload of ``num_microbatches``; ``begins`` [item] are the first ones of the copy."""
     return frozenset(x * num_microbatches + m for x, begin in enumerate(begins) for m in range(begin, begin + unroll))
-
-
-def repeated(copy: Iterable[Entry], unroll: int, times: Iterable[int]) -> Iterator[Entry]:
-    """Copies of a copy one after another: each k of ``times`` has all its micro-batches k times ``unroll`` later."""
-    copy = list(copy)
-    return ((item, m + k * unroll) for k in times for item, m in copy)
 
 
 def require_cut(workload: Workload, first: Mapping[str, int]) -> None:
@@ -204,9 +229,7 @@ def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], 
         InvalidPlanError: the orders do not contain such a copy.
     """
     require_cut(workload, first)
-    cut = CutOrders.of(workload, orders, first, unroll)
-    steady = steady_state(workload, [copy for _, copy, _ in cut.parts], cut.begins, unroll)
-    return None if steady is None else Fraction(steady[1], steady[0] * unroll)
+    return CutOrders.of(workload, orders, first, unroll).rate
 
 
 def steady_state(
