@@ -1,6 +1,6 @@
 """How long a simulation and a check take: actions a second, for plans of every kind, and seconds by number of actions.
 
-    python benchmarks/simulator.py                     # prints both tables of docs/benchmarks/speed.md
+    python benchmarks/simulator.py --part kinds        # prints the table of docs/benchmarks/speed.md
     python benchmarks/simulator.py --part kinds --only zero-3,forwards
     python benchmarks/simulator.py --part sizes --microbatches 128,1024
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -38,7 +38,10 @@ Written = dict[int, list[tuple[int, list[float]]]]
 
 @cache
 def model_of(name: str) -> Model:
-    return load_model(name, seed=0)
+    """The model, of which passes of a width are made once."""
+    model = load_model(name, seed=0)
+    assert model.decoder is not None
+    return replace(model, decoder=replace(model.decoder, placed=cache(model.decoder.placed)))
 
 
 def stages_of(model: str, kinds: Sequence[str], devices: Sequence[Sequence[int]]) -> list[PlacedStage]:

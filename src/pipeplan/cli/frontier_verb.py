@@ -30,6 +30,7 @@ from pipeplan.cli.shared import (
     limited,
     recipe_options,
     require_folder,
+    seldom_collected,
     size_options,
     zero_options,
 )
@@ -210,6 +211,7 @@ def frontier_command(
                 _write_all(found, output_all, outputs)
 
 
+@seldom_collected()
 def frontier_request(ctx: click.Context) -> Request:
     """The request that the flags make. Raises UsageError, also for those that would do nothing."""
     flags = ctx.params

@@ -552,6 +552,18 @@ def planning_options(command: _Command) -> _Command:
     return command
 
 
+@contextmanager
+def seldom_collected() -> Iterator[None]:
+    """Objects are not looked through for cycles after every 700 new ones: a large profile has a million."""
+    often = gc.get_threshold()
+    gc.set_threshold(50_000, *often[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*often)
+
+
+@seldom_collected()
 def read_request(
     flags: Mapping[str, Any],
     scheduler: str = "auto",
@@ -670,18 +682,17 @@ def limited(seconds: float, what: Planning) -> Iterator[Limit]:
     interrupt_on_sigterm()
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
         signal.signal(signal.SIGHUP, signal.default_int_handler)
-    _api.load(what)
-    began = click.get_current_context().find_root().obj
-    limit = _api.Limit(seconds, started=time.monotonic() if began is None else began)
-    gc.freeze()  # what was imported and read stays: looking through it again and again took a fifth of the time
-    often = gc.get_threshold()
-    gc.set_threshold(50_000, *often[1:])  # nor is what plans are made of looked through after every 700 objects
-    try:
-        with warnings_shown(), limit.hearing_interrupts():
-            yield limit
-    finally:
-        gc.set_threshold(*often)
-        gc.unfreeze()
+    with seldom_collected():
+        gc.freeze()  # what was read stays: looking through it again and again took a fifth of the time
+        try:
+            _api.load(what)
+            gc.freeze()  # and so does what was imported
+            began = click.get_current_context().find_root().obj
+            limit = _api.Limit(seconds, started=time.monotonic() if began is None else began)
+            with warnings_shown(), limit.hearing_interrupts():
+                yield limit
+        finally:
+            gc.unfreeze()
 
 
 class Status:

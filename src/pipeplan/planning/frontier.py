@@ -536,7 +536,9 @@ def _tracked(
         with limit.ended():
             for each in requests:
                 model = costs(each)
-                with Limit.part_of(limit, soon).ended():
+                moment = Limit.part_of(limit, soon)
+                moment.wait(0.0, soon)
+                with moment.ended():
                     track_roughly(each)
                 if each is requests[-1] and not unfinished(each):
                     limit.reserved = 0.0
@@ -565,7 +567,7 @@ _ROUGHLY = 0.3
 """The part of the time in which the rest is tracked roughly."""
 
 _SOON, _SOON_SHARE = 0.5, 0.05
-"""Seconds for tracking each number of devices roughly first; at most, of a time limit."""
+"""Seconds, of work where a machine is busy, for tracking each number of devices roughly first; at most, of a limit."""
 
 _MOMENT = 0.3
 """Seconds for that after an interruption, where there is nothing yet."""

@@ -15,6 +15,8 @@ from builders.chains import chain_plan
 from pipeplan import UsageError, _api
 from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
 from pipeplan.runtime.decoding.options import DecodeOptions
+from pipeplan.runtime.executor.message_graph import Message
+from pipeplan.runtime.executor.rank_program import planned_programs
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.weights import WeightNames
@@ -44,12 +46,12 @@ def of_pairs(kinds: Sequence[str], model: str = LLAMA, **options: object) -> Cas
 
 
 QUICK = {
-    "dp": of_four("samples4"),
-    "tp": of_four("shards4"),
-    "cp": of_four("cache4"),
+    "cp": of_four("cache4", "gpt2-tiny"),
     "cp-q": of_four("cacheq4", dtype="float32"),
     "cp before tp": of_pairs(["cacheq2", "shards2"]),
-    "drawn, to a last word": of_pairs(["samples2", "cache2"], temperature=1.0, top=20, seed=5, stop=7, new_tokens=6),
+    "drawn, to a last word": of_pairs(
+        ["samples2", "cache2"], "gpt2-tiny", temperature=2.0, seed=5, stop=7, new_tokens=6, top=40
+    ),
 }
 
 SLOW = {
@@ -63,6 +65,7 @@ SLOW = {
     for dtype in ("float64", "float32")
     if dtype == "float64" or model != "gpt2-tiny"
 }
+SLOW |= {kind: of_four(kind) for kind in ("samples4", "shards4", "cache4")}
 SLOW |= {
     f"two stages, {kind}, of {model[:5]}": of_pairs([kind] * 2, model)
     for kind in ("samples2", "shards2", "cache2", "cacheq2")
@@ -98,6 +101,7 @@ REQUESTS, STEPS = 8, 4
 KINDS: dict[Kept, str] = {"dp": "samples4", "tp": "shards4", "cp": "cache4", "cp-q": "cacheq4"}
 
 
+@pytest.mark.slow
 def test_bytes_that_are_sent_are_those_predicted() -> None:
     """Prompts of one word, so that all is decode; in as many steps as devices each of them keeps each text's word."""
     prompts = [[number + 1] for number in range(REQUESTS)]
@@ -159,5 +163,16 @@ def test_prompts_that_do_not_fit_are_refused(prompts: list[list[int]], words: st
 def test_a_plan_that_does_not_decode_is_refused() -> None:
     with pytest.raises(UsageError, match="not of decode steps, which --prompt-file needs"):
         _api.run(chain_plan(1, 2), DecodeOptions(model="gpt2-tiny", prompts=[[1]]))
-    with pytest.raises(UsageError, match="give the prompts with --prompt-file"):
+    with pytest.raises(UsageError, match="write texts on: give --prompt-file"):
         _api.run(plan_of("gpt2-tiny", [""], [[0]], batch=1, groups=1, context=9), TrainOptions("gpt2-tiny"))
+
+
+def test_emulated_ranks_take_the_token_of_the_turn_before() -> None:
+    """In the first turn there is none; later ones of a group take what its last one made, whatever group is between."""
+    plan = plan_of("gpt2-tiny", ["", ""], [[0], [1]], batch=3, groups=3, context=9)
+    first, _ = planned_programs(plan)
+    takes = [list(step.takes) for step in first.steps if step.message is None]
+    way_back = Message("F", 1, 0)
+    assert takes[:3] == [[], [], []]
+    size = plan.microbatch_size
+    assert takes[3:] == [[(way_back, tuple(range(m * size, (m + 1) * size)))] for m in range(plan.num_microbatches - 3)]

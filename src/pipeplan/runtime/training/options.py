@@ -247,10 +247,6 @@ class TrainOptions(RunOptions):
                 f"--{given.replace('_', '-')} is of training, and plan {plan.name!r} is of inference, which runs "
                 "forwards alone; leave it out, or search a profile of training"
             )
-        if plan.decode is not None:
-            raise UsageError(
-                f"plan {plan.name!r} is of decode steps, which write texts on: give the prompts with --prompt-file FILE"
-            )
         return replace(self, dtype=self.dtype or format_of(plan))
 
     @property

@@ -1,0 +1,64 @@
+"""Hugging Face models write on what their own ``generate`` writes, whose caches are transformers'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeplan.runtime.models.huggingface.build import describe
+from runtime_support.decoding_rank import case, model_of, written_by
+
+SIZES = (
+    "hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4, "
+    "vocab_size=50, max_position_embeddings=64"
+)
+MODELS = {
+    "llama": f"LlamaConfig({SIZES})",
+    "qwen2": f"Qwen2Config({SIZES})",
+    "mistral, which looks back four words": f"MistralConfig({SIZES}, sliding_window=4)",
+    "gpt2": "GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64)",
+    "mixtral": f"MixtralConfig({SIZES}, num_local_experts=4)",
+}
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [5, 4], [9, 8, 7, 3, 1], [11], [3] * 9]
+NEW = 6
+
+
+def generated(name: str, prompt: list[int]) -> list[int]:
+    """What transformers' own model writes, with the weights that ours has."""
+    import transformers
+
+    kind = name.partition("Config")[0]
+    ours = model_of(name)
+    config: Any = getattr(transformers, f"{kind}Config")(**describe(name)[1])
+    config._experts_implementation = "eager"  # grouped products have no float64
+    model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
+    state = {
+        own: tensor
+        for block in ours.blocks
+        for key, tensor in block.build().state_dict().items()
+        if (own := (block.names or {}).get(key)) is not None
+    }
+    missing, more = model.load_state_dict(state, strict=False)
+    assert ({*missing} <= {"lm_head.weight"}, more) == (True, []), "what is tied has one name"
+    model = model.double().eval()
+    asked = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    made = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **asked)
+    found: list[int] = made[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [["llama", "qwen2"], pytest.param([*MODELS][2:], marks=pytest.mark.long)])
+def test_what_is_written_is_what_transformers_generates(names: list[str]) -> None:
+    """On one process, on two that split heads, and on two that have pieces of caches."""
+    kinds = {"": [[0]], "shards2": [[0, 1]], "cacheq2": [[0, 1]]}
+    asked = [
+        (name, case(MODELS[name], [kind], devices, sizes=(3,), prompts=PROMPTS, new_tokens=NEW))
+        for name in names
+        for kind, devices in kinds.items()
+    ]
+    wanted = {name: [generated(MODELS[name], prompt) for prompt in PROMPTS] for name in names}
+    for (name, _), found in zip(asked, written_by([each for _, each in asked], 2), strict=True):
+        assert [[word for word, _ in of] for of in found.texts().values()] == wanted[name], name
