@@ -56,6 +56,7 @@ def test_one_device_multiplies_what_it_sends_by_its_own_experts(name: str, devic
     found.module.zero_grad()
 
 
+@pytest.mark.slow
 def test_rows_are_measured_beside_those_of_all_experts() -> None:
     """Words, and so what is held of them, are as many; weights are fewer, and searches may share experts."""
     made = pipeplan.profile(MIXTRAL, microbatch=[1, 2], sequence=SEQUENCE, shards=[1, 2], expert=[2, 4], repeats=1)
