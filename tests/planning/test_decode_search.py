@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from html import unescape
 from typing import Any, get_args
 
 import pytest
@@ -164,3 +166,30 @@ def test_a_batch_alone_asks_for_decode_steps_too() -> None:
     assert found.decode is not None
     assert found.decode.batch == 3
     assert searched(drawn_decoder(0), 4, kv=None).decode is None
+
+
+def test_they_show_themselves_as_the_command_line_does() -> None:
+    found = searched(drawn_decoder(5), kv="cp")
+    html, text = unescape(str(found._repr_html_())), found.text()
+    for shown in (html, text):
+        assert "between two tokens of a request" in shown
+        assert "pipeplan.write(result.plan, 'plan.json') keeps the plan" in shown
+        assert "dcp=4: 4 devices share each request's cache" in shown
+        assert "samples/s" not in shown.partition("<svg")[0]
+    assert "<svg" in html
+
+
+def test_progress_has_the_best_token_time_so_far_and_the_bound() -> None:
+    """On any thread, for each number of groups that is looked at; the last is the answer's."""
+    said: list[tuple[str, int, int, float]] = []
+    profile = drawn_decoder(5)
+    with ThreadPoolExecutor() as threads:
+        found = threads.submit(searched, profile, progress=lambda *each: said.append(each)).result(60)
+    assert found.decode is not None
+    assert len(said) > 1
+    best = [each[1] for each in said]
+    assert best == sorted(best, reverse=True)
+    assert best[-1] == found.decode.token_ns
+    assert all(0 < each[2] <= best[-1] for each in said)
+    assert said[0][0] == "decode steps of 1 group of requests"
+    assert found.plan.programs == searched(profile).plan.programs

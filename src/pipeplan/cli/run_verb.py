@@ -169,21 +169,27 @@ class _Stretch(FiniteRange):
     "--prompt-file",
     type=FILE,
     metavar="FILE",
-    help="With a decoding plan: write these prompts on, one a line, each a JSON list of token ids, or text.",
+    help="With a plan of decode steps: generate text for these prompts, one per line, each a JSON list of token ids or "
+    "text (--tokenizer).",
 )
 @click.option(
-    "--new-tokens", type=LARGE_NUMBER, default=16, help="With --prompt-file: tokens to write for each prompt."
+    "--new-tokens", type=LARGE_NUMBER, default=16, help="With --prompt-file: tokens to generate for each prompt."
 )
 @click.option(
-    "--tokenizer", type=FOLDER, metavar="DIR", help="With --prompt-file: folder of a tokenizer, for prompts of text."
+    "--tokenizer",
+    type=FOLDER,
+    metavar="DIR",
+    help="With --prompt-file: folder of a Hugging Face tokenizer, for prompts that are text.",
 )
 @click.option(
     "--temperature",
     type=FiniteRange(0),
     default=0.0,
-    help="With --prompt-file: draw tokens, from logits divided by this; 0 takes the likeliest.",
+    help="With --prompt-file: sample tokens from logits divided by this; 0 takes the most likely one.",
 )
-@click.option("--top-k", type=LARGE_NUMBER, metavar="K", help="With --temperature: of the K likeliest alone.")
+@click.option(
+    "--top-k", type=LARGE_NUMBER, metavar="K", help="With --temperature: sample from the K most likely tokens only."
+)
 @click.option(
     "--export-weights",
     type=FILE,
@@ -213,12 +219,14 @@ class _Stretch(FiniteRange):
 def run_command(
     plan_path: str, model: str | None, emulate: bool, local: bool, trace_path: str | None, as_json: bool, **how: Any
 ) -> None:
-    """Train with PLAN, one process per device, and print the loss of every step.
+    """Train with PLAN, one process per device, and print the loss of every step; or generate text.
 
     Start it under torchrun (torchrun --nproc-per-node 4 -m pipeplan run PLAN ...), or give --local. A plan names no
     model: --model does, and its blocks must have the plan's names. With --emulate no model is trained, so --model is
     refused and all other flags about models and training have no effect: actions wait for as long as PLAN says. At the
     end the predicted and the median time of an iteration are printed.
+
+    A plan of decode steps (search --kv) generates text for the prompts of --prompt-file.
     """
     _api.require_torch("run")
     if local and "TORCHELASTIC_RUN_ID" in os.environ and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -301,7 +309,7 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
     if given["prompt_file"] is not None:
         return _decode_options(given, options)
     if given["tokenizer"] is not None or given["top_k"] is not None or given["temperature"]:
-        raise UsageError("--tokenizer, --temperature and --top-k are of --prompt-file; give the prompts with it")
+        raise UsageError("--tokenizer, --temperature and --top-k are for --prompt-file; give the prompts with it")
     if given["model"] is not None:
         left = (*_OF_ALL_RUNS, *_ELSEWHERE, *_OF_TEXTS)
         training = {name: value for name, value in given.items() if name not in left}
@@ -324,12 +332,12 @@ _OF_BOTH = ("model", "sequence", "grain", "seed", "dtype", "init")
 
 
 def _decode_options(given: Mapping[str, Any], options: RunOptions) -> RunOptions:
-    """How to write texts on. Raises UsageError where what is given is of training or emulation."""
+    """How to generate text. Raises UsageError where what is given is for training or emulation."""
     if given["emulate"]:
-        raise UsageError("--prompt-file writes with a model, and --emulate runs without one; leave out one of the two")
+        raise UsageError("--prompt-file needs a model, and --emulate runs without one; leave out one of the two")
     for name, usual in {**_api.OF_TRAINING, "data": None, "instructions": None, "tensorboard": None}.items():
         if given[name] != usual:
-            raise UsageError(f"--{name.replace('_', '-')} is of training; leave it out with --prompt-file")
+            raise UsageError(f"--{name.replace('_', '-')} is for training; leave it out with --prompt-file")
     prompts, stop = _api.read_prompts(given["prompt_file"], given["tokenizer"])
     found = _api.DecodeOptions(
         **{name: given[name] for name in _OF_BOTH},

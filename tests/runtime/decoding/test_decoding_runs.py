@@ -161,9 +161,9 @@ def test_prompts_that_do_not_fit_are_refused(prompts: list[list[int]], words: st
 
 
 def test_a_plan_that_does_not_decode_is_refused() -> None:
-    with pytest.raises(UsageError, match="not of decode steps, which --prompt-file needs"):
+    with pytest.raises(UsageError, match="no decode steps, which --prompt-file needs"):
         _api.run(chain_plan(1, 2), DecodeOptions(model="gpt2-tiny", prompts=[[1]]))
-    with pytest.raises(UsageError, match="write texts on: give --prompt-file"):
+    with pytest.raises(UsageError, match="generate text: give --prompt-file"):
         _api.run(plan_of("gpt2-tiny", [""], [[0]], batch=1, groups=1, context=9), TrainOptions("gpt2-tiny"))
 
 

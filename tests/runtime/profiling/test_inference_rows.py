@@ -241,7 +241,7 @@ def test_what_does_not_go_together_is_refused(arguments: str, said: str, tmp_pat
 
 def test_only_what_writes_on_has_a_cache() -> None:
     model = zoo_model("tessel-mt5-tiny")
-    with pytest.raises(UsageError, match="is not known to write texts on token by token"):
+    with pytest.raises(UsageError, match="is not known to generate text token by token"):
         InferenceRequest((1,), (8,)).decoder_of(model)
 
 
