@@ -180,12 +180,12 @@ class DecodeSearch:
                 self.looked_at, self.left = place + 1, len(numbers) - place
                 if found is not None and self._least_ns(groups) >= found.token_ns:
                     self.refuted += 1
-                    continue
-                choice = self.of_groups(groups, self.batch)
-                if choice is not None and (found is None or choice.token_ns < found.token_ns):
-                    found = choice
-                    if limit is not None:
-                        limit.wait_no_longer()
+                else:
+                    choice = self.of_groups(groups, self.batch)
+                    if choice is not None and (found is None or choice.token_ns < found.token_ns):
+                        found = choice
+                        if limit is not None:
+                            limit.wait_no_longer()
                 if on_look is not None and found is not None:
                     on_look(found, groups)
             self.left = 0
