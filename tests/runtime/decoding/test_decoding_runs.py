@@ -150,7 +150,7 @@ def test_a_plan_is_followed_from_a_file_of_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        ([[1] * 12], "a text has 16, and the plan's caches are for 13"),
+        ([[1] * 12], "a text has 16, and the plan's caches hold 13"),
         ([[1, 64]], "prompt 1 has token 64, and gpt2-tiny has those from 0 to 63"),
     ],
 )
