@@ -2,6 +2,7 @@
 
     python benchmarks/cache_parallelism.py              # all tables, two minutes
     python benchmarks/cache_parallelism.py --ranges     # and the range of each constant in which an ordering holds
+    python benchmarks/cache_parallelism.py --counted    # Fig. 4.1 in numbers that runs send, a minute
 
 One layer of Llama-7B (hidden 4096, 32 heads, feed-forward 11008, 16 bits) on four RTX A5000 of 24 GB with NVLink, only
 decode steps. Nothing is measured but the cost of an entry of the block table. The text has no lengths but of the axis
@@ -11,6 +12,7 @@ and no constants: what is assumed stands in ``catalog/serving/vllm.toml``, with 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -18,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from tables import machine, markdown
 
+import pipeplan
 from pipeplan.costs.cache_volumes import KEPT, Kept, printed_volume, step_volume
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError
@@ -78,6 +81,32 @@ def volumes() -> str:
     return markdown(header, rows)
 
 
+def counted(requests: int = 32, steps: int = 4) -> str:
+    """Fig. 4.1 in float32 numbers that four processes hand to their transport, beside what is predicted of them."""
+    model = (
+        "LlamaConfig(hidden_size=4096, intermediate_size=64, num_hidden_layers=1, num_attention_heads=32, "
+        "vocab_size=64, max_position_embeddings=16)"
+    )
+    how: dict[str, Any] = {"device": "a5000-24gb", "dtype": "float32", "inference": True}
+    profile = pipeplan.estimate(model, **how, batch=(1, 8, requests), context=(1, 8), shards=(1, DEVICES))
+    rows = []
+    for kept in ("cp", "tp", "cp-q"):
+        chosen = pipeplan.search(profile, devices=DEVICES, kv=kept, pp=1, batch=requests, context=8, deterministic=True)
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as prompts:  # of one token, so that all is decode
+            prompts.write("".join(f"[{number}]\n" for number in range(requests)))
+            prompts.flush()
+            found = pipeplan.run(chosen.plan, model=model, prompt_file=prompts.name, new_tokens=steps)
+        purpose = "sums" if kept == "tp" else "attention"
+        sent = {
+            sum(size for name, size in rank.items() if name.startswith("layers.") and name.endswith(f" {purpose}"))
+            for rank in found.result.sent_bytes
+        }
+        own = step_volume(kept, LAYER.shape, requests, DEVICES, statistics=1)
+        moved = " to ".join(f"{size / 4 / steps:,.0f}" for size in sorted({min(sent), max(sent)}))
+        rows.append([kept, f"{int(own.numbers + own.statistics):,}", moved])
+    return markdown(["", "predicted", "counted"], rows)
+
+
 def throughput(axis: str, constants: EngineConstants) -> str:
     """Figs. 4.2 and 4.3: tokens per second and layer."""
     rows = []
@@ -135,6 +164,7 @@ def whole_model(constants: EngineConstants) -> str:
 # Orderings -----------------------------------------------------------------------------------------------------------
 
 Ordering = Callable[[EngineConstants], bool]
+WholeOrdering = Callable[[EngineConstants], str]
 LONG = LENGTHS[2:]
 
 
@@ -143,6 +173,21 @@ def _better(axis: str, kept: Side, other: Side, lengths: Sequence[int], constant
     return all(
         served(kept, case, constants).tokens_per_s > served(other, case, constants).tokens_per_s for case in cases
     )
+
+
+def _of_whole_model(axis: str, kept: Side, other: Side, lengths: Sequence[int], constants: EngineConstants) -> str:
+    """Whether that holds of all layers, at every length of which one of the two has room for a request."""
+    rates = [[_rate_of_whole_model(side, axis, tokens, constants) for side in (kept, other)] for tokens in lengths]
+    fitting = [one > two for one, two in rates if one or two]
+    return "neither fits" if not fitting else "yes" if all(fitting) else "no"
+
+
+def _rate_of_whole_model(side: Side, axis: str, tokens: int, constants: EngineConstants) -> float:
+    """Tokens per second with a maximum batch of 32; 0 where a request does not fit."""
+    try:
+        return served(side, Case(axis, tokens, BATCHES[0]), constants, MODEL).tokens_per_s
+    except InfeasibleError:
+        return 0.0
 
 
 def _wins_short(constants: EngineConstants) -> bool:
@@ -171,27 +216,27 @@ def _compute_alike(constants: EngineConstants) -> bool:
     return cp <= tp <= 1.1 * cp
 
 
-def _orderings() -> Iterator[tuple[str, Ordering]]:
+def _orderings() -> Iterator[tuple[str, Ordering, WholeOrdering | None]]:
+    """Each ordering, and of those by tokens per second the same of a whole model."""
     for axis in ("prefix", "decode"):
-        long = f"{axis} of 50,000 and more"
-        yield f"{long}: cp above tp", partial(_better, axis, "cp", "tp", LONG)
-        for dp in ALONE:
-            for other in TEXT[:2]:
-                yield f"{long}: {other} above {dp}", partial(_better, axis, other, dp, LONG)
-    yield "prefix of 10,000: tp above cp for some batch", _wins_short
-    yield "decode of 100,000: past some batch throughput falls", _falls
-    yield "compute: tp slowest, by at most a tenth over cp", _compute_alike
-    yield "communication: tp above cp", lambda each: _parts("tp", each)[1] > _parts("cp", each)[1]
-    yield "host: tp above cp", lambda each: _parts("tp", each)[2] > _parts("cp", each)[2]
+        pairs: list[tuple[Side, Side]] = [("cp", "tp"), *((other, dp) for dp in ALONE for other in TEXT[:2])]
+        for pair in pairs:
+            asked = axis, *pair, LONG
+            name = f"{axis} of 50,000 and more: {' above '.join(pair)}"
+            yield name, partial(_better, *asked), partial(_of_whole_model, *asked)
+    short = "prefix", "tp", "cp", LENGTHS[:1]
+    yield "prefix of 10,000: tp above cp for some batch", _wins_short, partial(_of_whole_model, *short)
+    yield "decode of 100,000: past some batch throughput falls", _falls, None
+    yield "compute: tp slowest, by at most a tenth over cp", _compute_alike, None
+    yield "communication: tp above cp", lambda each: _parts("tp", each)[1] > _parts("cp", each)[1], None
+    yield "host: tp above cp", lambda each: _parts("tp", each)[2] > _parts("cp", each)[2], None
     for dp in ALONE:
-        yield f"host, moves and waiting, decode: {dp} above tp", partial(_waits_more, dp)
+        yield f"host, moves and waiting, decode: {dp} above tp", partial(_waits_more, dp), None
 
 
 def _waits_more(dp: Side, constants: EngineConstants) -> bool:
     return _parts(dp, constants, "decode")[2] > _parts("tp", constants, "decode")[2]
 
-
-ORDERINGS: dict[str, Ordering] = dict(_orderings())
 
 FACTORS = (1 / 16, 1 / 4, 1, 4, 16)
 
@@ -210,12 +255,12 @@ VARIED = ("table_ns", "host_bytes_per_s", "links_bytes_per_s", "step_ns", "atten
 
 
 def orderings(constants: EngineConstants, *, ranges: bool) -> str:
-    """Whether each ordering of the text holds, and with which factors of each constant."""
-    rows = [
-        [name, "yes" if holds(constants) else "no", *_ranges(constants, holds, ranges)]
-        for name, holds in ORDERINGS.items()
-    ]
-    return markdown(["ordering of the text", "here", *(VARIED if ranges else ())], rows)
+    """Whether each ordering of the text holds, with which factors of each constant, and for a whole model."""
+    rows = []
+    for name, holds, whole in _orderings():
+        own = "" if whole is None else whole(constants)
+        rows.append([name, "yes" if holds(constants) else "no", *_ranges(constants, holds, ranges), own])
+    return markdown(["ordering of the text", "here", *(VARIED if ranges else ()), "whole model, batch 32"], rows)
 
 
 def _ranges(constants: EngineConstants, holds: Ordering, ranges: bool) -> Iterator[str]:
@@ -247,7 +292,11 @@ def _one(run: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranges", action="store_true", help="vary each constant")
+    parser.add_argument("--counted", action="store_true", help="Fig. 4.1 alone, counted in runs of four processes")
     asked = parser.parse_args()
+    if asked.counted:
+        print(counted())
+        return
     constants = engine_constants()
     print(machine())
     for title, table in (
