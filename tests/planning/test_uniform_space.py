@@ -135,9 +135,9 @@ def best_of_search(profile: Profile, num_devices: int, memory: int | None, recom
 
 
 LIMITS = st.one_of(st.none(), st.integers(60, 300))
-SHARED = ((1, 1), (2, 1), (2, 2))
+EXPERT_WAYS = ((1, 1), (2, 1), (2, 2))
 """How many devices share experts, and how many split each."""
-MORE_CHAINS = st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(*SHARED, (4, 2))))
+MORE_CHAINS = st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(*EXPERT_WAYS, (4, 2))))
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
@@ -159,7 +159,7 @@ def test_sizes_of_context_parallelism_are_among_them(
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
-@given(chains(3, experts=SHARED), st.integers(2, 5), LIMITS, st.booleans())
+@given(chains(3, experts=EXPERT_WAYS), st.integers(2, 5), LIMITS, st.booleans())
 def test_sizes_of_expert_parallelism_are_among_them(
     profile: Profile, num_devices: int, memory: int | None, recompute: bool
 ) -> None:
@@ -170,7 +170,7 @@ def test_sizes_of_expert_parallelism_are_among_them(
 @pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
 @given(
-    st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(*SHARED, (4, 2)))),
+    st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(*EXPERT_WAYS, (4, 2)))),
     st.integers(2, 8),
     LIMITS,
     st.booleans(),
@@ -652,7 +652,11 @@ def test_what_would_do_is_the_least_of_all_layouts(profile: Profile, num_devices
 
 @settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
 @given(
-    chains(4, experts=SHARED), st.sampled_from([1, 2]), st.integers(1, 4), st.integers(0, 3), st.sampled_from([1, 2])
+    chains(4, experts=EXPERT_WAYS),
+    st.sampled_from([1, 2]),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.sampled_from([1, 2]),
 )
 def test_no_way_of_sharing_keeps_less_than_the_state_once(
     profile: Profile, shards: int, copies: int, level: int, expert: int
