@@ -2,7 +2,6 @@
 
     python benchmarks/cache_parallelism.py              # all tables, two minutes
     python benchmarks/cache_parallelism.py --ranges     # and the range of each constant in which an ordering holds
-    python benchmarks/cache_parallelism.py --counted    # Fig. 4.1 in numbers that runs send, a minute
 
 One layer of Llama-7B (hidden 4096, 32 heads, feed-forward 11008, 16 bits) on four RTX A5000 of 24 GB with NVLink, only
 decode steps. Nothing is measured but the cost of an entry of the block table. The text has no lengths but of the axis
@@ -12,7 +11,6 @@ and no constants: what is assumed stands in ``catalog/serving/vllm.toml``, with 
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -20,7 +18,6 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from tables import machine, markdown
 
-import pipeplan
 from pipeplan.costs.cache_volumes import KEPT, Kept, printed_volume, step_volume
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError
@@ -79,32 +76,6 @@ def volumes() -> str:
         rows.append([str(devices), str(requests), *(f"{int(each):,}" for each in (*printed, *counted))])
     header = ["devices", "requests", "cp, printed", "tp, printed", "cp", "tp", "cp-q"]
     return markdown(header, rows)
-
-
-def counted(requests: int = 32, steps: int = 4) -> str:
-    """Fig. 4.1 in float32 numbers that four processes hand to their transport, beside what is predicted of them."""
-    model = (
-        "LlamaConfig(hidden_size=4096, intermediate_size=64, num_hidden_layers=1, num_attention_heads=32, "
-        "vocab_size=64, max_position_embeddings=16)"
-    )
-    how: dict[str, Any] = {"device": "a5000-24gb", "dtype": "float32", "inference": True}
-    profile = pipeplan.estimate(model, **how, batch=(1, 8, requests), context=(1, 8), shards=(1, DEVICES))
-    rows = []
-    for kept in ("cp", "tp", "cp-q"):
-        chosen = pipeplan.search(profile, devices=DEVICES, kv=kept, pp=1, batch=requests, context=8, deterministic=True)
-        with tempfile.NamedTemporaryFile("w", suffix=".txt") as prompts:  # of one token, so that all is decode
-            prompts.write("".join(f"[{number}]\n" for number in range(requests)))
-            prompts.flush()
-            found = pipeplan.run(chosen.plan, model=model, prompt_file=prompts.name, new_tokens=steps)
-        purpose = "sums" if kept == "tp" else "attention"
-        sent = {
-            sum(size for name, size in rank.items() if name.startswith("layers.") and name.endswith(f" {purpose}"))
-            for rank in found.result.sent_bytes
-        }
-        own = step_volume(kept, LAYER.shape, requests, DEVICES, statistics=1)
-        moved = " to ".join(f"{size / 4 / steps:,.0f}" for size in sorted({min(sent), max(sent)}))
-        rows.append([kept, f"{int(own.numbers + own.statistics):,}", moved])
-    return markdown(["", "predicted", "counted"], rows)
 
 
 def throughput(axis: str, constants: EngineConstants) -> str:
@@ -292,11 +263,7 @@ def _one(run: Sequence[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranges", action="store_true", help="vary each constant")
-    parser.add_argument("--counted", action="store_true", help="Fig. 4.1 alone, counted in runs of four processes")
     asked = parser.parse_args()
-    if asked.counted:
-        print(counted())
-        return
     constants = engine_constants()
     print(machine())
     for title, table in (
