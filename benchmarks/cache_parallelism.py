@@ -195,8 +195,8 @@ def _orderings() -> Iterator[tuple[str, Ordering, WholeOrdering | None]]:
             asked = axis, *pair, LONG
             name = f"{axis} of 50,000 and more: {' above '.join(pair)}"
             yield name, partial(_better, *asked), partial(_of_whole_model, *asked)
-    short = "prefix", "tp", "cp", LENGTHS[:1]
-    yield "prefix of 10,000: tp above cp for some batch", _wins_short, partial(_of_whole_model, *short)
+    short = partial(_of_whole_model, "prefix", "tp", "cp", LENGTHS[:1])
+    yield "prefix of 10,000: tp above cp for some batch", _wins_short, short
     yield "decode of 100,000: past some batch throughput falls", _falls, None
     yield "compute: tp slowest, by at most a tenth over cp", _compute_alike, None
     yield "communication: tp above cp", lambda each: _parts("tp", each)[1] > _parts("cp", each)[1], None
