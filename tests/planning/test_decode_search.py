@@ -136,8 +136,8 @@ def test_the_frontier_has_every_plain_way_between_its_ends() -> None:
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"context": 500}, "rows of contexts of 10, 100, 400, not of 500"),
-        ({"batch": 400}, "rows of batches of 1, 3, 8, not of"),
+        ({"context": 500}, "rows for contexts of 10, 100, 400, not of 500"),
+        ({"batch": 400}, "rows for batches of 1, 3, 8, not of"),
         ({"mini_batch": 8}, "kv asks for a plan of decode steps, which mini_batch is not for"),
         ({"scheduler": "gpipe"}, "kv asks for a plan of decode steps, which scheduler is not for"),
         ({"cp": 2}, "which cp is not for; leave it out; cp is of training, dcp shares caches"),

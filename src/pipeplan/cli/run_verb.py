@@ -276,6 +276,8 @@ def _tell(
         elif isinstance(outcome, _api.DecodeOutcome):
             for line in written_lines(outcome, tokenizer):
                 say(line)
+            if outcome.is_off and (reason := f"{_crowded(outcome, local=local)}{_late(outcome)}"):
+                say(reason.removesuffix("; "))
         else:
             say(comparison_line(outcome))
             if outcome.throughput is not None:
@@ -415,20 +417,31 @@ def comparison_line(outcome: RunOutcome) -> str:
 
 def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, local: bool) -> str:
     """Why a run may have taken longer or shorter than predicted, and what says where the time went."""
+    shared = f"{_crowded(outcome, local=local)}{_late(outcome)}"
+    command = shlex.join(["pipeplan", "simulate", plan_path, "--measured", trace_path or "FILE"])
+    return f"{shared}{command if trace_path is not None else f'--trace FILE, then {command},'} shows where time went"
+
+
+def _crowded(outcome: RunOutcome, *, local: bool) -> str:
+    """That cores are shared, if they are: clauses, each with its semicolon."""
     processes = len(outcome.plan.devices) if local else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     cores = os.cpu_count() or 1
     crowded = processes > cores and outcome.options.device == "cpu"
     shared = f"{processes} processes on {cores} cores; " if crowded else ""
     if (others := outcome.others_cores or 0.0) >= _BUSY_CORES and outcome.options.device == "cpu":
         shared += f"other processes use this machine ({others:.1f} of {cores} cores during the run); "
-    command = shlex.join(["pipeplan", "simulate", plan_path, "--measured", trace_path or "FILE"])
+    return shared
+
+
+def _late(outcome: RunOutcome) -> str:
+    """That a late run has short actions beside what is not predicted, if so: a clause with its semicolon."""
     late, action = outcome.warm_ns - outcome.predicted_ns, _mean_action_ns(outcome.plan)
     if outcome.result.stretch == 1 and late > _LATE * outcome.predicted_ns and action < _SHORT_NS:
-        shared += (
+        return (
             f"the plan's actions are short ({format_ns(round(action))} on average), and the time that processes take "
             "between them is not predicted; "
         )
-    return f"{shared}{command if trace_path is not None else f'--trace FILE, then {command},'} shows where time went"
+    return ""
 
 
 _BUSY_CORES = 0.2

@@ -65,11 +65,15 @@ SLOW = {
     for dtype in ("float64", "float32")
     if dtype == "float64" or model != "gpt2-tiny"
 }
-SLOW |= {kind: of_four(kind) for kind in ("samples4", "shards4", "cache4")}
 SLOW |= {
-    f"two stages, {kind}, of {model[:5]}": of_pairs([kind] * 2, model)
+    f"{kind} in {dtype}": of_four(kind, dtype=dtype)
+    for kind in ("samples4", "shards4", "cache4")
+    for dtype in TOLERANCE
+}
+SLOW |= {
+    f"two stages, {kind}, of {model[:5]} in {dtype}": of_pairs([kind] * 2, model, dtype=dtype)
     for kind in ("samples2", "shards2", "cache2", "cacheq2")
-    for model in (LLAMA, "gpt2-tiny", QWEN2)
+    for model, dtype in ((LLAMA, "float64"), (LLAMA, "float32"), ("gpt2-tiny", "float64"), (QWEN2, "float64"))
 }
 SLOW |= {
     "one device at a time": case(LLAMA, [""] * 4, [[0], [1], [2], [3]], sizes=(1, 1, 2, 1), prompts=PROMPTS),
