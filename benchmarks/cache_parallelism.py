@@ -135,6 +135,7 @@ def whole_model(constants: EngineConstants) -> str:
 # Orderings -----------------------------------------------------------------------------------------------------------
 
 Ordering = Callable[[EngineConstants], bool]
+WholeOrdering = Callable[[EngineConstants], str]
 LONG = LENGTHS[2:]
 
 
@@ -143,6 +144,21 @@ def _better(axis: str, kept: Side, other: Side, lengths: Sequence[int], constant
     return all(
         served(kept, case, constants).tokens_per_s > served(other, case, constants).tokens_per_s for case in cases
     )
+
+
+def _of_whole_model(axis: str, kept: Side, other: Side, lengths: Sequence[int], constants: EngineConstants) -> str:
+    """Whether that holds of all layers, at every length of which one of the two has room for a request."""
+    rates = [[_rate_of_whole_model(side, axis, tokens, constants) for side in (kept, other)] for tokens in lengths]
+    fitting = [one > two for one, two in rates if one or two]
+    return "neither fits" if not fitting else "yes" if all(fitting) else "no"
+
+
+def _rate_of_whole_model(side: Side, axis: str, tokens: int, constants: EngineConstants) -> float:
+    """Tokens per second with a maximum batch of 32; 0 where a request does not fit."""
+    try:
+        return served(side, Case(axis, tokens, BATCHES[0]), constants, MODEL).tokens_per_s
+    except InfeasibleError:
+        return 0.0
 
 
 def _wins_short(constants: EngineConstants) -> bool:
@@ -171,27 +187,27 @@ def _compute_alike(constants: EngineConstants) -> bool:
     return cp <= tp <= 1.1 * cp
 
 
-def _orderings() -> Iterator[tuple[str, Ordering]]:
+def _orderings() -> Iterator[tuple[str, Ordering, WholeOrdering | None]]:
+    """Each ordering, and of those by tokens per second the same of a whole model."""
     for axis in ("prefix", "decode"):
-        long = f"{axis} of 50,000 and more"
-        yield f"{long}: cp above tp", partial(_better, axis, "cp", "tp", LONG)
-        for dp in ALONE:
-            for other in TEXT[:2]:
-                yield f"{long}: {other} above {dp}", partial(_better, axis, other, dp, LONG)
-    yield "prefix of 10,000: tp above cp for some batch", _wins_short
-    yield "decode of 100,000: past some batch throughput falls", _falls
-    yield "compute: tp slowest, by at most a tenth over cp", _compute_alike
-    yield "communication: tp above cp", lambda each: _parts("tp", each)[1] > _parts("cp", each)[1]
-    yield "host: tp above cp", lambda each: _parts("tp", each)[2] > _parts("cp", each)[2]
+        pairs: list[tuple[Side, Side]] = [("cp", "tp"), *((other, dp) for dp in ALONE for other in TEXT[:2])]
+        for pair in pairs:
+            asked = axis, *pair, LONG
+            name = f"{axis} of 50,000 and more: {' above '.join(pair)}"
+            yield name, partial(_better, *asked), partial(_of_whole_model, *asked)
+    short = partial(_of_whole_model, "prefix", "tp", "cp", LENGTHS[:1])
+    yield "prefix of 10,000: tp above cp for some batch", _wins_short, short
+    yield "decode of 100,000: past some batch throughput falls", _falls, None
+    yield "compute: tp slowest, by at most a tenth over cp", _compute_alike, None
+    yield "communication: tp above cp", lambda each: _parts("tp", each)[1] > _parts("cp", each)[1], None
+    yield "host: tp above cp", lambda each: _parts("tp", each)[2] > _parts("cp", each)[2], None
     for dp in ALONE:
-        yield f"host, moves and waiting, decode: {dp} above tp", partial(_waits_more, dp)
+        yield f"host, moves and waiting, decode: {dp} above tp", partial(_waits_more, dp), None
 
 
 def _waits_more(dp: Side, constants: EngineConstants) -> bool:
     return _parts(dp, constants, "decode")[2] > _parts("tp", constants, "decode")[2]
 
-
-ORDERINGS: dict[str, Ordering] = dict(_orderings())
 
 FACTORS = (1 / 16, 1 / 4, 1, 4, 16)
 
@@ -210,12 +226,12 @@ VARIED = ("table_ns", "host_bytes_per_s", "links_bytes_per_s", "step_ns", "atten
 
 
 def orderings(constants: EngineConstants, *, ranges: bool) -> str:
-    """Whether each ordering of the text holds, and with which factors of each constant."""
-    rows = [
-        [name, "yes" if holds(constants) else "no", *_ranges(constants, holds, ranges)]
-        for name, holds in ORDERINGS.items()
-    ]
-    return markdown(["ordering of the text", "here", *(VARIED if ranges else ())], rows)
+    """Whether each ordering of the text holds, with which factors of each constant, and for a whole model."""
+    rows = []
+    for name, holds, whole in _orderings():
+        own = "" if whole is None else whole(constants)
+        rows.append([name, "yes" if holds(constants) else "no", *_ranges(constants, holds, ranges), own])
+    return markdown(["ordering of the text", "here", *(VARIED if ranges else ()), "whole model, batch 32"], rows)
 
 
 def _ranges(constants: EngineConstants, holds: Ordering, ranges: bool) -> Iterator[str]:

@@ -38,10 +38,13 @@ def pipeplan(*arguments: object) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """Profiles of both models, and the links of two processes here."""
+    """The links of two processes here, over which split blocks of the small model sum, and profiles of both models."""
     made = {
-        "small.json": ("profile", MODEL, *of_contexts("1,4,8", "64,256,512"), "--shards", "1,2", "--threads", 1),
         "links.json": ("profile", "--communication", "--processes", 2, "--max-bytes", "1MiB"),
+        "small.json": (
+            *("profile", MODEL, *of_contexts("1,4,8", "64,256,512"), "--shards", "1,2", "--threads", 1),
+            *("--cluster", folder / "links.json"),
+        ),
         "large.json": (
             *("profile", LARGE, *of_contexts("1,8,32", "1k,32k"), "--shards", "1,2,4"),
             *("--estimate", "--device", "a5000-24gb"),

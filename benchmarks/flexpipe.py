@@ -8,7 +8,9 @@ measured. Every schedule has the best of all depths, replicas and micro-batch si
 with and without recomputation, the rules without. Those that search, Tessel and the rules, have the same seconds in all
 (``--limit``), then both twice as many, until two doublings shorten neither by a thousandth: seconds that the process
 works, which other work on the machine does not shorten. What the rules find is a piece, and what each choice of depth
-and size brings Tessel; pieces that are done are kept in a file, so that it can be run in parts.
+and size brings Tessel; pieces that are done are kept in a file, so that it can be run in parts. ``--scaling`` prints
+Fig. 15 alone, for the last of the vocabularies of a size: all sides anew on 16 devices, and what is best there in two
+and four times as many replicas, in the same even time.
 Fails where the rules are slower than even 1F1B or T-1F1B.
 """
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -41,6 +43,8 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
 
 GPUS, MINI_BATCH, SIZES = 32, 128, (1, 2, 4)
+SCALED = (16, 32, 64)
+"""Devices of Fig. 15. Each schedule keeps what is best on the fewest, since replicas can only be multiplied."""
 VOCABULARIES = {"5b": ("64k", "128k", "256k", "512k", "1m"), "16b": ("256k", "512k", "1m", "1.1m", "1.2m")}
 LAYERS = {"5b": 64, "16b": 80}
 STATED = {"5b": ("1.14-1.91", "1.20-1.28", "1.13-1.30"), "16b": ("1.31-2.28", "1.27-1.31", "1.24-1.49")}
@@ -80,6 +84,7 @@ RIVALS = (
     Rival("T-1F1B", "1f1b+", spread=True),
     Rival("Tessel", "repetend", spread=True, deepest=8, searches=True),
 )
+NAMES = (*(rival.name for rival in RIVALS), "rules")
 STILL, DOUBLINGS = 0.001, 2
 """Sides that so many doublings of their time in a row shorten by less have stopped improving."""
 MOST_SECONDS = 640.0
@@ -156,13 +161,13 @@ def rival_plan(
     choices = settings(request, rival, layers) if fixed is None else [fixed]
     cells = [cell_of(request, rival, layers, choice) for choice in choices]
     waiting = sorted((cell for cell in cells if cell.candidate), key=lambda cell: cell.bound_ns)
-    best, left, pieces = None, seconds, pieces or Pieces()
+    best, left, pieces, where = None, seconds, pieces or Pieces(), place_of(request.num_devices, fixed)
     for index, cell in enumerate(waiting):
         if best is not None and cell.bound_ns >= best.predicted.iteration_ns:
             break
         promising = [each for each in waiting[index:] if best is None or each.bound_ns < best.predicted.iteration_ns]
         share = max(1.0, left / len(promising)) if rival.searches else 0.0
-        name = f"{request.profile.name}, {rival.name}, {seconds:g} s of work, choice {index}"
+        name = f"{request.profile.name}{where}, {rival.name}, {seconds:g} s of work, choice {index}"
         found = pieces.get(name, partial(searched, request, rival, cell, share))
         left -= found["seconds"]
         best = shorter(best, None if found["plan"] is None else parse(found["plan"], Plan))
@@ -193,29 +198,48 @@ def rules_text(request: Request, cells: str | None) -> str:
     return rules_plan(request, cells).model_dump_json()
 
 
+def place_of(devices: int, fixed: Fixed | None) -> str:
+    """What stands in the names of pieces that are not of the paper's devices with everything open."""
+    return "" if devices == GPUS and fixed is None else f" on {devices}, {'open' if fixed is None else fixed}"
+
+
+def of_rules(profile: Profile, devices: int, seconds: float, fixed: Fixed | None) -> Request:
+    """What the rules are asked."""
+    options: dict[str, Any] = {"spread": True, "recompute": False, "time_limit": seconds}
+    if fixed is None:
+        return request_of(profile, devices, options)
+    replicas = devices // fixed.depth
+    options |= {"replicas": replicas, "recompute": fixed.recompute}
+    return request_of(profile, devices, options, (fixed.size * replicas,))  # sizes are of all replicas
+
+
 def even_plans(
-    profile: Profile, layers: int, limit: float, cells: str | None, pieces: Pieces
+    profile: Profile,
+    layers: int,
+    limit: float,
+    cells: str | None,
+    pieces: Pieces,
+    devices: int = GPUS,
+    kept: Mapping[str, Fixed] | None = None,
 ) -> tuple[dict[str, Plan | None], float]:
-    """[schedule] its best plan, and the seconds that each searching side had last, the same for all.
+    """[schedule] its best plan, with what it has ``kept``, and the seconds that each searching side had last, the same.
 
     The rules keep what they looked at before, the repetend's search begins anew with all of its time.
     """
-    whole = request_of(profile, GPUS, {"split_backward": False})
-    plans: dict[str, Plan | None] = {
-        rival.name: rival_plan(whole, rival, layers, 0.0) for rival in RIVALS if not rival.searches
-    }
+    whole, kept = request_of(profile, devices, {"split_backward": False}), kept or {}
+    able = [rival for rival in RIVALS if not kept or rival.name in kept]
+    plans: dict[str, Plan | None] = dict.fromkeys(NAMES)
+    for rival in able:
+        if not rival.searches:
+            plans[rival.name] = rival_plan(whole, rival, layers, 0.0, kept.get(rival.name))
     seconds, still = limit, 0
     while still < DOUBLINGS and seconds <= MOST_SECONDS:
-        asked = request_of(
-            profile,
-            GPUS,
-            {"spread": True, "recompute": False, "time_limit": seconds if seconds == limit else seconds / 2},
-        )
-        rules = pieces.get(f"{profile.name}, rules, {seconds:g} s of work", partial(rules_text, asked, cells))
-        found: dict[str, Plan | None] = {"rules": parse(rules, Plan)}
-        for rival in RIVALS:
+        asked = of_rules(profile, devices, seconds if seconds == limit else seconds / 2, kept.get("rules"))
+        name = f"{profile.name}{place_of(devices, kept.get('rules'))}, rules, {seconds:g} s of work"
+        found: dict[str, Plan | None] = {"rules": parse(pieces.get(name, partial(rules_text, asked, cells)), Plan)}
+        for rival in able:
             if rival.searches:
-                found[rival.name] = rival_plan(whole, rival, layers, seconds, pieces=pieces)
+                found[rival.name] = rival_plan(whole, rival, layers, seconds, kept.get(rival.name), pieces)
         still = 0 if any(shortened(plans.get(name), plan) for name, plan in found.items()) else still + 1
         plans |= {name: shorter(plans.get(name), plan) for name, plan in found.items()}
         note(f"  {seconds:g} s: " + ", ".join(f"{name} {described(plan)}" for name, plan in plans.items()))
@@ -265,43 +289,27 @@ def parted(plan: Plan) -> tuple[str, str]:
     return f"{busy / 1e6:,.0f}", f"{(plan.predicted.iteration_ns - busy) / 1e6:,.0f}"
 
 
-def scaled(name: str, plans: dict[str, Plan | None], seconds: float) -> list[list[str]]:
-    """Iterations on 16 to 64 devices, each schedule with the configuration that is best on 32 (Fig. 15)."""
-    profile, layers = profile_of(name), LAYERS[name.split("-")[2]]
-    rows = []
-    for devices in (16, 32, 64):
-        row = [str(devices)]
-        for rival in RIVALS:
-            plan = plans[rival.name]
-            asked = request_of(profile, devices, {"split_backward": False})
-            found = None if plan is None else rival_plan(asked, rival, layers, seconds, Fixed.of(plan))
-            row.append(described(found))
-        ours = plans["rules"]
-        assert ours is not None
-        fixed = Fixed.of(ours)
-        options = {
-            "replicas": devices // fixed.depth,
-            "recompute": fixed.recompute,
-            "spread": True,
-            "time_limit": seconds,
-        }
-        asked = request_of(profile, devices, options, (fixed.size * devices // fixed.depth,))  # of all replicas
-        row.append(described(rules_plan(asked, None)))
-        rows.append(row)
+def scaled(name: str, limit: float, cells: str | None, pieces: Pieces) -> list[list[str]]:
+    """Iterations on 16 to 64 devices, each schedule with the configuration that is best on 16 (Fig. 15)."""
+    profile, layers, rows = profile_of(name), LAYERS[name.split("-")[2]], list[list[str]]()
+    kept: dict[str, Fixed] = {}
+    for devices in SCALED:
+        plans, seconds = even_plans(profile, layers, limit, cells, pieces, devices, kept)
+        kept = kept or {schedule: Fixed.of(plan) for schedule, plan in plans.items() if plan is not None}
+        rows.append([str(devices), *(described(plans[schedule]) for schedule in NAMES), f"{seconds:g} s of work"])
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A vocabulary, done: cells of its row, of Fig. 14 and of Fig. 15, and whether the rules lose to a line of 1F1B."""
+    """A vocabulary, done: cells of its row and of Fig. 14, and whether the rules lose to a line of 1F1B."""
 
     cells: list[str]
     parts: list[list[str]]
-    scaling: list[list[str]]
     worse: bool
 
 
-def row_of(size: str, vocabulary: str, limit: float, cells: str | None, pieces: Pieces, *, scaling: bool) -> Row:
+def row_of(size: str, vocabulary: str, limit: float, cells: str | None, pieces: Pieces) -> Row:
     """All of a vocabulary."""
     name = f"flexpipe-gpt-{size}-{vocabulary}"
     note(name)
@@ -312,7 +320,6 @@ def row_of(size: str, vocabulary: str, limit: float, cells: str | None, pieces: 
     return Row(
         [*line, f"{seconds:g} s"],
         [[name, *parted(plan)] for name, plan in plans.items() if plan is not None],
-        pieces.get(f"{name}, scaling", lambda: scaled(name, plans, seconds)) if scaling else [],
         any(plan is not None and shortened(ours, plan) for plan in others[:2]),
     )
 
@@ -325,7 +332,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that each searching side has at first")
     parser.add_argument("--cache", help="file of the rules' cells")
     resumable(parser)
-    parser.add_argument("--scaling", action="store_true", help="16 to 64 devices, for the last vocabulary of a size")
+    parser.add_argument("--scaling", action="store_true", help="16 to 64 devices alone, for a size's last vocabulary")
     asked = parser.parse_args()
     print(machine())
     try:
@@ -341,19 +348,17 @@ def main() -> int:
 def size_tables(asked: argparse.Namespace, size: str) -> int:
     """The tables of 5B or of 16.1B; how often the rules lose."""
     vocabularies, pieces = asked.vocabulary or VOCABULARIES[size], Pieces(asked.kept, asked.part_seconds)
-    rows = [
-        row_of(size, each, asked.limit, asked.cache, pieces, scaling=asked.scaling and each == vocabularies[-1])
-        for each in vocabularies
-    ]
-    names = [*(rival.name for rival in RIVALS), "rules"]
+    if asked.scaling:
+        table = scaled(f"flexpipe-gpt-{size}-{vocabularies[-1]}", asked.limit, asked.cache, pieces)
+        print(f"\n{size}, {vocabularies[-1]}: {', '.join(map(str, SCALED))} devices\n")
+        print(markdown(["devices", *NAMES, "each had"], table))
+        return 0
+    rows = [row_of(size, each, asked.limit, asked.cache, pieces) for each in vocabularies]
     print(f"\n{size}\n")
-    over = [f"over {rival} ({stated})" for rival, stated in zip(names[:3], STATED[size], strict=True)]
-    print(markdown(["vocabulary", *names, *over, "chosen", "each had"], [row.cells for row in rows]))
+    over = [f"over {rival} ({stated})" for rival, stated in zip(NAMES[:3], STATED[size], strict=True)]
+    print(markdown(["vocabulary", *NAMES, *over, "chosen", "each had"], [row.cells for row in rows]))
     print(f"\n{size}, {vocabularies[-1]}: computing and waiting\n")
     print(markdown(["schedule", "compute, ms", "wait, ms"], rows[-1].parts))
-    if asked.scaling:
-        print(f"\n{size}, {vocabularies[-1]}: 16 to 64 devices\n")
-        print(markdown(["devices", *names], rows[-1].scaling))
     return sum(row.worse for row in rows)
 
 

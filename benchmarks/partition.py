@@ -314,16 +314,17 @@ def timed(call: Callable[[], Found]) -> tuple[float, Found]:
 
 def search_times(limit: float) -> None:
     task_of("mmt-2", 4).ours()  # imports
-    rows = []
+    rows, slower = [], []
     for name, printed in PRINTED.items():
         for devices, (_, _, most) in zip(DEVICES, printed, strict=True):
             task = task_of(name, devices)
             rows.append(_search_row(task, printed[DEVICES.index(devices)], limit))
             note(" | ".join(rows[-1]))
-            assert float(rows[-1][2]) <= most, "longer than the paper's"
+            slower += [f"{name} on {devices}"] * (float(rows[-1][2]) > most)
     header: tuple[str, ...] = ("model", "devices", "ours, s", "paper", "PipeDream", "ratio", "paper's ratio")
     header += ("Piper", "ratio", "paper's ratio", "slowest stage: PipeDream's / ours", "Piper's / ours")
     print(markdown(header, rows))
+    assert not slower, f"longer than the paper's: {', '.join(slower)}"
 
 
 def _search_row(task: Task, printed: tuple[float | None, float, float], limit: float) -> list[str]:

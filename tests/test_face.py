@@ -416,6 +416,20 @@ def test_a_web_server_searches_on_threads_and_cancels_one(tmp_path: Path) -> Non
     assert pipeplan.check(parse(json.dumps(found["long"]["plan"]), pipeplan.Plan)).valid
 
 
+def test_a_frontier_says_what_is_best_so_far() -> None:
+    heard: list[tuple[bool, int]] = []
+
+    def hear(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
+        heard.append((threading.current_thread() is threading.main_thread(), best_ns))
+
+    asked: dict[str, Any] = {"devices": [1, 2], "plans": True, "time_limit": 1, "progress": hear}
+    with ThreadPoolExecutor() as threads:
+        found = threads.submit(pipeplan.frontier, chain_profile(2), **asked).result(60)
+    assert heard
+    assert not any(main for main, _ in heard)
+    assert heard[-1][1] >= min(point.time_ns for point in found.points) > 0
+
+
 def test_interrupted_before_there_is_anything() -> None:
     limit = pipeplan.Limit()
     limit.interrupt()

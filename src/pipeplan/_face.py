@@ -317,14 +317,14 @@ def search(
         objective: with ``for_`` a server, what its cut is best for: most tokens in the ``"cache"``, or the ``"time"``
             of the busiest stage. By default the cache where a profile of inference says what it keeps and memory is
             limited.
-        batch: requests that are served at once, all together, for ``kv`` or a server's cut; by default the most
-            profiled.
-        context: tokens of each request's text by the last step; by default the most profiled.
-        kv: plan decode steps of a profile of inference, and how devices share caches: each has requests of its own
-            (``"dp"``), heads (``"tp"``), or a piece of every cache (``"cp"``; ``"cp-q"`` gathers queries alone), or
-            whatever is quickest, mixtures too (``"auto"``). ``.decode`` then has what the plan is for.
-        dcp: decode context parallelism: how many devices share the cache of a request along its text.
-        prefill: tokens of joining prompts that run beside every group's decode step; as many as ``context``: whole.
+        batch: requests served at once, in total, for ``kv`` or a server's cut; by default the most profiled.
+        context: context length of each request at the last step, in tokens; by default the most profiled.
+        kv: plan decode steps from a profile of inference, and how devices share KV caches: each has requests of its own
+            (``"dp"``), heads (``"tp"``), or a piece of every cache (``"cp"``; ``"cp-q"`` gathers queries only), or
+            ``"auto"``: whatever is quickest, mixtures included. The result's ``.decode`` then has the time of a token,
+            tokens per second, the caches' sizes and what is sent.
+        dcp: decode context-parallel size: how many devices share each request's KV cache, split along its tokens.
+        prefill: tokens of new prompts to prefill alongside every decode step; as many as ``context`` for whole prompts.
         keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
             layers; or several of these.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
@@ -544,6 +544,7 @@ def frontier(
     mesh_dimensions: int = 3,
     time_limit: Duration | None = None,
     point: int | None = None,
+    progress: SearchProgress | None = None,
     within: Limit | None = None,
 ) -> FrontierResult:
     """Time against memory against devices: every strategy that no other beats in all three.
@@ -573,6 +574,8 @@ def frontier(
         mesh_dimensions: without ``plans``: most dimensions of the mesh of devices that splits a block or operator.
         time_limit: as ``"60s"`` or in seconds; by default 60 with ``plans``, otherwise none.
         point: number of the point to choose for :meth:`FrontierResult.plan`, counted from 1.
+        progress: called on the searching thread with what is tried, the least time so far in ns, 0 (a frontier has no
+            bound until it is done), and the seconds so far.
         within: a limit to share with other calls, or for another thread to interrupt.
 
     Returns:
@@ -590,7 +593,8 @@ def frontier(
     from pipeplan.cli.frontier_verb import frontier_request
 
     context = _asked("frontier", locals())
-    return _api.frontier(frontier_request(context), mode=context.params["mode"], point=point, within=within)
+    how: Any = {"mode": context.params["mode"], "point": point, "progress": progress, "within": within}
+    return _api.frontier(frontier_request(context), **how)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------
@@ -1100,7 +1104,7 @@ def run(
     keep_checkpoints: int = 2,
     resume: bool = False,
     init: Path | None = None,
-    prompt_file: Path | None = None,
+    prompt_file: Path | Sequence[Sequence[int] | str] | None = None,
     new_tokens: int = 16,
     tokenizer: Path | None = None,
     temperature: float = 0.0,
@@ -1115,7 +1119,7 @@ def run(
     on_evaluation: Callable[[Evaluated], None] = lambda found: None,
     within: Limit | None = None,
 ) -> RunOutcome:
-    """Train with a plan, or emulate it. Needs torch.
+    """Train with a plan, generate text with one of decode steps, or emulate it. Needs torch.
 
     In a program that torchrun has started, or another launcher, this process is one of the ranks, and all of them call
     this alike. Else one process per device is started here; where ``model``, ``data``, ``eval_data``, ``optimizer`` or
@@ -1159,11 +1163,12 @@ def run(
         resume: resume from the last checkpoint; ``steps`` is the total.
         init: safetensors file, or folder of a Hugging Face model, to take the parameters from, by the names that they
             have in the module.
-        prompt_file: with a decoding plan: prompts to write on, one a line, each a JSON list of token ids, or text.
-        new_tokens: tokens to write for each prompt.
-        tokenizer: folder of a Hugging Face tokenizer, for prompts of text.
-        temperature: draw tokens, from logits divided by this; 0 takes the likeliest.
-        top_k: with a temperature, draw of so many likeliest tokens alone.
+        prompt_file: with a plan of decode steps: the path of a file with one prompt per line, each a JSON list of token
+            ids or text; or the prompts themselves, as ``[[1, 2, 3], [4, 5]]``.
+        new_tokens: tokens to generate for each prompt.
+        tokenizer: folder of a Hugging Face tokenizer, for prompts that are text.
+        temperature: sample tokens from logits divided by this; 0 takes the most likely one.
+        top_k: with a temperature, sample from this many most likely tokens only.
         export_weights: where to write them in the end; one file, whatever the plan.
         dtype: of parameters; by default that of the plan's recipe, or float32 where it says none.
         device: where to run.
@@ -1176,8 +1181,8 @@ def run(
 
     Returns:
         ``.result`` with the losses and times of steps and evaluations, ``.warm_ns`` beside ``.predicted_ns``, and
-        ``.throughput``; on every rank. Of a decoding plan ``.result.requests`` has the tokens of each prompt, and when
-        they came.
+        ``.throughput``; on every rank. With ``prompt_file``, ``.result.requests`` has the generated tokens of each
+        prompt, and when each came.
 
     Raises:
         InvalidPlanError: the plan is not right.

@@ -11,12 +11,15 @@ from dataclasses import replace
 import pytest
 
 from builders.chains import chain_plan
+from pipeplan.cli.output import Outputs
 from pipeplan.cli.run_steps import Steps
-from pipeplan.cli.run_verb import comparison_line, reason_line
+from pipeplan.cli.run_verb import _tell, comparison_line, reason_line
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import Evaluated, RunOptions, RunResult, Started, StepResult
+from pipeplan.runtime.decoding.options import DecodeOptions, DecodeOutcome
+from pipeplan.runtime.launch.job import Evaluated, RunOptions, RunResult, Started, StepResult, WrittenText
 from pipeplan.runtime.training.options import RunOutcome, TrainOptions
 from pipeplan.units import format_ns
+from runtime_support.decoding_rank import plan_of
 
 FINE = StepResult(0, 2.5, 3_000_000, 0, 1.0)
 LOST = StepResult(1, math.nan, 2_000_000, 0, 1.0)
@@ -182,3 +185,20 @@ def test_the_prediction_is_of_the_iteration_not_of_the_makespan() -> None:
         other = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"iteration_ns": said})})
         assert trained(other, result).figures()["predicted_iteration_ns"] == told
         assert comparison_line(trained(other, result)).startswith(f"predicted {told}ns, ")
+
+
+@pytest.mark.parametrize(("each_ns", "said"), [(2_000, True), (1_000, False)])
+def test_texts_whose_tokens_are_off_say_why(each_ns: int, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of("gpt2-tiny", ["samples2"], [[0, 1]], batch=2, groups=1, context=13)
+    assert plan.token_ns is not None
+    text = WrittenText((5, 6, 7, 8, 9), tuple(round(plan.token_ns / 1_000) * each_ns * place for place in range(5)))
+    options = DecodeOptions(model="gpt2-tiny", prompts=[[1]], new_tokens=5)
+    outcome = DecodeOutcome(plan, options, RunResult((), (), requests=(text,)), others_cores=1.31)
+    assert outcome.is_off is said
+    _tell(outcome, "p.json", Outputs({}), None, as_json=False, local=True)
+    first, times, *why = capsys.readouterr().out.splitlines()
+    assert first == "5 6 7 8 9"
+    assert times.startswith("token predicted")
+    assert len(why) == said
+    assert all(line.endswith("that processes take between them is not predicted") for line in why)
+    assert all(f"(1.3 of {os.cpu_count()} cores during the run); " in line for line in why)

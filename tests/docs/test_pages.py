@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from runtime_support.warm import warm_ranks
-from support.pages import PAGES, agrees, blocks, page_runs, run_page
+from support.pages import PAGES, agrees, blocks, commands, page_runs, run_page
 from support.paths import ROOT
 
 LONG = (
@@ -69,6 +69,20 @@ def test_nothing_is_run_that_is_not_marked() -> None:
             assert not re.search(r"^(\$ |pipeplan |python )", body, re.MULTILINE), f"{page}: {body}"
         run = [block for block in blocks(page) if block.language in ("console", "bash")]
         assert len(run) == sum(language in ("console", "bash") for language, _ in fences), page
+
+
+def test_searches_whose_answers_are_shown_are_deterministic() -> None:
+    """What a page shows of them, there or below, is then the same on every machine."""
+    shown = [
+        f"{page.name}: {command.text}"
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "console"
+        for command in commands(block)
+        if command.text.startswith(("pipeplan search ", "pipeplan compare ")) and command.shown.strip()
+    ]
+    assert len(shown) >= 20
+    assert [each for each in shown if "--deterministic" not in each] == []
 
 
 @pytest.mark.parametrize(

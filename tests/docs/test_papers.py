@@ -16,7 +16,11 @@ PAPERS: dict[str, dict[str, list[str]]] = {
         "Table": ["3.1", "3.2"],
         "Algorithm": ["2", "3", "4"],
     },
-    "flexpipe": {"Fig.": [str(n) for n in range(1, 17)], "Table": [str(n) for n in range(1, 6)]},
+    "flexpipe": {
+        "Fig.": [str(n) for n in range(1, 17)],
+        "Table": [str(n) for n in range(1, 6)],
+        "Algorithm": ["1"],
+    },
     "autopipe": {"Fig.": [str(n) for n in range(1, 15)], "Table": ROMAN[1:], "Algorithm": ["1", "2"]},
     "tensoropt": {
         "Fig.": [str(n) for n in range(1, 9)],

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import re
 from types import ModuleType
 
 import pytest
 
+from support.browser import browser, in_browser
 from support.marks import slow_but
 from support.paths import ROOT
 
-_SCRIPT = ROOT / "docs" / "pictures.py"
 
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_pictures", _SCRIPT)
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -23,7 +23,7 @@ def _script() -> ModuleType:
     return module
 
 
-PICTURES = _script()
+PICTURES = _script("pictures")
 
 
 @slow_but("name", PICTURES.PICTURES, {"known-schedules", "repetend"}.__contains__)
@@ -32,6 +32,41 @@ def test_is_drawn_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert PICTURES.draw(name) == (PICTURES.FOLDER / f"{name}.svg").read_text(encoding="utf-8"), (
         "python docs/pictures.py draws it again"
     )
+
+
+_APART = """async (pictures) => {
+    const [one, other] = await Promise.all(pictures.map(async (data) => {
+        const image = new Image();
+        image.src = "data:image/png;base64," + data;
+        await image.decode();
+        const canvas = document.createElement("canvas");
+        [canvas.width, canvas.height] = [image.width / 10, image.height / 10];
+        const context = canvas.getContext("2d");
+        context.imageSmoothingQuality = "high";
+        context.drawImage(image, 0, 0, canvas.width, canvas.height);
+        return context.getImageData(0, 0, canvas.width, canvas.height).data;
+    }));
+    return one.filter((value, place) => Math.abs(value - other[place]) > 32).length / one.length;
+}"""
+"""The share of a picture, at a tenth of its size, that looks otherwise in another."""
+
+
+@in_browser
+@pytest.mark.slow
+def test_a_report_is_photographed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    script = _script("screenshots")
+    with browser() as launched:
+        taken = script.photograph(launched, "one-plan")
+        page = launched.new_page()
+
+        def apart(name: str) -> float:
+            kept = (PICTURES.FOLDER / f"report-{name}.png").read_bytes()
+            share: float = page.evaluate(_APART, [base64.b64encode(each).decode() for each in (taken, kept)])
+            return share
+
+        assert apart("one-plan") < 0.02, "python docs/screenshots.py takes it again"
+        assert apart("two-plans") > 0.1, "another page looks otherwise"
 
 
 def test_every_picture_is_drawn() -> None:

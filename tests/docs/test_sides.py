@@ -14,7 +14,8 @@ from support.paths import ROOT
 PAGES = sorted(path for folder in ("benchmarks", "papers") for path in (ROOT / "docs" / folder).glob("*.md"))
 OTHERS = [ROOT / "docs" / "algorithms" / f"{name}.md" for name in ("graph-schedules", "separation")]
 NAMES = (
-    r"1F1B\+?|T-1F1B|Tessel|FlexPipe|PipeDream|Piper|DAPPLE|OptCNN|ToFu|Megatron|Chimera|DistMM|torch|z3|Mesh-TensorFlow"
+    r"1F1B\+?|T-1F1B|Tessel|FlexPipe|PipeDream|Piper|DAPPLE|OptCNN|ToFu|Megatron|Chimera|DistMM-Pipe|z3"
+    r"|torch|fully_shard|DTensor|Mesh-TensorFlow"
     r"|data parallel|best classic|known|repetend|greedy|linear DP|elimination|GraphPipe|AutoPipe|ours|pipeplan|rules"
     r"|in a line"
 )

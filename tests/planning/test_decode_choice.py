@@ -236,8 +236,8 @@ def test_the_most_requests_are_those_that_still_fit() -> None:
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"context": 4000}, "rows of contexts of 10, 100, 400, not of 4000"),
-        ({"batch": 90}, "rows of batches of 1, 3, 8, not of"),
+        ({"context": 4000}, "rows for contexts of 10, 100, 400, not of 4000"),
+        ({"batch": 90}, "rows for batches of 1, 3, 8, not of"),
         ({"kv": "tp", "devices": 3}, "no stages of 3 devices have costs .* with --kv tp .* rows for 1, 2, 4 shards"),
         ({"dcp": 3}, "--dcp 3 does not divide any group of 2 devices"),
         ({"kv": "cp", "context": 9}, "with --kv cp .* not of 9"),

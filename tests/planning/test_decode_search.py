@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from html import unescape
 from typing import Any, get_args
 
 import pytest
@@ -134,8 +136,8 @@ def test_the_frontier_has_every_plain_way_between_its_ends() -> None:
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        ({"context": 500}, "rows of contexts of 10, 100, 400, not of 500"),
-        ({"batch": 400}, "rows of batches of 1, 3, 8, not of"),
+        ({"context": 500}, "rows for contexts of 10, 100, 400, not of 500"),
+        ({"batch": 400}, "rows for batches of 1, 3, 8, not of"),
         ({"mini_batch": 8}, "kv asks for a plan of decode steps, which mini_batch is not for"),
         ({"scheduler": "gpipe"}, "kv asks for a plan of decode steps, which scheduler is not for"),
         ({"cp": 2}, "which cp is not for; leave it out; cp is of training, dcp shares caches"),
@@ -164,3 +166,30 @@ def test_a_batch_alone_asks_for_decode_steps_too() -> None:
     assert found.decode is not None
     assert found.decode.batch == 3
     assert searched(drawn_decoder(0), 4, kv=None).decode is None
+
+
+def test_they_show_themselves_as_the_command_line_does() -> None:
+    found = searched(drawn_decoder(5), kv="cp")
+    html, text = unescape(str(found._repr_html_())), found.text()
+    for shown in (html, text):
+        assert "between two tokens of a request" in shown
+        assert "pipeplan.write(result.plan, 'plan.json') keeps the plan" in shown
+        assert "dcp=4: 4 devices share each request's cache" in shown
+        assert "samples/s" not in shown.partition("<svg")[0]
+    assert "<svg" in html
+
+
+def test_progress_has_the_best_token_time_so_far_and_the_bound() -> None:
+    """On any thread, for each number of groups that is looked at; the last is the answer's."""
+    said: list[tuple[str, int, int, float]] = []
+    profile = drawn_decoder(5)
+    with ThreadPoolExecutor() as threads:
+        found = threads.submit(searched, profile, progress=lambda *each: said.append(each)).result(60)
+    assert found.decode is not None
+    assert len(said) > 1
+    best = [each[1] for each in said]
+    assert best == sorted(best, reverse=True)
+    assert best[-1] == found.decode.token_ns
+    assert all(0 < each[2] <= best[-1] for each in said)
+    assert said[0][0] == "decode steps of 1 group of requests"
+    assert found.plan.programs == searched(profile).plan.programs

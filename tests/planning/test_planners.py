@@ -65,6 +65,20 @@ def test_stages_in_line_wait_for_each_other() -> None:
     assert held[0] == 8 * held[6] // 2
 
 
+@cache
+def late(size: int) -> Result:
+    return search_plan(asked(planner="graphpipe", microbatch_size=size, late_inputs=True))
+
+
+def test_the_graph_is_ahead_of_the_line_as_in_the_text() -> None:
+    """A tenth by the shorter pipeline, and another by micro-batches of 4, for which a line has no room (3.7.4)."""
+    line, whole, two, four = (each.plan.predicted.makespan_ns for each in (in_line(), graph(2), late(2), late(4)))
+    assert line >= 1.10 * two
+    assert line >= 1.18 * four
+    assert two < whole
+    assert all(check(late(size).plan, case_study()).valid for size in (2, 4))
+
+
 def test_a_line_without_its_waits_is_refused() -> None:
     plan = in_line().plan
     (number,) = [n for n, each in enumerate(plan.dependencies) if (each.source, each.target) == ("3F", "4F")]

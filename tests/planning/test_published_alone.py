@@ -15,7 +15,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Plan, Profile
 from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
-from pipeplan.planning.comparison import compare
+from pipeplan.planning.comparison import OURS, compare
 from pipeplan.planning.planners import PLANNERS
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
@@ -204,7 +204,7 @@ def test_what_cannot_be_sliced_stays_whole_and_says_so() -> None:
 
 
 def test_compare_has_the_planners_that_apply_as_rows() -> None:
-    """Each as a search with 1F1B finds it; AutoPipe's is refused for the graph, with its reason."""
+    """Each as a search with 1F1B finds it, and stages in a line; AutoPipe's is refused for the graph, and says why."""
     given: dict[str, Any] = {"devices": DEVICES, "mini_batch": MINI_BATCH, "microbatch_size": SIZE, "recompute": False}
     asked = Request.of(profile_of(GRAPH), **given, deterministic=True, time_limit=0.5, planner="all")
     found = compare(asked)
@@ -213,6 +213,7 @@ def test_compare_has_the_planners_that_apply_as_rows() -> None:
     assert all(row.schedule == "1f1b" for row in rows.values())
     for name, row in rows.items():
         assert row.iteration_ns == planned(name, True, late_inputs=False).predicted.iteration_ns
+    assert {"1f1b", OURS} <= {row.schedule for row in found.rows if row.placement == "sequential"}
     (why,) = [absent.why for absent in found.missing if absent.placement == "autopipe"]
     assert "does not feed" in why
     assert found.rows[0].iteration_ns == min(row.iteration_ns for row in found.rows)

@@ -169,8 +169,8 @@ def test_the_answer_says_what_decided() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"objective": "cache"}, "memory is unlimited, and so is the cache; give memory or a cluster"),
-    ({"context": 500}, "decode rows of contexts of 100, 400, not of 500"),
-    ({"batch": 9}, "decode rows of batches of 1, 8, not of 9"),
+    ({"context": 500}, "decode rows for contexts of 100, 400, not of 500"),
+    ({"batch": 9}, "decode rows for batches of 1, 8, not of 9"),
     ({"for_": None, "objective": "time"}, "objective is for servers"),
     ({"for_": "torchtitan", "batch": 2}, "batch is for servers"),
 ]

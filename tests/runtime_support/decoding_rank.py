@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
+from math import isfinite
 from typing import Any
 
 import torch
@@ -199,6 +200,7 @@ def distance(found: Written, wanted: Written) -> float:
     assert {key: [word for word, _ in of] for key, of in found.items()} == {
         key: [word for word, _ in of] for key, of in wanted.items()
     }
+    assert all(map(isfinite, (each for of in found.values() for _, own in of for each in own)))
     return max(
         max(abs(one - two) for one, two in zip(own, other, strict=True))
         for key, of in wanted.items()

@@ -381,7 +381,7 @@ def test_a_search_says_what_prompts_cost() -> None:
     ("asked", "message"),
     [
         ({"prefill": 500}, "prefill=?.?500 is not of prompts of 400 tokens"),
-        ({"prefill": 5}, "prefill rows of contexts of 10, 100, 300, 400, not of 5"),
+        ({"prefill": 5}, "prefill rows for contexts of 10, 100, 300, 400, not of 5"),
         ({"prefill": 100, "for_": "vllm"}, "is for plans of decode steps, and servers share caches"),
     ],
 )

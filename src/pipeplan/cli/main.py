@@ -75,7 +75,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, "--version", prog_name="pipeplan")
 def cli() -> None:
-    """Plan, check, simulate and run pipeline-parallel training of large neural networks.
+    """Plan, check, simulate and run pipeline-parallel training and inference of large neural networks.
 
     Exit codes: 0 done, 1 a valid question with no answer, 2 usage or an unreadable file,
     3 time ran out with nothing found.

@@ -169,21 +169,27 @@ class _Stretch(FiniteRange):
     "--prompt-file",
     type=FILE,
     metavar="FILE",
-    help="With a decoding plan: write these prompts on, one a line, each a JSON list of token ids, or text.",
+    help="With a plan of decode steps: generate text for these prompts, one per line, each a JSON list of token ids or "
+    "text (--tokenizer).",
 )
 @click.option(
-    "--new-tokens", type=LARGE_NUMBER, default=16, help="With --prompt-file: tokens to write for each prompt."
+    "--new-tokens", type=LARGE_NUMBER, default=16, help="With --prompt-file: tokens to generate for each prompt."
 )
 @click.option(
-    "--tokenizer", type=FOLDER, metavar="DIR", help="With --prompt-file: folder of a tokenizer, for prompts of text."
+    "--tokenizer",
+    type=FOLDER,
+    metavar="DIR",
+    help="With --prompt-file: folder of a Hugging Face tokenizer, for prompts that are text.",
 )
 @click.option(
     "--temperature",
     type=FiniteRange(0),
     default=0.0,
-    help="With --prompt-file: draw tokens, from logits divided by this; 0 takes the likeliest.",
+    help="With --prompt-file: sample tokens from logits divided by this; 0 takes the most likely one.",
 )
-@click.option("--top-k", type=LARGE_NUMBER, metavar="K", help="With --temperature: of the K likeliest alone.")
+@click.option(
+    "--top-k", type=LARGE_NUMBER, metavar="K", help="With --temperature: sample from the K most likely tokens only."
+)
 @click.option(
     "--export-weights",
     type=FILE,
@@ -213,12 +219,14 @@ class _Stretch(FiniteRange):
 def run_command(
     plan_path: str, model: str | None, emulate: bool, local: bool, trace_path: str | None, as_json: bool, **how: Any
 ) -> None:
-    """Train with PLAN, one process per device, and print the loss of every step.
+    """Train with PLAN, one process per device, and print the loss of every step; or generate text.
 
     Start it under torchrun (torchrun --nproc-per-node 4 -m pipeplan run PLAN ...), or give --local. A plan names no
     model: --model does, and its blocks must have the plan's names. With --emulate no model is trained, so --model is
     refused and all other flags about models and training have no effect: actions wait for as long as PLAN says. At the
     end the predicted and the median time of an iteration are printed.
+
+    A plan of decode steps (search --kv) generates text for the prompts of --prompt-file.
     """
     _api.require_torch("run")
     if local and "TORCHELASTIC_RUN_ID" in os.environ and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
@@ -268,6 +276,8 @@ def _tell(
         elif isinstance(outcome, _api.DecodeOutcome):
             for line in written_lines(outcome, tokenizer):
                 say(line)
+            if outcome.is_off and (reason := f"{_crowded(outcome, local=local)}{_late(outcome)}"):
+                say(reason.removesuffix("; "))
         else:
             say(comparison_line(outcome))
             if outcome.throughput is not None:
@@ -301,7 +311,7 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
     if given["prompt_file"] is not None:
         return _decode_options(given, options)
     if given["tokenizer"] is not None or given["top_k"] is not None or given["temperature"]:
-        raise UsageError("--tokenizer, --temperature and --top-k are of --prompt-file; give the prompts with it")
+        raise UsageError("--tokenizer, --temperature and --top-k are for --prompt-file; give the prompts with it")
     if given["model"] is not None:
         left = (*_OF_ALL_RUNS, *_ELSEWHERE, *_OF_TEXTS)
         training = {name: value for name, value in given.items() if name not in left}
@@ -324,12 +334,12 @@ _OF_BOTH = ("model", "sequence", "grain", "seed", "dtype", "init")
 
 
 def _decode_options(given: Mapping[str, Any], options: RunOptions) -> RunOptions:
-    """How to write texts on. Raises UsageError where what is given is of training or emulation."""
+    """How to generate text. Raises UsageError where what is given is for training or emulation."""
     if given["emulate"]:
-        raise UsageError("--prompt-file writes with a model, and --emulate runs without one; leave out one of the two")
+        raise UsageError("--prompt-file needs a model, and --emulate runs without one; leave out one of the two")
     for name, usual in {**_api.OF_TRAINING, "data": None, "instructions": None, "tensorboard": None}.items():
         if given[name] != usual:
-            raise UsageError(f"--{name.replace('_', '-')} is of training; leave it out with --prompt-file")
+            raise UsageError(f"--{name.replace('_', '-')} is for training; leave it out with --prompt-file")
     prompts, stop = _api.read_prompts(given["prompt_file"], given["tokenizer"])
     found = _api.DecodeOptions(
         **{name: given[name] for name in _OF_BOTH},
@@ -407,20 +417,31 @@ def comparison_line(outcome: RunOutcome) -> str:
 
 def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, local: bool) -> str:
     """Why a run may have taken longer or shorter than predicted, and what says where the time went."""
+    shared = f"{_crowded(outcome, local=local)}{_late(outcome)}"
+    command = shlex.join(["pipeplan", "simulate", plan_path, "--measured", trace_path or "FILE"])
+    return f"{shared}{command if trace_path is not None else f'--trace FILE, then {command},'} shows where time went"
+
+
+def _crowded(outcome: RunOutcome, *, local: bool) -> str:
+    """That cores are shared, if they are: clauses, each with its semicolon."""
     processes = len(outcome.plan.devices) if local else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     cores = os.cpu_count() or 1
     crowded = processes > cores and outcome.options.device == "cpu"
     shared = f"{processes} processes on {cores} cores; " if crowded else ""
     if (others := outcome.others_cores or 0.0) >= _BUSY_CORES and outcome.options.device == "cpu":
         shared += f"other processes use this machine ({others:.1f} of {cores} cores during the run); "
-    command = shlex.join(["pipeplan", "simulate", plan_path, "--measured", trace_path or "FILE"])
+    return shared
+
+
+def _late(outcome: RunOutcome) -> str:
+    """That a late run has short actions beside what is not predicted, if so: a clause with its semicolon."""
     late, action = outcome.warm_ns - outcome.predicted_ns, _mean_action_ns(outcome.plan)
     if outcome.result.stretch == 1 and late > _LATE * outcome.predicted_ns and action < _SHORT_NS:
-        shared += (
+        return (
             f"the plan's actions are short ({format_ns(round(action))} on average), and the time that processes take "
             "between them is not predicted; "
         )
-    return f"{shared}{command if trace_path is not None else f'--trace FILE, then {command},'} shows where time went"
+    return ""
 
 
 _BUSY_CORES = 0.2

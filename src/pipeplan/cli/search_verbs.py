@@ -70,33 +70,35 @@ if TYPE_CHECKING:
     "--batch",
     type=LARGE_NUMBER,
     metavar="N",
-    help="Requests that are served at once, all together, for --kv or a server's cut.  [default: the most profiled]",
+    help="Requests served at once, in total, for --kv or a server's cut.  [default: the most profiled]",
 )
 @click.option(
     "--context",
     "context_tokens",
     type=NUM_TOKENS,
     metavar="TOKENS",
-    help="Tokens of each request's text by the last step, as 8192 or 8k.  [default: the most profiled]",
+    help="Context length of each request at the last step, in tokens, as 8192 or 8k.  [default: the most profiled]",
 )
 @click.option(
     "--kv",
     type=OneOf(["auto", "dp", "tp", "cp", "cp-q"]),
-    help="Plan decode steps, and how devices share caches: each has requests (dp), heads (tp), or a piece of every "
-    "cache (cp; cp-q gathers queries alone); auto: whatever is quickest.  [default: auto with --batch or --context]",
+    help="Plan decode steps, and how devices share KV caches: each has requests (dp), heads (tp), or a piece of every "
+    "cache (cp; cp-q gathers queries only); auto takes whatever is quickest.  [default: auto with --batch or "
+    "--context]",
 )
 @click.option(
     *("--dcp", "--decode-context-parallel", "dcp"),
     type=NUMBER,
     metavar="N",
-    help="Decode context parallelism: how many devices share the cache of a request along its text, with --kv auto, cp "
-    "or cp-q.",
+    help="Decode context-parallel size: how many devices share each request's KV cache, split along its tokens; with "
+    "--kv auto, cp or cp-q.",
 )
 @click.option(
     "--prefill",
     type=NUM_TOKENS,
     metavar="TOKENS",
-    help="Tokens of joining prompts that run beside every group's step, as 512 or 1k; as many as --context: whole.",
+    help="Tokens of new prompts to prefill alongside every decode step, as 512 or 1k (chunked prefill); as many as "
+    "--context for whole prompts.",
 )
 @click.option(
     "--keep-together",
@@ -155,6 +157,9 @@ def search_command(
     The search finds a valid plan early and keeps improving it until it is proved optimal, the time limit passes, or you
     press Ctrl-C. Either way you get the best plan found. With --scheduler rules and no --rules it auto-tunes: it ranks
     all built-in rules over a grid of depths, replicas, sizes and placements.
+
+    With --kv, or --batch and --context, it plans the decode steps of a language model instead, from a profile made with
+    --inference --context.
     """
     request = search_request(flags)
     tunes = request.tunes

@@ -40,7 +40,7 @@ def phase_costs(
             + (f", only for {said}; profile it with --shards {shards}" if known else "; profile it with --context")
         )
     where = f"block {block.id!r} has {phase} rows"
-    low, high = _around([row.context_tokens for row in rows], context_tokens, f"{where} of contexts", "--context")
+    low, high = _around([row.context_tokens for row in rows], context_tokens, f"{where} for contexts", "--context")
     below, above = (
         _at_batch([row for row in rows if row.context_tokens == tokens], batch, where) for tokens in (low, high)
     )
@@ -70,7 +70,7 @@ def bytes_between(profile: Profile, edge: Edge, tokens: int) -> int:
 
 def _at_batch(rows: Sequence[PhaseRow], batch: int, where: str) -> PhaseRow:
     sizes = {row.microbatch_size: row for row in rows}
-    low, high = _around(list(sizes), batch, f"{where} of batches", "--batch")
+    low, high = _around(list(sizes), batch, f"{where} for batches", "--batch")
     return _between(sizes[low], sizes[high], "microbatch_size", batch)
 
 

@@ -15,7 +15,7 @@ from pipeplan.files import Placement
 from pipeplan.partition.strategies import SEARCHED, STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.candidates import PlacementCandidate, uniform_choices
+from pipeplan.planning.candidates import PlacementCandidate, not_joined, uniform_choices
 from pipeplan.planning.choices import OF_RULES, choices_of_known, found_as
 from pipeplan.planning.infeasibility import most_telling
 from pipeplan.planning.planners import AUTO_PLANNER, EVERY_PLANNER, PLANNERS
@@ -221,7 +221,7 @@ def compare(
         request = replace(request, replicas=1)  # an order has none, and belongs beside schedules of the same stages
     if request.planner == EVERY_PLANNER:
         asked = replace(request, planner=AUTO_PLANNER)
-        return compare_on(_placements(asked), asked, progress, within, rules, tuple(PLANNERS))
+        return compare_on([*_placements(asked), *_in_line(asked)], asked, progress, within, rules, tuple(PLANNERS))
     return compare_on(_placements(request), request, progress, within, rules)
 
 
@@ -230,6 +230,13 @@ def _placements(request: Request) -> list[Placement | str]:
     if request.placement != "auto" or request.planner != "auto":
         return [request.placement]
     return ["auto", *SEARCHED]
+
+
+def _in_line(request: Request) -> list[str]:
+    """What systems for chains make of a model with branches, where the placement is open."""
+    if request.placement != "auto" or not_joined(request.profile) is None:
+        return []
+    return [name for name, strategy in STRATEGIES.items() if strategy.in_line]
 
 
 def compare_on(

@@ -10,7 +10,7 @@ under each bound the shortest way by a dynamic program.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -93,7 +93,7 @@ class DecodeSearch:
 
     ``positions`` is the number of stages, where it is asked for, ``shards`` and ``samples`` are of every block with a
     cache. Of the numbers of groups some were ``looked_at``, of these some ``refuted`` as no better, and some
-    ``left`` for lack of time.
+    ``left`` for lack of time; ``least_ns`` are the bounds that are known, by number of groups.
     """
 
     profile: Profile
@@ -110,6 +110,7 @@ class DecodeSearch:
     refuted: int = 0
     left: int = 0
     failures: list[UsageError] = field(default_factory=list)
+    least_ns: dict[int, float] = field(default_factory=dict)
 
     @cached_property
     def order(self) -> tuple[str, ...]:
@@ -156,8 +157,12 @@ class DecodeSearch:
         pieces = self.asked.dcp or devices
         return way.cache == pieces and way.shards == way.copies == 1 and way.by_queries == (kv == "cp-q")
 
-    def best(self, limit: Limit | None = None) -> DecodeChoice:
+    def best(
+        self, limit: Limit | None = None, on_look: Callable[[DecodeChoice, int], None] | None = None
+    ) -> DecodeChoice:
         """The quickest; a ``limit`` that is enforced waits for the first that is found.
+
+        ``on_look`` is called with the quickest so far and the number of groups that was looked at.
 
         Raises:
             InfeasibleError: none fits; the text says how many requests would.
@@ -175,12 +180,14 @@ class DecodeSearch:
                 self.looked_at, self.left = place + 1, len(numbers) - place
                 if found is not None and self._least_ns(groups) >= found.token_ns:
                     self.refuted += 1
-                    continue
-                choice = self.of_groups(groups, self.batch)
-                if choice is not None and (found is None or choice.token_ns < found.token_ns):
-                    found = choice
-                    if limit is not None:
-                        limit.wait_no_longer()
+                else:
+                    choice = self.of_groups(groups, self.batch)
+                    if choice is not None and (found is None or choice.token_ns < found.token_ns):
+                        found = choice
+                        if limit is not None:
+                            limit.wait_no_longer()
+                if on_look is not None and found is not None:
+                    on_look(found, groups)
             self.left = 0
         except TimeUpError:
             if found is None:
@@ -215,6 +222,8 @@ class DecodeSearch:
     def _least_ns(self, groups: int) -> float:
         """Ns that no choice with so many groups is below: all work spread evenly, and the quickest of every block."""
         at = DecodeAt.of(self.batch, groups, self.context)
+        if groups in self.least_ns:
+            return self.least_ns[groups]
         work, way = dict[str, float](), dict[str, float]()
         for size in self.sizes:
             ways = self._runs(size, at).ways
@@ -223,7 +232,9 @@ class DecodeSearch:
                 work[name] = min(work.get(name, math.inf), size * step)
                 way[name] = min(way.get(name, math.inf), step)
         alike = [self.profile.alike[name] for name in self.order]
-        return max(groups * sum(work[each] for each in alike) / self.devices, sum(way[each] for each in alike))
+        least = max(groups * sum(work[each] for each in alike) / self.devices, sum(way[each] for each in alike))
+        self.least_ns[groups] = least
+        return least
 
     def one_stage(self) -> list[StepChoice]:
         """All ways to share all blocks over all devices that no other beats in memory and time, least memory first."""

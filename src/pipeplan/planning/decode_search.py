@@ -22,6 +22,7 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.trials import FIRST_SECONDS
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress
+from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.workload.kinds import MemoryBytes
 
@@ -49,7 +50,7 @@ def search_decoding(
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
     search = _asked(request)
     with request.reserve_said():
-        chosen = _chosen(search, budget)
+        chosen = _chosen(search, budget, progress)
         partition_seconds = budget.elapsed
         most, bound_ns = max_requests(search, chosen), search.bound_ns(chosen)
         decode = Decode(
@@ -74,8 +75,6 @@ def search_decoding(
             reserve_bytes=request.reserve if own else None,
             options={name: value for name, value in (("dcp", search.asked.dcp),) if value is not None},
         )
-    if progress is not None:
-        progress("decode steps", plan.predicted.makespan_ns, plan.predicted.lower_bound_ns, budget.elapsed)
     return Result(
         plan,
         schedule,
@@ -115,12 +114,17 @@ def _asked(request: Request) -> DecodeSearch:
     )
 
 
-def _chosen(search: DecodeSearch, budget: Budget) -> DecodeChoice:
+def _chosen(search: DecodeSearch, budget: Budget, progress: Progress | None) -> DecodeChoice:
+    def look(found: DecodeChoice, groups: int) -> None:
+        assert progress is not None
+        looked = f"decode steps of {counted(groups, 'group')} of requests"
+        progress(looked, found.token_ns, math.floor(search.bound_ns(found)), budget.elapsed)
+
     limit = Limit(math.inf) if budget.deterministic else Limit.part_of(budget, _CHOOSING * budget.remaining)
     try:
         limit.wait(0.0, 3 * FIRST_SECONDS)
         with limit.enforced():
-            return search.best(limit)
+            return search.best(limit, None if progress is None else look)
     except TimeUpError:
         if budget.interrupted:
             raise KeyboardInterrupt from None

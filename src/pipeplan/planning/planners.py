@@ -1,4 +1,4 @@
-"""Published planners by name: each alone, with exactly its own algorithm and objective.
+"""Published planners by name: each alone, by its own algorithm and objective, but that sending takes no time there.
 
 ``auto`` is ours, which tries what all of them choose and more. A planner chooses stages, devices and the sizes of
 micro-batches; schedules are searched on these stages as on any others, or are what ``--scheduler`` says.

@@ -27,8 +27,13 @@ _FORMS = {
 }
 
 
-def print_decoding(result: Result, written: str | None = None, file: TextIO | None = None) -> None:
-    """Print it, to stdout unless ``file`` is given; ``written`` is the plan's file, if there is one."""
+def print_decoding(
+    result: Result, written: str | None = None, file: TextIO | None = None, keep: str = "-o plan.json"
+) -> None:
+    """Print it, to stdout unless ``file`` is given.
+
+    ``written`` is the plan's file, if there is one; ``keep`` is what would write it.
+    """
     answer = result.decode
     assert answer is not None
     console = console_for(file)
@@ -39,10 +44,10 @@ def print_decoding(result: Result, written: str | None = None, file: TextIO | No
     devices = counted(len(result.plan.devices), "device")
     heading = Text.assemble((result.plan.name, "bold"), f": {ended} for decode steps on {devices}{memory}")
     console.print(flowed(heading, console.width))
-    console.print(labelled(fitted(list(_rows(result, answer, written)), console.width, _LINES), console.width))
+    console.print(labelled(fitted(list(_rows(result, answer, written, keep)), console.width, _LINES), console.width))
     if answer.volumes:
         first = answer.volumes[0]
-        said = f"numbers in a step and layer, of {first.requests} requests on {first.devices} devices:"
+        said = f"numbers sent per step and layer, for {first.requests} requests on {first.devices} devices:"
         console.print(flowed(said, console.width), *_volumes(answer), sep="\n")
     if answer.frontier:
         said = "one stage on all devices, every way that no other beats in memory and time:"
@@ -50,7 +55,7 @@ def print_decoding(result: Result, written: str | None = None, file: TextIO | No
     console.print()
 
 
-def _rows(result: Result, answer: DecodeAnswer, written: str | None) -> Iterator[Row]:
+def _rows(result: Result, answer: DecodeAnswer, written: str | None, keep: str) -> Iterator[Row]:
     yield (
         "plan",
         [(f"{_stages(result)}, {answer.kv}", 0), (f" ({_FORMS[answer.kv]})" if answer.kv in _FORMS else "", 1)],
@@ -82,7 +87,7 @@ def _rows(result: Result, answer: DecodeAnswer, written: str | None) -> Iterator
     if written is not None:
         yield "next", [(f"pipeplan check {written}", 0)]
     else:
-        yield "next", [("-o plan.json keeps the plan, which check, simulate and run read", 0)]
+        yield "next", [(f"{keep} keeps the plan, for check, simulate and run", 0)]
 
 
 def _stages(result: Result) -> str:

@@ -18,6 +18,7 @@ from pipeplan.planning.comparison import Comparison
 from pipeplan.planning.frontier import FrontierResult
 from pipeplan.planning.tuning import Tuning
 from pipeplan.reporting.answer import print_answer
+from pipeplan.reporting.decoding import print_decoding
 from pipeplan.reporting.drawing.svg import timeline_svg
 from pipeplan.reporting.frontier import frontier_svg, print_frontier, print_points
 from pipeplan.reporting.frontier_answer import print_frontier_answer
@@ -78,9 +79,17 @@ def _verdict(report: Report) -> str:
 
 def _print_result(result: Result, file: TextIO) -> None:
     simulation = simulate(result.plan)
-    if result.request is not None:
+    _print_answer(result, simulation, file)
+    if result.decode is None:
+        print_timeline(simulation, file)
+
+
+def _print_answer(result: Result, simulation: Simulation, file: TextIO) -> None:
+    """The first screen of the command line, of decode steps their own."""
+    if result.decode is not None:
+        print_decoding(result, file=file, keep=_KEEP)
+    elif result.request is not None:
         print_answer(result.request, result, simulation, file=file, keep=_KEEP)
-    print_timeline(simulation, file)
 
 
 def _parts(shown: object) -> Iterator[str]:
@@ -122,12 +131,12 @@ def _parts(shown: object) -> Iterator[str]:
 def _result(result: Result) -> Iterator[str]:
     """The command line's first screen with the timeline drawn, and all its tables folded below."""
     simulation = simulate(result.plan)
-    request = result.request
-    if request is not None:
-        yield _text(lambda file: print_answer(request, result, simulation, file=file, keep=_KEEP))
+    if result.request is not None:
+        yield _text(lambda file: _print_answer(result, simulation, file))
     yield from _drawn(simulation)
     yield _folded("devices, stages, critical path", lambda file: _print_figures(simulation, file))
-    yield _folded("what is proved", lambda file: print_proof(result, file))
+    if result.decode is None:
+        yield _folded("what is proved", lambda file: print_proof(result, file))
 
 
 def _drawn(simulation: Simulation) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from pipeplan.errors import FileError
 from pipeplan.runtime.decoding.attention import attention, merged
 from pipeplan.runtime.decoding.choosing import WordChoice
 from pipeplan.runtime.decoding.layouts import BlockLayout, Route, positions, routes
-from pipeplan.runtime.decoding.options import DecodeOptions, read_prompts
+from pipeplan.runtime.decoding.options import DecodeOptions, DecodeOutcome, read_prompts
 from pipeplan.runtime.decoding.pieces import CachePiece, Looks
 from pipeplan.runtime.decoding.requests import RequestQueue, Row
+from pipeplan.runtime.launch.job import RunResult, WrittenText
 from pipeplan.workload.mesh import Mesh
+from runtime_support.decoding_rank import plan_of
 
 HEADS, KEY_HEADS, SIZE = 6, 2, 4
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6}
@@ -156,6 +159,9 @@ def test_prompts_are_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("[1, 2]\n\n[3]\n")
     assert read_prompts(str(path), None) == ([[1, 2], [3]], None)
+    assert read_prompts([(1, 2), "[3]"], None) == ([[1, 2], [3]], None)
+    with pytest.raises(UsageError, match=r"prompt 2: \[1.5\] is no JSON list of token ids"):
+        read_prompts([[1], [1.5]], None)  # type: ignore[list-item]
     path.write_text("[1]\nOnce upon a time\n")
     with pytest.raises(UsageError, match=r"line 2: 'Once upon a time' is no JSON list of token ids .* --tokenizer DIR"):
         read_prompts(str(path), None)
@@ -183,11 +189,18 @@ def test_prompts_of_text_have_a_tokenizer(tmp_path: Path) -> None:
     [
         ({"prompts": []}, "has no prompts"),
         ({"prompts": [[1], []]}, "prompt 2 is empty"),
-        ({"prompts": [[1]], "top": 3}, "without --temperature nothing is drawn"),
-        ({"prompts": [[1]], "device": "cuda"}, "by CPUs only"),
+        ({"prompts": [[1]], "top": 3}, "without --temperature nothing is sampled"),
+        ({"prompts": [[1]], "device": "cuda"}, "on CPUs only"),
         ({"prompts": [[1]], "trace": True}, "no --trace"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         DecodeOptions(model="gpt2-tiny", **options).require_consistent()  # type: ignore[arg-type]
+
+
+def test_an_outcome_is_of_texts_and_tokens() -> None:
+    plan = plan_of("gpt2-tiny", [""], [[0]], batch=1, groups=1, context=9)
+    text = WrittenText((1, 2, 3), (10_000, 20_000, 40_000))
+    outcome = DecodeOutcome(plan, DecodeOptions(model="gpt2-tiny"), RunResult((), (0,), requests=(text, text)))
+    assert re.fullmatch(r"<DecodeOutcome '.*': 2 texts, token 20us, predicted \d.*s>", repr(outcome))

@@ -65,11 +65,15 @@ SLOW = {
     for dtype in ("float64", "float32")
     if dtype == "float64" or model != "gpt2-tiny"
 }
-SLOW |= {kind: of_four(kind) for kind in ("samples4", "shards4", "cache4")}
 SLOW |= {
-    f"two stages, {kind}, of {model[:5]}": of_pairs([kind] * 2, model)
+    f"{kind} in {dtype}": of_four(kind, dtype=dtype)
+    for kind in ("samples4", "shards4", "cache4")
+    for dtype in TOLERANCE
+}
+SLOW |= {
+    f"two stages, {kind}, of {model[:5]} in {dtype}": of_pairs([kind] * 2, model, dtype=dtype)
     for kind in ("samples2", "shards2", "cache2", "cacheq2")
-    for model in (LLAMA, "gpt2-tiny", QWEN2)
+    for model, dtype in ((LLAMA, "float64"), (LLAMA, "float32"), ("gpt2-tiny", "float64"), (QWEN2, "float64"))
 }
 SLOW |= {
     "one device at a time": case(LLAMA, [""] * 4, [[0], [1], [2], [3]], sizes=(1, 1, 2, 1), prompts=PROMPTS),
@@ -150,7 +154,7 @@ def test_a_plan_is_followed_from_a_file_of_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompts", "words"),
     [
-        ([[1] * 12], "a text has 16, and the plan's caches are for 13"),
+        ([[1] * 12], "a text has 16, and the plan's caches hold 13"),
         ([[1, 64]], "prompt 1 has token 64, and gpt2-tiny has those from 0 to 63"),
     ],
 )
@@ -161,9 +165,9 @@ def test_prompts_that_do_not_fit_are_refused(prompts: list[list[int]], words: st
 
 
 def test_a_plan_that_does_not_decode_is_refused() -> None:
-    with pytest.raises(UsageError, match="not of decode steps, which --prompt-file needs"):
+    with pytest.raises(UsageError, match="no decode steps, which --prompt-file needs"):
         _api.run(chain_plan(1, 2), DecodeOptions(model="gpt2-tiny", prompts=[[1]]))
-    with pytest.raises(UsageError, match="write texts on: give --prompt-file"):
+    with pytest.raises(UsageError, match="generate text: give --prompt-file"):
         _api.run(plan_of("gpt2-tiny", [""], [[0]], batch=1, groups=1, context=9), TrainOptions("gpt2-tiny"))
 
 

@@ -91,6 +91,7 @@ def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     model = runtime_models.branches() if options.model == "branches" else load_model(options.model)
     assert_as_unsplit(model, options, reports[name])
     assert plan.mini_batch >= 12
+    assert plan.workload.has_parts == ("late" in name)
 
 
 def test_tied_parameters_stand_on_different_ranks_somewhere(reports: Reports) -> None:

@@ -10,22 +10,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import pipeplan
 from pipeplan.cli.main import cli
 from pipeplan.costs.decoding import cached_bytes, phase_costs
-from pipeplan.costs.devices import device_preset
+from pipeplan.costs.devices import Kernel, device_preset
 from pipeplan.costs.quantized import Weights
 from pipeplan.errors import UsageError
 from pipeplan.files import Profile, read_profile
 from pipeplan.runtime.models.huggingface import LoadedModel, load, load_configuration
-from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.zoo import zoo_model
 from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.profiling.caches import CachedAttention, CachedCase
 from pipeplan.runtime.profiling.forwards import CountedForward, case_of, counted_forwards
-from pipeplan.runtime.profiling.inference import InferenceRequest, estimate_inference
+from pipeplan.runtime.profiling.inference import InferenceRequest, _chosen, estimate_inference
 from runtime_support.hugging_face import text
 
 FLOAT = torch.float32
@@ -193,8 +194,17 @@ def test_shares_of_prefill_and_decode_have_their_heads() -> None:
     assert (attention.cache_heads, cached_bytes(attention, 10, 2)) == (2, cached_bytes(attention, 10) // 2)
 
 
+@pytest.mark.parametrize(("tokens", "share"), [(1, 1 / 4), (2, 7 / 16), (100, 1)])
+def test_experts_that_no_token_chooses_are_not_read(tokens: int, share: float) -> None:
+    """Two of eight for each token, of a product whose weights are all but 100 of its bytes."""
+    spec = BlockSpec("moe", "moe", nn.Identity, dimensions={"experts": 8, "experts_per_token": 2})
+    whole = Kernel(16, 900, matrix=True, form="grouped", expert_bytes=800, product=(2, 4, 4, 8))
+    read = _chosen(whole, spec, tokens, tokens)
+    assert (read.expert_bytes, read.moved_bytes) == (round(800 * share), 100 + round(800 * share))
+
+
 @pytest.mark.slow
-def test_experts_that_no_token_chooses_are_not_read() -> None:
+def test_experts_over_devices_have_rows_of_their_own() -> None:
     asked = InferenceRequest((1,), (4,))
     device = device_preset("a5000-24gb")
     profile = estimate_inference(model_of("qwen3_moe"), asked, device=device, dtype=torch.bfloat16, expert=(2,))
@@ -241,7 +251,7 @@ def test_what_does_not_go_together_is_refused(arguments: str, said: str, tmp_pat
 
 def test_only_what_writes_on_has_a_cache() -> None:
     model = zoo_model("tessel-mt5-tiny")
-    with pytest.raises(UsageError, match="is not known to write texts on token by token"):
+    with pytest.raises(UsageError, match="is not known to generate text token by token"):
         InferenceRequest((1,), (8,)).decoder_of(model)
 
 

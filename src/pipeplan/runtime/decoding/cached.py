@@ -149,7 +149,7 @@ class DecodingAttention(TorchFunctionMode):
     ) -> Tensor:
         """[rows, heads, width, size] of queries, keys and values to the mixture; what is causal is so by its words."""
         if attn_mask is not None or dropout_p:
-            raise UsageError("its attention has scores of its own (a mask or bias) or dropout, which no cache is for")
+            raise UsageError("its attention has a mask, a bias or dropout of its own, for which there is no cache")
         caches, rows = self._caches, self._rows
         piece = caches.piece(self._calls)
         self._calls += 1

@@ -1,4 +1,4 @@
-"""A rank's job: write texts on by a decoding plan."""
+"""A rank's job: generate text with a plan of decode steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How texts are written on, and what came of it."""
+"""How text is generated, and what came of it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.models.given_names import Name, PythonValue, require_model
 from pipeplan.runtime.training.options import RunOutcome, format_of, grain_of
 from pipeplan.runtime.training.weight_files import files_of
+from pipeplan.texts import counted
+from pipeplan.units import format_ns
 
 _MOST_AT_ONCE = 256
 """Words of a prompt that enter at once, where the plan says nothing of it."""
@@ -24,10 +26,10 @@ _MOST_AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOptions(RunOptions):
-    """How to write texts on. ``model``, ``sequence``, ``grain``, ``seed``, ``dtype`` and ``init`` are as in training.
+    """How to generate text. ``model``, ``sequence``, ``grain``, ``seed``, ``dtype`` and ``init`` are as in training.
 
-    ``prompts`` are numbers of words; each is written on by ``new_tokens``, or until ``stop``. ``temperature`` 0 takes
-    the likeliest word; else words are drawn by their probabilities, of the ``top`` likeliest alone where that is given.
+    ``prompts`` are token ids; each is continued by ``new_tokens``, or until ``stop``. ``temperature`` 0 takes the most
+    likely token; else tokens are sampled by their probabilities, from the ``top`` most likely ones if that is given.
     """
 
     model: Name
@@ -48,21 +50,23 @@ class DecodeOptions(RunOptions):
         """Refuse what makes no sense together. Raises UsageError."""
         if not self.prompts:
             raise UsageError(
-                "--prompt-file: it has no prompts; give one a line, as a JSON list of token ids, or as text"
+                "--prompt-file: it has no prompts; give one per line, as a JSON list of token ids or as text"
             )
         for number, prompt in enumerate(self.prompts, 1):
             if not prompt:
-                raise UsageError(f"--prompt-file: prompt {number} is empty; a text begins with one token at least")
+                raise UsageError(f"--prompt-file: prompt {number} is empty; a prompt has at least one token")
         if self.device != "cpu":
-            raise UsageError("--prompt-file: texts are written on by CPUs only so far; leave --device out")
+            raise UsageError("--prompt-file: text is generated on CPUs only so far; leave --device out")
         if self.trace or self.blocking:
-            raise UsageError("--prompt-file: of decode steps there is no --trace and no --blocking; leave them out")
+            raise UsageError("--prompt-file: decode steps have no --trace and no --blocking; leave them out")
         if isinstance(self.model, str):
             require_model(self.model)
         if self.init is not None:
             files_of(self.init)
         if self.top is not None and not self.temperature:
-            raise UsageError(f"--top-k {self.top} draws, and without --temperature nothing is drawn; give both")
+            raise UsageError(
+                f"--top-k {self.top} is for sampling, and without --temperature nothing is sampled; give both"
+            )
 
     @property
     def has_objects(self) -> bool:
@@ -77,14 +81,14 @@ class DecodeOptions(RunOptions):
         """
         if plan.decode is None:
             raise UsageError(
-                f"plan {plan.name!r} is not of decode steps, which --prompt-file needs: search a profile of inference "
-                "with --kv auto for one"
+                f"plan {plan.name!r} has no decode steps, which --prompt-file needs; make one from a profile of "
+                "inference with search --kv auto"
             )
         planned = plan.decode.context_tokens
         if self.longest > planned:
             raise UsageError(
                 f"--new-tokens {self.new_tokens}: with the longest prompt, of {max(map(len, self.prompts))} tokens, a "
-                f"text has {self.longest}, and the plan's caches are for {planned}; give fewer, or search with "
+                f"text has {self.longest}, and the plan's caches hold {planned}; give fewer, or search with "
                 f"--context {self.longest}"
             )
         return replace(self, dtype=self.dtype or format_of(plan), grain=self.grain or grain_of(plan, self.model))
@@ -100,27 +104,28 @@ class DecodeOptions(RunOptions):
         return most if window is None else min(most, window)
 
 
-def read_prompts(path: str, tokenizer: str | None) -> tuple[list[list[int]], int | None]:
-    """The prompts of a file, one a line, and the token that ends a text, if a tokenizer has one.
+def read_prompts(
+    source: str | Sequence[Sequence[int] | str], tokenizer: str | None
+) -> tuple[list[list[int]], int | None]:
+    """The token ids of prompts, and the token that ends a text, if a tokenizer has one.
 
     Args:
-        path: of the file; a line is a JSON list of token ids, or with a tokenizer any text.
+        source: path of a file with one prompt per line, each a JSON list of token ids, or with a tokenizer any text;
+            or the prompts themselves.
         tokenizer: folder of a Hugging Face tokenizer, or None.
 
     Raises:
         FileError: the file cannot be read.
-        UsageError: a line is neither, or the folder has no tokenizer.
+        UsageError: a prompt is neither, or the folder has no tokenizer.
     """
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    lines = _lines(source) if isinstance(source, str) else source
+    where = f"--prompt-file {source}, line" if isinstance(source, str) else "--prompt-file: prompt"
     encode = None if tokenizer is None else tokenizer_of(tokenizer)
-    found = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            found.append(_prompt(f"--prompt-file {path}, line {number}", line, encode))
+    found = [
+        _prompt(f"{where} {number}", line, encode)
+        for number, line in enumerate(lines, 1)
+        if not isinstance(line, str) or line.strip()
+    ]
     stop = None if encode is None else encode.eos_token_id
     return found, stop if isinstance(stop, int) else None
 
@@ -139,13 +144,22 @@ def tokenizer_of(folder: str) -> Any:
         raise UsageError(f"--tokenizer {folder}: transformers reads no tokenizer there: {error}") from error
 
 
-def _prompt(where: str, line: str, encode: Any) -> list[int]:
-    ids: Any = None
-    with contextlib.suppress(ValueError):
-        ids = json.loads(line)
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _prompt(where: str, line: Sequence[int] | str, encode: Any) -> list[int]:
+    ids: Any = None if isinstance(line, str) else [*line]
+    if isinstance(line, str):
+        with contextlib.suppress(ValueError):
+            ids = json.loads(line)
     if isinstance(ids, list) and all(type(each) is int for each in ids):
         return ids
-    if encode is None:
+    if encode is None or not isinstance(line, str):
         raise UsageError(
             f"{where}: {line[:40]!r} is no JSON list of token ids such as [15, 3, 7]; text needs --tokenizer DIR"
         )
@@ -159,7 +173,11 @@ _WARM_UP = 3
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DecodeOutcome(RunOutcome):
-    """Texts that were written on, and how long a token took, beside the plan's."""
+    """The generated texts, and how long a token took, beside the plan's."""
+
+    def __repr__(self) -> str:
+        times = f"token {format_ns(self.warm_ns)}, predicted {format_ns(self.predicted_ns)}"
+        return f"<DecodeOutcome {self.plan.name!r}: {counted(len(self.result.requests), 'text')}, {times}>"
 
     @property
     def predicted_ns(self) -> int:

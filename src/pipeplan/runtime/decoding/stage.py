@@ -45,8 +45,9 @@ class WrittenModel:
         """How the model writes on. Raises UsageError where it does not."""
         if model.decoder is None:
             raise UsageError(
-                f"--prompt-file: {model.name} is not known to write texts on word by word (a causal language model: "
-                "the zoo's GPTs, a Hugging Face configuration such as LlamaConfig, in halves of layers or layers)"
+                f"--prompt-file: {model.name} is not known to generate text token by token; take a causal language "
+                "model (the zoo's GPTs, or a Hugging Face configuration such as LlamaConfig), in layers or halves of "
+                "them"
             )
         return model.decoder
 

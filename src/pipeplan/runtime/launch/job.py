@@ -110,7 +110,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class WrittenText:
-    """How a prompt was written on: the tokens that came, and when each was chosen, in ns since the run began."""
+    """What was generated for a prompt: its tokens, and when each was chosen, in ns since the run began."""
 
     ids: tuple[int, ...]
     times_ns: tuple[int, ...]

@@ -95,7 +95,7 @@ class InferenceRequest:
         decoder = model.decoder
         if decoder is None:
             raise UsageError(
-                f"--context: {model.name} is not known to write texts on token by token (a causal language model: the "
+                f"--context: {model.name} is not known to generate text token by token (a causal language model: the "
                 "zoo's GPTs, a Hugging Face configuration such as LlamaConfig, in halves of layers or layers); leave "
                 "--context out for its forwards alone"
             )

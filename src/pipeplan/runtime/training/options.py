@@ -238,7 +238,7 @@ class TrainOptions(RunOptions):
         """The same for forwards alone, in the format of the plan's recipe. Raises UsageError."""
         if plan.decode is not None:
             raise UsageError(
-                f"plan {plan.name!r} is of decode steps, which write texts on: give --prompt-file and --new-tokens, or "
+                f"plan {plan.name!r} has decode steps, which generate text: give --prompt-file and --new-tokens, or "
                 "--emulate"
             )
         given = next((name for name, default in OF_TRAINING.items() if getattr(self, name) != default), None)
