@@ -218,7 +218,7 @@ def test_emulates_without_a_model(blocking: list[str], tmp_path: Path, capfd: py
         done = pipeplan("run", *arguments)
     assert done.returncode == 0
     summary = json.loads(done.stdout)
-    said = r"pipeplan: 2 processes on .* all are stretched [\d.]+ times \(--stretch\)\n"
+    said = r"pipeplan: 2 processes on .* all are stretched [\d.e+]+ times \(--stretch\)\n"
     assert re.fullmatch(said, done.stderr + capfd.readouterr().err)
     assert summary["blocking"] == bool(blocking)
     assert summary["stretch"] > 1, "actions of nanoseconds"

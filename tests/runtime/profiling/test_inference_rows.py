@@ -23,7 +23,7 @@ from pipeplan.files import Profile, read_profile
 from pipeplan.runtime.models.huggingface import LoadedModel, load, load_configuration
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.zoo import zoo_model
-from pipeplan.runtime.profiling.build_profile import splits_of
+from pipeplan.runtime.profiling.build_profile import kinds_of, splits_of
 from pipeplan.runtime.profiling.caches import CachedAttention, CachedCase
 from pipeplan.runtime.profiling.forwards import CountedForward, case_of, counted_forwards
 from pipeplan.runtime.profiling.inference import InferenceRequest, _chosen, estimate_inference
@@ -109,7 +109,8 @@ def counted_flops(name: str, batch: int, tokens: int) -> int:
         bench.key.kind: sum(kernel.flops for kernel in bench.kernels if kernel.matrix)
         for bench in counted_forwards(splits, (batch,), FLOAT, case, fused=False)
     }
-    return sum(of_kind[1, 1, block.kind] for block in splits[0].graph.blocks)
+    kinds = kinds_of(splits)
+    return sum(of_kind[kinds[block.likeness]] for block in splits[0].graph.blocks)
 
 
 @pytest.mark.slow
