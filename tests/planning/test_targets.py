@@ -312,7 +312,7 @@ def test_groups_that_are_none_are_refused() -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@slow_but("seed", range(8), (0).__eq__)
+@slow_but("seed", range(8), (0).__eq__, lambda seed: seed > 1)
 def test_a_plan_to_start_from_is_never_worse_within_a_tool_s_limits(target: str, seed: int) -> None:
     """With hardly any time, from a plan for which there was more: it comes back, or something shorter does."""
     draw = random.Random(f"{target} {seed} start")
