@@ -134,8 +134,13 @@ def command(way: str, case: str, folder: str) -> list[str]:
 def launched(way: str, case: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A launcher at work, and the folder of its ranks; nothing is left over."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command(way, case, folder), text=True, start_new_session=True, **pipes)  # type: ignore[call-overload]
+        process = subprocess.Popen(
+            command(way, case, folder),
+            text=True,
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         try:
             yield process, Path(folder)
         finally:

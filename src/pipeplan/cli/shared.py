@@ -377,36 +377,38 @@ _COPIES = (
     ),
 )
 
+
+def _split(short: str, long: str, name: str, said: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A size that the search chooses, or that is given."""
+    return click.option(short, long, name, type=AutoOr(1, _MOST), default="auto", metavar="auto|N", help=said)
+
+
 _SPLITS = (
-    click.option(
-        *("--tp", "--tensor-parallel", "shards"),
-        type=AutoOr(1, _MOST),
-        default="auto",
-        metavar="auto|N",
-        help="Tensor-parallel size: how many devices split each block. The profile must have costs for it.",
+    _split(
+        "--tp",
+        "--tensor-parallel",
+        "shards",
+        "Tensor-parallel size: how many devices split each block. The profile must have costs for it.",
     ),
-    click.option(
-        *("--cp", "--context-parallel", "context"),
-        type=AutoOr(1, _MOST),
-        default="auto",
-        metavar="auto|N",
-        help="Context-parallel size: how many devices (or --tp groups) share each sequence. The profile must "
+    _split(
+        "--cp",
+        "--context-parallel",
+        "context",
+        "Context-parallel size: how many devices (or --tp groups) share each sequence. The profile must "
         "have costs for it.",
     ),
-    click.option(
-        *("--ep", "--expert-parallel", "expert"),
-        type=AutoOr(1, _MOST),
-        default="auto",
-        metavar="auto|N",
-        help="Expert-parallel size: how many devices of a stage (of --tp x --cp x --dp, which it divides) share "
+    _split(
+        "--ep",
+        "--expert-parallel",
+        "expert",
+        "Expert-parallel size: how many devices of a stage (of --tp x --cp x --dp, which it divides) share "
         "experts. The profile must have costs for it.",
     ),
-    click.option(
-        *("--etp", "--expert-tensor-parallel", "expert_shards"),
-        type=AutoOr(1, _MOST),
-        default="auto",
-        metavar="auto|N",
-        help="Expert-tensor-parallel size: how many of the --ep devices split each expert, instead of holding whole "
+    _split(
+        "--etp",
+        "--expert-tensor-parallel",
+        "expert_shards",
+        "Expert-tensor-parallel size: how many of the --ep devices split each expert, instead of holding whole "
         "ones. The profile must have costs for it.",
     ),
     click.option(
