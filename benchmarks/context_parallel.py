@@ -38,7 +38,7 @@ class RingOfTorch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         op: Any = ATEN._scaled_dot_product_flash_attention_for_cpu
-        made, sums = of_torch._templated_ring_attention(dist.group.WORLD, 2, op, query, key, value, is_causal=True)[:2]
+        made, sums = of_torch._templated_ring_attention(_everyone(), 2, op, query, key, value, is_causal=True)[:2]
         ctx.save_for_backward(query, key, value, made, sums)
         return made
 
@@ -48,8 +48,13 @@ class RingOfTorch(torch.autograd.Function):
         op: Any = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
         how: dict[str, Any] = {"dropout_p": 0.0, "is_causal": True}
         given = (gradients[0], "grad_out", query, key, value, made, sums)
-        found = of_torch._templated_ring_attention_backward(dist.group.WORLD, 2, op, *given, **how)
+        found = of_torch._templated_ring_attention_backward(_everyone(), 2, op, *given, **how)
         return found[0], found[1], found[2]
+
+
+def _everyone() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def refused_by_torch(query: Tensor, length: int) -> str:
@@ -79,7 +84,7 @@ def beside_torch(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]
         last[name] = [made.detach(), *torch.autograd.grad(made, given, gradient)]
 
     steps = {
-        "pipeplan": lambda: step("ours", lambda *given: causal_attention(*given, shards)),
+        "pipeplan": lambda: step("ours", lambda q, k, v: causal_attention(q, k, v, shards)),
         "torch": lambda: step("theirs", RingOfTorch.apply),
     }
     found = in_turn(steps, job)

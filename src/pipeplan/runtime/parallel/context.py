@@ -123,19 +123,16 @@ def _attended(
     query: Tensor, whole: Tensor, sizes: list[int], context: Shards, scale: float | None, window: int | None
 ) -> Tensor:
     """Each piece's queries to the keys that any of them looks at."""
-    made, length = [], whole.shape[_PLACES]
-    shared = {"scale": scale, "enable_gqa": query.shape[1] != whole.shape[1]}
+    made, length, grouped = [], whole.shape[_PLACES], query.shape[1] != whole.shape[1]
     for own, (begin, end) in zip(query.chunk(_PIECES, _PLACES), pieces_of(length, context), strict=True):
-        first = 0 if window is None else max(0, begin - window + 1)
-        key, value = whole.narrow(_PLACES, first, end - first).split(sizes, -1)
+        first, mask = 0 if window is None else max(0, begin - window + 1), None
+        key, value = torch.split(whole.narrow(_PLACES, first, end - first), sizes, -1)
         if window is not None and window < end - first:
             mask = _window(begin, end, first, window, query.device)
-            made.append(F.scaled_dot_product_attention(own, key, value, attn_mask=mask, **shared))
-        elif first == begin:
-            made.append(F.scaled_dot_product_attention(own, key, value, is_causal=True, **shared))
-        else:
+        elif first < begin:
             mask = causal_lower_right(end - begin, end - first)
-            made.append(F.scaled_dot_product_attention(own, key, value, attn_mask=mask, **shared))
+        how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": grouped}
+        made.append(F.scaled_dot_product_attention(own, key, value, **how))
     return torch.cat(made, _PLACES)
 
 
@@ -180,7 +177,7 @@ class _Kept:
         if tensor.untyped_storage().data_ptr() != self.storage:
             return tensor
         self.left += 1
-        return _View(tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(self, kept: Tensor | _View) -> Tensor:
         """What was given."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -48,10 +48,14 @@ def _with_exchanges(model: Model, context: int) -> Model:
         for step in shaped_blocks(model, _SAMPLES):
             numbers = of_module.setdefault(id(step.module), gathered.numbers)
             gathered.numbers, size = 0, numbers * context // _SAMPLES * _FLOAT32_BYTES
-            exchanges = (("all_gather", "F"), ("all_gather", "I"), ("reduce_scatter", "I")) if numbers else ()
-            more = tuple(Collective(operation, phase, size, over=CONTEXT) for operation, phase in exchanges)
+            more = tuple(Collective(*each, size, over="context") for each in _EXCHANGES if numbers)
             found.append(replace(step.spec, collectives=(*step.spec.collectives, *more)))
     return replace(model, blocks=tuple(found))
+
+
+_Exchange = tuple[Literal["all_gather", "reduce_scatter"], Literal["F", "I"]]
+
+_EXCHANGES: tuple[_Exchange, ...] = (("all_gather", "F"), ("all_gather", "I"), ("reduce_scatter", "I"))
 
 
 class _Gathered(TorchFunctionMode):
