@@ -125,12 +125,14 @@ def _attended(
     """Each piece's queries to the keys that any of them looks at."""
     made, length, grouped = [], whole.shape[_PLACES], query.shape[1] != whole.shape[1]
     for own, (begin, end) in zip(query.chunk(_PIECES, _PLACES), pieces_of(length, context), strict=True):
-        first, mask = 0 if window is None else max(0, begin - window + 1), None
+        first = 0 if window is None else max(0, begin - window + 1)
+        mask: Tensor | None = None
         key, value = torch.split(whole.narrow(_PLACES, first, end - first), sizes, -1)
-        if window is not None and window < end - first:
-            mask = _window(begin, end, first, window, query.device)
-        elif first < begin:
-            mask = causal_lower_right(end - begin, end - first)
+        width = end if window is None else window
+        if first < begin and query.is_cuda and width >= end - first:
+            mask = causal_lower_right(end - begin, end - first)  # of which kernels make no tensor
+        elif first < begin or width < end - first:
+            mask = _window(begin, end, first, width, query.device)
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": grouped}
         made.append(F.scaled_dot_product_attention(own, key, value, **how))
     return torch.cat(made, _PLACES)
