@@ -176,8 +176,8 @@ def _read_text(path: str) -> str:
     "--context",
     type=TOKENS,
     default="1",
-    help="With --estimate: numbers of devices that share each sequence; whole sequences are always included. With "
-    "--inference: tokens of texts (8k is 8192) to add prefill, decode and the cache for.",
+    help="Numbers of devices that share each sequence; whole sequences are always included. With --inference: tokens "
+    "of texts (8k is 8192) to add prefill, decode and the cache for.",
 )
 @click.option(
     "--expert",
@@ -415,7 +415,7 @@ def _measure(ctx: click.Context, outputs: Outputs) -> None:
     outputs.write(profile, given["output"])
     if outputs.has(given["output"]):
         partial.remove()
-    _tell_missing(profile, given["microbatch"])
+    _tell_missing(profile, given["batch"] if given["inference"] else given["microbatch"])
     _print(profile, given, outputs, begin)
     if given["output"] != "-":
         single = given["threads"] == 1 or given["device"] != "cpu"
@@ -497,7 +497,7 @@ def measured(
     profile = _api.profile(
         model,
         given["microbatch"],
-        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype", "expert")} | {"shards": shards},
+        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype", "context", "expert")} | {"shards": shards},
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
         **({"on_mean": tell} | how),
@@ -561,6 +561,8 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
             raise UsageError("--expert of --inference is of estimates; add --estimate and --device PRESET")
         if max(given["dcp"]) > 1 and given["context"] == (1,):
             raise UsageError("--dcp is of decode steps; give --context, the tokens of their texts, too")
+        if max(given["dcp"]) > 1 and given["device"] == "cuda":
+            raise UsageError("--dcp measures decode steps as run makes them, on CPUs only so far; leave --device out")
         if given["processes"] and not isinstance(given["name"], str):
             raise UsageError(
                 "processes started here load the model themselves; give its name, as of the zoo or pkg.mod:factory"
@@ -573,8 +575,6 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
     elif given["weights"] or given["kv_cache_dtype"] != "auto":
         flag = "--weights" if given["weights"] else "--kv-cache-dtype"
         raise UsageError(f"{flag} is of inference; add --inference")
-    elif not estimates and given["context"] != (1,):
-        raise UsageError("--context is of estimates, or with --inference of texts; add --estimate or --inference")
     if not estimates and (given["weights"] or given["kv_cache_dtype"] != "auto"):
         raise UsageError("--weights and --kv-cache-dtype are of estimates; add --estimate and --device PRESET")
     return is_asked
