@@ -587,7 +587,7 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
     of_estimates = ("weights", "kv_cache_dtype", "expert", "load_factor", "kernels")
     names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed", "dcp", "processes")
     loaded = {name: given[name] for name in ("sequence", "grain")} | {"shards": shards}
-    named = {} if estimates else {"named": (given["name"], loaded)}
+    named: dict[str, Any] = {} if estimates else {"named": (given["name"], loaded)}
     profile = (_api.estimate_inference if estimates else _api.profile_inference)(
         model,
         given["batch"],

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pipeplan import UsageError
-from pipeplan.costs.decode_loop import PREFILL
 from pipeplan.errors import FileError
 from pipeplan.runtime.decoding.attention import attention, merged
 from pipeplan.runtime.decoding.choosing import WordChoice
@@ -24,6 +23,7 @@ from pipeplan.runtime.decoding.pieces import CachePiece, Looks
 from pipeplan.runtime.decoding.rank import Turns
 from pipeplan.runtime.decoding.requests import RequestQueue, Row
 from pipeplan.runtime.launch.job import RunResult, WrittenText
+from pipeplan.workload.kinds import PREFILL
 from pipeplan.workload.mesh import Mesh
 from runtime_support.decoding_rank import plan_of
 
@@ -110,7 +110,7 @@ def test_attention_without_torchs_operator_is_the_same() -> None:
 def test_turns_of_devices_are_chunks_and_steps_that_wait_for_each_other(devices: list[list[int]], groups: int) -> None:
     """Each in its device's order, and by what the plan says that it takes: ten steps of every group, none left out."""
     plan = plan_of("gpt2-tiny", [""] * len(devices), devices, batch=3, groups=groups, context=9, chunk_tokens=2)
-    chunks = {each.id: int(each.attributes["stage"]) for each in plan.operations if each.kind == PREFILL}
+    chunks = {each.id: each.attributes["stage"] for each in plan.operations if each.kind == PREFILL}
     parts = {id_: (stage, "chunk") for id_, stage in chunks.items()}
     parts |= {f"{stage}F": (stage, "step") for stage in chunks.values()}
     takes = {

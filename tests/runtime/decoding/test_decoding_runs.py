@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -109,7 +110,7 @@ KINDS: dict[Kept, str] = {"dp": "samples4", "tp": "shards4", "cp": "cache4", "cp
 def test_bytes_that_are_sent_are_those_predicted() -> None:
     """Prompts of one word, so that all is decode; in as many steps as devices each of them keeps each text's word."""
     prompts = [[number + 1] for number in range(REQUESTS)]
-    kept = {"prompts": prompts, "sizes": (REQUESTS,), "new_tokens": STEPS}
+    kept: dict[str, Any] = {"prompts": prompts, "sizes": (REQUESTS,), "new_tokens": STEPS}
     cases = [case(LLAMA, [kind], ALL, **kept) for kind in KINDS.values()]
     for (name, _), found in zip(KINDS.items(), written_by(cases, 4), strict=True):
         shape = AttentionShape.of(HIDDEN, HEADS, KEY_HEADS)

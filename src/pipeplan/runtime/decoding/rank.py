@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeplan.costs.decode_loop import PREFILL as CHUNK
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.runtime.decoding.choosing import WordChoice
@@ -27,6 +26,7 @@ from pipeplan.runtime.decoding.stage import DecodingStage
 from pipeplan.runtime.executor.channels import TransferError, transfer_errors
 from pipeplan.runtime.executor.stage import StageError
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
+from pipeplan.workload.kinds import PREFILL
 
 Part = Literal["turn", "step", "chunk"]
 """What is run of a turn: texts are written on in its step, prompts are read in its chunk, or both, prompts first."""
@@ -49,7 +49,7 @@ class Turns:
         A plan without chunks says nothing of prompts: those are read before each of its steps.
         """
         own = [number for number, stage in enumerate(plan.stages) if device in stage.devices and stage.blocks]
-        chunks = {int(each.attributes["stage"]): each.id for each in plan.operations if each.kind == CHUNK}
+        chunks = {each.attributes["stage"]: each.id for each in plan.operations if each.kind == PREFILL}
         ids: dict[tuple[int, Part], str] = {(number, "step" if chunks else "turn"): f"{number}F" for number in own}
         ids |= {(number, "chunk"): chunks[number] for number in own if number in chunks}
         repetend = plan.repetend
@@ -69,7 +69,7 @@ class Turns:
         taken its place, which the words of the group's last step say. Raises UsageError."""
         repetend, groups = plan.repetend, plan.decode.groups if plan.decode is not None else 1
         for each in plan.operations if repetend is not None else ():
-            step = f"{each.attributes['stage']}F" if each.kind == CHUNK else each.id
+            step = f"{each.attributes['stage']}F" if each.kind == PREFILL else each.id
             if repetend.first[each.id] - repetend.first[step] >= groups:
                 raise UsageError(
                     f"the plan takes in {each.id} more than a step of its group ahead, and with --tokenizer texts may "
