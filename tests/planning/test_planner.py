@@ -110,6 +110,7 @@ def test_replicas_can_be_fixed() -> None:
         search_plan(request_of(model, "one-to-one", Batch(8, 3), num_devices=4, **(QUICK | {"replicas": 3})))
 
 
+@pytest.mark.slow
 def test_without_prices_no_device_waits() -> None:
     """Summing gradients costs nothing without a cluster, and copies of the whole model have no bubbles."""
     found = search_plan(

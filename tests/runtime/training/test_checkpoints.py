@@ -37,6 +37,8 @@ Leg = tuple[Plan, TrainOptions, int]
 
 
 SLOW = (
+    "replicas come and go",
+    "parameters divided, then optimizers, then whole",
     "tiles, then other tiles, then stages",
     "and the other way round",
     "whole, then split over three",
