@@ -14,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def row(folder: Path, kept: Kept) -> list[str]:
     shape = AttentionShape.of(HIDDEN, HEADS)
     predicted = step_volume(kept, shape, REQUESTS, DEVICES, statistics=1).bytes(4)
 
-    def more(count: Any) -> float:
+    def more(count: Callable[[dict[str, Any], int], int]) -> float:
         return max((count(many, rank) - count(few, rank)) / (MANY - FEW) for rank in range(DEVICES))
 
     def layer(figures: dict[str, Any], rank: int) -> int:
@@ -66,7 +67,7 @@ def row(folder: Path, kept: Kept) -> list[str]:
         return sum(count for name, count in sent if name.startswith("layers."))
 
     handed = more(lambda figures, rank: sum(figures["sent_bytes"][rank].values()))
-    wire = more(lambda figures, rank: figures["wire_bytes"][rank])
+    wire = more(lambda figures, rank: int(figures["wire_bytes"][rank]))
     counts = predicted, more(layer), handed, wire
     beside = f"{wire / handed - 1:+.2%}" if handed else "-"
     return [kept, *(f"{count:,.0f}" for count in counts), beside, f"{(wire - handed + more(layer)) / 4:,.0f}"]

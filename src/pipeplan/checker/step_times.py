@@ -101,8 +101,10 @@ def _piece_ns(block: Block, row: PhaseRow, way: _Ways, own: int, together: int, 
     """A block whose core is of a piece of every cache: as it was measured, or by the rows of shorter texts."""
     rows = [each for each in block.phases if each.phase == "decode" and each.shards == way.shards]
     if any((each.dcp, each.by_queries) == (way.pieces, way.by_queries) for each in rows):
-        case = {"shards": way.shards, "dcp": way.pieces, "by_queries": way.by_queries}
-        return phase_costs(block, "decode", own, context, **case).forward_ns
+        measured = phase_costs(
+            block, "decode", own, context, shards=way.shards, dcp=way.pieces, by_queries=way.by_queries
+        )
+        return measured.forward_ns
     seen = min(context, block.cache_window_tokens or context)
     piece = -(-seen // way.pieces)
     if piece >= min(each.context_tokens for each in rows if each.dcp == 1):

@@ -193,8 +193,10 @@ def _step_with_pieces(
     if any(
         (each.dcp, each.by_queries, each.shards) == (way.cache, way.by_queries, way.shards) for each in block.phases
     ):
-        case = {"shards": way.shards, "dcp": way.cache, "by_queries": way.by_queries}
-        return phase_costs(block, "decode", own, context, **case).forward_ns
+        measured = phase_costs(
+            block, "decode", own, context, shards=way.shards, dcp=way.cache, by_queries=way.by_queries
+        )
+        return measured.forward_ns
     return row.forward_ns - row.core_ns + _core_of_pieces(block, row, together, piece, kept)
 
 
