@@ -37,6 +37,7 @@ from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.folding import of_devices
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import num_sliced, repetend_at, repetend_of, repetend_of_loop
@@ -505,11 +506,11 @@ class Result(Displayed):
             "bubble_rate": predicted.bubble_rate,
             "bubble_rate_span": predicted.bubble_rate_span,
             "bubble_rate_steady": predicted.bubble_rate_steady,
-            "peak_memory_bytes": [memory.peak_bytes for memory in predicted.memory],
+            "peak_memory_bytes": of_devices(self.plan.players, [memory.peak_bytes for memory in predicted.memory]),
             "num_microbatches": self.plan.num_microbatches,
             "microbatch_size": self.plan.microbatch_size,
             "samples_per_replica": list(self.schedule.workload.samples_per_replica),
-            "num_devices": len(self.plan.devices),
+            "num_devices": self.plan.num_devices,
             "idle_devices": list(self.plan.workload.idle_devices),
             "placement": self.plan.placement,
             **({"zero": level} if (level := max(stage.zero for stage in self.plan.stages)) else {}),

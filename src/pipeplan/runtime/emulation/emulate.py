@@ -82,7 +82,7 @@ class _Emulation:
     def __init__(self, plan: Plan, options: RunOptions, progress: Progress) -> None:
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
-        self._progress, self._planned_ns, self._num_ranks = progress, plan.predicted.whole_ns, len(plan.devices)
+        self._progress, self._planned_ns, self._num_ranks = progress, plan.predicted.whole_ns, plan.num_devices
         self.all_ranks = AllRanks(_CPU, progress, timeout)
         require_alike(self.all_ranks.gather({"plan": sha256_of(plan), **options.as_json()}))
         programs, hops = planned_programs(plan), hops_of(plan)

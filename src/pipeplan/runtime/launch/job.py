@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import TypeAdapter
 
 from pipeplan.files import Plan, parse
+from pipeplan.files.folded import unfolded
 from pipeplan.runtime.launch.status import Progress
 
 
@@ -213,7 +214,7 @@ def run_job(
     run: Callable[[Plan, Options, Progress, OnEvent], RunResult], options: Options, job: Report, context: RankContext
 ) -> None:
     """Run the plan of a job, and let rank 0 report what happens and the result, as ``Listener`` reads them."""
-    plan = parse(job["plan"], Plan)
+    plan = unfolded(parse(job["plan"], Plan))
     context.progress.board.programs = plan.whole_programs
 
     def on_event(event: Event) -> None:
