@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, overload
 
 from pipeplan.files.plan import Plan
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Hop, Loop, Players
+from pipeplan.workload.elements import Hop, Loop, Players, program_of
 from pipeplan.workload.folding import Fold, devices_of, folded, of_devices, on_devices
 from pipeplan.workload.workload import Workload
-
-Said = TypeVar("Said")
 
 
 def folded_plan(plan: Plan, least: int = 2) -> Plan:
@@ -49,31 +47,117 @@ def _says(found: Plan, plan: Plan) -> bool:
 
 
 def unfolded(plan: Plan) -> Plan:
-    """The plan with a program for each device; it grows with the number of devices."""
+    """The plan with a program for each device; it grows with the number of devices. Its fingerprint stays."""
     if not plan.players:
         return plan
     players, fold = plan.players, Fold(plan.players)
     places = [(fold.programs[device], fold.places[device]) for device in range(plan.num_devices)]
-    programs = tuple(program_on(plan.programs[program], players, place) for program, place in places)
+    return _same_print(
+        plan,
+        {
+            **_groups(plan),
+            "dependencies": tuple(replace(each, hops=on_devices(each.hops, players)) for each in plan.dependencies),
+            "programs": tuple(program_on(plan.programs[program], players, place) for program, place in places),
+            "loop": None if plan.loop is None else _loop(plan.loop, [program for program, _ in places]),
+        },
+    )
+
+
+def on_device(plan: Plan, device: int) -> Plan:
+    """What one device needs of a plan: groups on devices, and of programs and messages its own. Its fingerprint stays.
+
+    Other devices have empty programs. Of a folded plan's programs only this one is unfolded.
+    """
+    if not plan.players:
+        return plan
+    players = plan.players
+    program, place = program_of(players, device)
+    in_place = [own.device(place) for own in players]
+    programs: list[Sequence[str]] = [()] * plan.num_devices
+    programs[device] = program_on(plan.programs[program], players, place)
+
+    def own(hops: Sequence[Hop]) -> tuple[Hop, ...]:
+        ends = ((hop, hop.source_device, hop.target_device) for hop in hops)
+        return tuple(
+            replace(hop, source_device=in_place[source], target_device=in_place[target])
+            for hop, source, target in ends
+            if program in (source, target)
+        )
+
+    rounds = () if plan.loop is None else plan.loop.rounds
+    loop = plan.loop and replace(
+        plan.loop,
+        rounds=tuple(
+            replace(
+                each,
+                begins=tuple(of_devices(players, each.begins)),
+                ends=tuple(of_devices(players, each.ends)),
+            )
+            for each in rounds
+        ),
+    )
+    return _same_print(
+        plan,
+        {
+            **_groups(plan),
+            "dependencies": tuple(replace(each, hops=own(each.hops)) for each in plan.dependencies),
+            "programs": tuple(programs),
+            "loop": loop,
+        },
+    )
+
+
+def _groups(plan: Plan) -> dict[str, Any]:
+    """Devices, stages, and what these share, on devices."""
     groups: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def on(programs: tuple[int, ...]) -> tuple[int, ...]:
         if programs not in groups:
-            groups[programs] = devices_of(players, programs)
+            groups[programs] = devices_of(plan.players, programs)
         return groups[programs]
 
-    return plan.model_copy(
-        update={
-            "players": (),
-            "devices": _by_program(plan.devices, places),
-            "stages": tuple(replace(stage, devices=on(stage.devices)) for stage in plan.stages),
-            "tied": tuple(replace(each, devices=tuple(map(on, each.devices))) for each in plan.tied),
-            "dependencies": tuple(replace(each, hops=on_devices(each.hops, players)) for each in plan.dependencies),
-            "programs": programs,
-            "loop": None if plan.loop is None else _loop(plan.loop, [program for program, _ in places]),
-            "predicted": plan.predicted.model_copy(update={"memory": _by_program(plan.predicted.memory, places)}),
-        }
-    )
+    memory = tuple(of_devices(plan.players, plan.predicted.memory))
+    return {
+        "players": (),
+        "devices": tuple(of_devices(plan.players, plan.devices)),
+        "stages": tuple(replace(stage, devices=on(stage.devices)) for stage in plan.stages),
+        "tied": tuple(replace(each, devices=tuple(map(on, each.devices))) for each in plan.tied),
+        "predicted": plan.predicted.model_copy(update={"memory": memory}),
+    }
+
+
+def _same_print(plan: Plan, changes: dict[str, Any]) -> Plan:
+    """Another form of a plan, which is known by the fingerprint of the plan that was read."""
+    found = plan.model_copy(update=changes)
+    found.__dict__["fingerprint"] = plan.fingerprint
+    return found
+
+
+def device_programs(plan: Plan) -> Sequence[Sequence[str]]:
+    """[device] all that it runs, made as it is read."""
+    return _DevicePrograms(plan) if plan.players else plan.whole_programs
+
+
+class _DevicePrograms(Sequence[Sequence[str]]):
+    """The programs of a folded plan's devices."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._programs = plan, plan.whole_programs
+
+    def __len__(self) -> int:
+        return self._plan.num_devices
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence[str]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sequence[str]]: ...
+
+    def __getitem__(self, index: int | slice) -> Sequence[str] | Sequence[Sequence[str]]:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(*index.indices(len(self))))
+        program, place = program_of(self._plan.players, range(len(self))[index])
+        return program_on(self._programs[program], self._plan.players, place)
 
 
 def in_place_0(plan: Plan) -> Plan:
@@ -84,23 +168,12 @@ def in_place_0(plan: Plan) -> Plan:
     if not plan.players:
         return plan
     firsts = [own.first for own in plan.players]
-    groups = {stage.devices: plan.group_of(stage) for stage in plan.stages}
 
     def in_place(hop: Hop) -> Hop:
         return replace(hop, source_device=firsts[hop.source_device], target_device=firsts[hop.target_device])
 
-    return plan.model_copy(
-        update={
-            "players": (),
-            "devices": tuple(of_devices(plan.players, plan.devices)),
-            "stages": tuple(replace(stage, devices=groups[stage.devices]) for stage in plan.stages),
-            "tied": tuple(
-                replace(each, devices=tuple(devices_of(plan.players, own) for own in each.devices))
-                for each in plan.tied
-            ),
-            "dependencies": tuple(replace(each, hops=tuple(map(in_place, each.hops))) for each in plan.dependencies),
-        }
-    )
+    hops = (replace(each, hops=tuple(map(in_place, each.hops))) for each in plan.dependencies)
+    return plan.model_copy(update={**_groups(plan), "dependencies": tuple(hops)})
 
 
 def program_on(texts: Sequence[str], players: Sequence[Players], place: int) -> Sequence[str]:
@@ -121,10 +194,6 @@ def _renamed(text: str, number: Callable[[int], int]) -> str:
     action = Action.parse(text)
     assert action.peer_device is not None
     return str(replace(action, peer_device=number(action.peer_device)))
-
-
-def _by_program(said: Sequence[Said], places: Sequence[tuple[int, int]]) -> tuple[Said, ...]:
-    return tuple(said[program] for program, _ in places)
 
 
 def _loop(loop: Loop, of: Sequence[int]) -> Loop:

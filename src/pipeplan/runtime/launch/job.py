@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import TypeAdapter
 
 from pipeplan.files import Plan, parse
-from pipeplan.files.folded import unfolded
+from pipeplan.files.folded import device_programs
 from pipeplan.runtime.launch.status import Progress
 
 
@@ -214,8 +214,8 @@ def run_job(
     run: Callable[[Plan, Options, Progress, OnEvent], RunResult], options: Options, job: Report, context: RankContext
 ) -> None:
     """Run the plan of a job, and let rank 0 report what happens and the result, as ``Listener`` reads them."""
-    plan = unfolded(parse(job["plan"], Plan))
-    context.progress.board.programs = plan.whole_programs
+    plan = parse(job["plan"], Plan)
+    context.progress.board.programs = device_programs(plan)
 
     def on_event(event: Event) -> None:
         if heard:
