@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from pipeplan.costs import build_workload, stages
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, LinkLevel, PlacedStage, Placement, Plan, Profile, Recipe
 from pipeplan.files.profile import Edge, Source, TiedParameter
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.folding import folded
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
@@ -124,5 +126,46 @@ def plans_of(seed: int, monkeypatch: pytest.MonkeyPatch) -> Pair:
     program_of = {device: number for number, own in enumerate(alike.players) for device in own.devices}
     on_devices = [orders[program_of[device]] for device in range(placement.num_devices)]
     both = ((graph, orders), (plain, on_devices))
-    folded, devices = (assembled(each, with_links(each, own), profile) for each, own in both)
-    return folded, devices, profile, cluster
+    on_programs, devices = (assembled(each, with_links(each, own), profile) for each, own in both)
+    return on_programs, devices, profile, cluster
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Two positions with two stages each, all split alike."""
+
+    shards: int
+    replicas: int
+
+    @property
+    def devices(self) -> int:
+        """Of both positions."""
+        return 2 * self.shards * self.replicas
+
+
+def plan_of_replicas(of: Replicas, num_microbatches: int = 4) -> Plan:
+    """A plan that is folded where it has more than a few devices, a sample for each replica."""
+    profile, half = alike_profile(Random(5), tied=False), of.devices // 2
+    placed = tuple(
+        PlacedStage(
+            blocks=tuple(f"b{2 * stage + block}" for block in range(2)),
+            devices=tuple(range(half * (stage % 2), half * (stage % 2 + 1))),
+            shards=of.shards,
+            replicas=of.replicas,
+            zero=1,
+        )
+        for stage in range(4)
+    )
+    placement = Placement(strategy="by hand", num_devices=of.devices, stages=placed)
+    workload = build_workload(
+        profile,
+        placement,
+        num_microbatches=num_microbatches,
+        microbatch_size=of.replicas,
+        split_backward=True,
+        cluster=two_levels(of.devices, min(8, of.devices)),
+    )
+    workload = workload if workload.players else folded(workload)
+    graph = task_graph(workload)
+    orders = random_orders(graph, Random(1))[: len(workload.devices)]
+    return assembled(graph, with_links(graph, orders), profile)

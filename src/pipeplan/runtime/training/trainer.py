@@ -212,7 +212,7 @@ class Trainer:
         asked = [block.id for block in model.blocks], model.edges, model.name, model.divides_shards
         if plan.players:
             tied = [{block for block, _ in group} for group in model.tied]
-            programs = (program_of(plan, self.rank, *asked, tied),)
+            programs: tuple[Program, ...] = (program_of(plan, self.rank, *asked, tied),)
         else:
             programs = programs_of(plan, *asked)
         require_splittable(plan, model)
