@@ -14,7 +14,14 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Annotated, Any, Literal, overload
 
-from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, model_serializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    model_serializer,
+    model_validator,
+)
 
 from pipeplan.files.base import (
     MIGRATIONS,
@@ -26,6 +33,7 @@ from pipeplan.files.base import (
     current_version,
     said_only,
 )
+from pipeplan.files.packed import PackedProgram, packed, unpacked
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import INFERENCE, TRAINING, FlopsPerSample, Mode, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
@@ -278,7 +286,11 @@ class Plan(File):
             description="in each action, for each block, beside the profile's time", json_schema_extra={SAID_ONLY: True}
         ),
     ] = 0
-    programs: Annotated[Items[Items[ActionText]], Field(description="per device, compute and communication")]
+    programs: Annotated[
+        Items[Items[ActionText]],
+        BeforeValidator(unpacked, json_schema_input_type=Items[Items[ActionText] | PackedProgram]),
+        Field(description="per device, compute and communication; with players in short, where that can be"),
+    ]
     repetend: Repetend | None = None
     loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
     decode: Annotated[Decode | None, said_only(None, "where it is a loop of decode steps, what that is for")] = None
@@ -303,6 +315,8 @@ class Plan(File):
         found: dict[str, Any] = written(self)
         if self.loop is None:
             found.pop("loop", None)
+        if self.players and "programs" in found:
+            found["programs"] = [packed(program) or list(program) for program in self.programs]
         if not self.sum_order:
             found.pop("sum_order", None)
         if not self.launch_overhead_ns:

@@ -41,7 +41,7 @@ from pipeplan.workload.folding import of_devices
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import num_sliced, repetend_at, repetend_of, repetend_of_loop
-from pipeplan.workload.steady_state.loop import LoopCut
+from pipeplan.workload.steady_state.loop import LoopCut, shortened
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
 from pipeplan.workload.tail import Tail, tail_at
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
@@ -79,6 +79,11 @@ def assemble(
     workload = graph.workload
     orders = with_links(graph, orders)
     starts = earliest_starts(graph, orders)
+    if loop is None and workload.players and _written(workload) > MOST_WRITTEN:
+        run = shortened(graph, orders, starts, MOST_REPEATED)
+        if run is not None:
+            graph, orders, starts, loop, cut = run.graph, run.orders, run.starts, run.loop, None
+            workload = graph.workload
     later = 0 if loop is None else loop.skipped_ns
     graph = graph.summed_best(starts, later)
     workload, figures = graph.workload, rates(graph, orders, starts, loop)
@@ -117,6 +122,14 @@ def assemble(
             ),
             provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
         )
+
+
+MOST_WRITTEN, MOST_REPEATED = 10_000, 8
+"""Beyond so many entries of programs of many devices what repeats is written once: rounds of so few micro-batches."""
+
+
+def _written(workload: Workload) -> int:
+    return workload.entries * workload.num_microbatches
 
 
 _REMEDIES = {
