@@ -296,14 +296,15 @@ def _written(state: State, case: Case, plan: Plan) -> dict[str, Any]:
     path = state.folder / f"{case.stem}.plan.json"
     pipeplan.write(plan, path)
     begun, took = state.clock(), dict[str, float]()
-    for what, done in (("read", lambda: read_plan(str(path))), ("check", lambda: check(plan)), *_simulating(plan)):
+    ways: dict[str, Callable[[], object]] = {
+        "read": lambda: read_plan(str(path)),
+        "check": lambda: check(plan),
+        "simulate": lambda: simulate(plan).figures(),
+    }
+    for what, done in ways.items():
         done()
         took[f"{what}_s"], begun = state.clock() - begun, state.clock()
     return {"programs": len(plan.devices), "plan_bytes": path.stat().st_size, **took}
-
-
-def _simulating(plan: Plan) -> Iterator[tuple[str, Callable[[], object]]]:
-    yield "simulate", lambda: simulate(plan).figures()
 
 
 def grid(state: State, case: Case) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from builders.orders import random_orders
 from builders.sharded import assembled
 from pipeplan.costs import build_workload, stages
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, LinkLevel, PlacedStage, Placement, Plan, Profile, Recipe
+from pipeplan.files.folded import folded_workload
 from pipeplan.files.profile import Edge, Source, TiedParameter
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.folding import folded
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
@@ -165,7 +165,7 @@ def plan_of_replicas(of: Replicas, num_microbatches: int = 4) -> Plan:
         split_backward=True,
         cluster=two_levels(of.devices, min(8, of.devices)),
     )
-    workload = workload if workload.players else folded(workload)
+    workload = workload if workload.players else folded_workload(workload)
     graph = task_graph(workload)
     orders = random_orders(graph, Random(1))[: len(workload.devices)]
     return assembled(graph, with_links(graph, orders), profile)

@@ -199,8 +199,8 @@ def dependencies(
 
     def joined(ends: tuple[str, str], sender: int, receiver: int, sent: Sequence[_Sent]) -> Dependency:
         slices = max((each.kept for each in sent), default=1)
-        ends_of = [stages[each] if fold is None else fold.in_place_0(stages[each]) for each in (sender, receiver)]
-        hops = _hops(*ends_of, num_routes, sent, cluster, stages[sender].context)
+        maker, taker = (stages[each] if fold is None else fold.in_place_0(stages[each]) for each in (sender, receiver))
+        hops = _hops(maker, taker, num_routes, sent, cluster, stages[sender].context)
         hops = hops if fold is None else tuple(map(fold.hop, hops))
         return Dependency(source=ends[0], target=ends[1], hops=hops, slices=slices)
 

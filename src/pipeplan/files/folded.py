@@ -12,16 +12,57 @@ from typing import Any, overload
 
 from pipeplan.files.plan import Plan
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Hop, Loop, Players, program_of
-from pipeplan.workload.folding import Fold, devices_of, folded, of_devices, on_devices
+from pipeplan.workload.elements import Dependency, Hop, Loop, Players, program_of
+from pipeplan.workload.folding import Fold, devices_of, of_devices, on_devices, ways_to_fold
 from pipeplan.workload.workload import Workload
+
+
+def folded_workload(workload: Workload, least: int = 2) -> Workload:
+    """A workload whose programs have as many players as they can, at least so many; itself where that cannot be."""
+    for count in ways_to_fold(workload.stages, len(workload.devices)) if not workload.players else ():
+        fold = Fold.of(workload.stages, count) if count >= least else None
+        found = None if fold is None else _on_programs(workload, fold)
+        if found is not None:
+            return found
+    return workload
+
+
+def _on_programs(workload: Workload, fold: Fold) -> Workload | None:
+    firsts = [own.first for own in fold.players]
+    if any(workload.devices[d] != workload.devices[firsts[program]] for d, program in fold.programs.items()):
+        return None
+    tied = [fold.tied(each) for each in workload.tied]
+    dependencies = [_folded_hops(each, fold) for each in workload.dependencies]
+    if None in tied or None in dependencies:
+        return None
+    return replace(
+        workload,
+        devices=tuple(workload.devices[device] for device in firsts),
+        stages=tuple(map(fold.stage, workload.stages)),
+        tied=tuple(each for each in tied if each is not None),
+        dependencies=tuple(each for each in dependencies if each is not None),
+        players=fold.players,
+    )
+
+
+def _folded_hops(dependency: Dependency, fold: Fold) -> Dependency | None:
+    """Its messages between programs; None where they are not the same in all places, or between places."""
+    by_place: list[list[Hop]] = [[] for _ in range(fold.count)]
+    for hop in dependency.hops:
+        place = fold.places[hop.source_device]
+        if place != fold.places[hop.target_device]:
+            return None
+        by_place[place].append(fold.hop(hop))
+    if any(own != by_place[0] for own in by_place):
+        return None
+    return replace(dependency, hops=tuple(by_place[0]))
 
 
 def folded_plan(plan: Plan, least: int = 2) -> Plan:
     """The plan with programs that at least so many devices play each; itself where devices are not alike."""
     if plan.players or plan.is_inference:
         return plan
-    workload = folded(plan.workload, least)
+    workload = folded_workload(plan.workload, least)
     if not workload.players:
         return plan
     fold = Fold(workload.players)

@@ -14,14 +14,11 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from math import gcd
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from pipeplan.workload.elements import Dependency, Hop, Players, Stage, TiedState
-
-if TYPE_CHECKING:
-    from pipeplan.workload.workload import Workload
+from pipeplan.workload.elements import Hop, Players, Stage, TiedState
 
 Device = int
 Pair = tuple[int, int]
@@ -166,47 +163,6 @@ def of_devices(players: Sequence[Players], said: Sequence[Said]) -> list[Said]:
         for device in own.devices:
             found[device] = value
     return found
-
-
-def folded(workload: Workload, least: int = 2) -> Workload:
-    """A workload whose programs have as many players as they can, at least so many; itself where that cannot be."""
-    for count in ways_to_fold(workload.stages, len(workload.devices)) if not workload.players else ():
-        fold = Fold.of(workload.stages, count) if count >= least else None
-        found = None if fold is None else _on_programs(workload, fold)
-        if found is not None:
-            return found
-    return workload
-
-
-def _on_programs(workload: Workload, fold: Fold) -> Workload | None:
-    firsts = [own.first for own in fold.players]
-    if any(workload.devices[d] != workload.devices[firsts[program]] for d, program in fold.programs.items()):
-        return None
-    tied = [fold.tied(each) for each in workload.tied]
-    dependencies = [_folded_hops(each, fold) for each in workload.dependencies]
-    if None in tied or None in dependencies:
-        return None
-    return replace(
-        workload,
-        devices=tuple(workload.devices[device] for device in firsts),
-        stages=tuple(map(fold.stage, workload.stages)),
-        tied=tuple(each for each in tied if each is not None),
-        dependencies=tuple(each for each in dependencies if each is not None),
-        players=fold.players,
-    )
-
-
-def _folded_hops(dependency: Dependency, fold: Fold) -> Dependency | None:
-    """Its messages between programs; None where they are not the same in all places, or between places."""
-    by_place: list[list[Hop]] = [[] for _ in range(fold.count)]
-    for hop in dependency.hops:
-        place = fold.places[hop.source_device]
-        if place != fold.places[hop.target_device]:
-            return None
-        by_place[place].append(fold.hop(hop))
-    if any(own != by_place[0] for own in by_place):
-        return None
-    return replace(dependency, hops=tuple(by_place[0]))
 
 
 def on_devices(hops: Iterable[Hop], players: Sequence[Players]) -> tuple[Hop, ...]:

@@ -55,7 +55,7 @@ def test_a_rank_unfolds_its_own_program(seed: int, monkeypatch: pytest.MonkeyPat
 
 def _kind(share: Share) -> Share:
     """A share, whoever has the others of its block."""
-    return replace(share, partners=tuple(range(share.count)) if share.partners else (), places=())
+    return replace(share, partners=tuple(range(share.count)) if share.partners else (), places=(), context=())
 
 
 def test_a_rank_makes_no_more_objects_for_more_ranks() -> None:

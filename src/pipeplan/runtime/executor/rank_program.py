@@ -159,7 +159,8 @@ class StagePart:
     ``inputs`` and ``outputs`` give, for each stage on the other end, the blocks whose outputs come in or go out;
     ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``split`` is whether the stage runs I
     and W instead of B. ``shares`` says for each of the blocks what this rank has of it, ``meshes`` how the ranks of
-    its replica, ``group``, stand for it; this one is number ``place`` of them.
+    its replica, ``group``, stand for it; this one is number ``place`` of them. Of those that have the same and other
+    pieces of every sequence, ``context``, it is number ``piece``.
     ``again`` says for each of them what backward computes again, and ``cores`` are those of which the plan knows an
     attention core.
     ``buckets`` are of how many blocks gradients are summed together while it still makes those of blocks before them,
@@ -182,6 +183,8 @@ class StagePart:
     meshes: tuple[Mesh, ...] = ()
     group: tuple[int, ...] = ()
     place: int = 0
+    context: tuple[int, ...] = ()
+    piece: int = 0
     parameter_bytes: int = 0
     waiting_bytes: int = 0
     cores: frozenset[str] = frozenset()
@@ -223,6 +226,7 @@ class Program:
     are what it is made of, while ``texts`` and ``mini_batch`` are of everything that it runs. ``divisions`` are all of
     the plan's, in the same order on every rank. ``stage_of`` has the blocks that one stage of the plan alone has.
     Where it ``is_alone`` all that is said of other ranks is only of those with which this one has something in common.
+    ``pieces`` [stage][rank] are which pieces of every sequence ranks have, of stages where not all have all.
     """
 
     rank: int
@@ -241,6 +245,11 @@ class Program:
     stage_of: Mapping[str, int] = field(default_factory=dict)
     slices: Mapping[Message, Slices] = field(default_factory=dict)
     is_alone: bool = False
+    pieces: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+
+    def piece(self, stage: int, rank: int) -> int:
+        """Which pieces of every sequence a rank has in a stage."""
+        return self.pieces[stage][rank] if stage in self.pieces else 0
 
     def num_gradients(self, stage: int) -> int:
         """How many steps of an iteration add to gradients of a stage's parameters."""
@@ -348,8 +357,9 @@ def _holders_with(
 def _lines_with(plan: Plan, rank: int, here: Collection[int]) -> frozenset[tuple[int, ...]]:
     """Of :func:`_lines` those with this rank."""
     own = [plan.stages[number] for number in here]
-    groups = (replace(stage, devices=_group_of(stage, rank)) for stage in own)
-    return frozenset(line for group in groups for line in _lines_of(group) if rank in line)
+    groups = (replace(stage, devices=_group_of(stage, rank), context=1) for stage in own)
+    found = {line for group in groups for line in _lines_of(group) if rank in line}
+    return frozenset(found | {_context_of(stage, rank) for stage in own if stage.context > 1})
 
 
 def _slices_of(
@@ -518,6 +528,7 @@ class _Lowering:
     ) -> Program:
         """The program; with ``here``, the rank's stages, it knows only of ranks that have to do with this one."""
         plan, texts = self._plan, self._plan.programs[self._rank]
+        known = {self._rank, *(rank for _, *ends in self._hops for rank in ends)}
         return Program(
             rank=self._rank,
             mini_batch=plan.mini_batch,
@@ -534,6 +545,11 @@ class _Lowering:
             is_alone=here is not None,
             stage_of=_stage_of(plan),
             slices=self._slices,
+            pieces={
+                index: {rank: _piece_of(stage, rank) for rank in stage.devices if rank in known}
+                for index, stage in enumerate(plan.stages)
+                if stage.context > 1
+            },
         )
 
     def _in_slices(self, index: int) -> tuple[dict[str, frozenset[int]], dict[str, int]]:
@@ -561,6 +577,8 @@ class _Lowering:
             meshes=_meshes_of(stage),
             group=_group_of(stage, self._rank),
             place=stage.devices.index(self._rank) % stage.shards,
+            context=_context_of(stage, self._rank),
+            piece=_piece_of(stage, self._rank),
             again=stage.again,
             cores=_cores_of(stage),
             buckets=tuple(each.blocks for each in stage.buckets),
@@ -701,9 +719,23 @@ def _cores_of(stage: Stage) -> frozenset[str]:
 
 
 def _group_of(stage: Stage, rank: int) -> tuple[int, ...]:
-    """The devices of a rank's replica."""
+    """The devices that split what a rank has: of its replica those with the same pieces of sequences."""
     first = stage.devices.index(rank) // stage.shards * stage.shards
     return stage.devices[first : first + stage.shards]
+
+
+def _context_of(stage: Stage, rank: int) -> tuple[int, ...]:
+    """The devices of a rank's replica with the same share, in the order of their pieces; none where all have all."""
+    if stage.context == 1:
+        return ()
+    replica, own = divmod(stage.devices.index(rank), stage.shards * stage.context)
+    first = replica * stage.shards * stage.context + own % stage.shards
+    return stage.devices[first : first + stage.shards * stage.context : stage.shards]
+
+
+def _piece_of(stage: Stage, rank: int) -> int:
+    """Which pieces of every sequence a rank has."""
+    return stage.devices.index(rank) // stage.shards % stage.context
 
 
 def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
@@ -712,11 +744,12 @@ def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
 
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
     """What a rank has of a stage's blocks. Devices that share only samples have the same share."""
-    group = _group_of(stage, rank)
-    return tuple(
+    group, context = _group_of(stage, rank), _context_of(stage, rank)
+    found = (
         _share(block, mesh, group, group.index(rank))
         for block, mesh in zip(stage.blocks, _meshes_of(stage), strict=True)
     )
+    return tuple(replace(share, context=context) for share in found)
 
 
 def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
@@ -738,7 +771,8 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
     a custom op together.
     """
     found = {stage.devices for stage in plan.stages if not stage.blocks and len(stage.devices) > 1}
-    return frozenset(found.union(*map(_lines_of, plan.stages)))
+    found.update(*map(_lines_of, plan.stages))
+    return frozenset(found)
 
 
 def _lines_of(stage: Stage) -> Iterator[tuple[int, ...]]:
@@ -748,6 +782,7 @@ def _lines_of(stage: Stage) -> Iterator[tuple[int, ...]]:
     for first in range(0, len(stage.devices), stage.shards):
         group = stage.devices[first : first + stage.shards]
         yield from {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
+    yield from {_context_of(stage, rank) for rank in stage.devices if stage.context > 1}
 
 
 def _stage_of(plan: Plan) -> dict[str, int]:
