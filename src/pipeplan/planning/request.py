@@ -454,7 +454,7 @@ class Request:
             UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
         if start is not None:
-            devices = len(start.devices) if devices is None and cluster is None else devices
+            devices = start.num_devices if devices is None and cluster is None else devices
             if mini_batch is None and num_microbatches is None:
                 mini_batch = start.mini_batch
         free, settled, serving = None, dict[str, Any](), others.pop("serving", OPEN)

@@ -24,7 +24,7 @@ from pipeplan.simulator.metrics import (
     puts_off_weight_grads,
     rates,
 )
-from pipeplan.simulator.recost import recosted, relinked
+from pipeplan.simulator.recost import with_costs_of
 from pipeplan.simulator.waits import Waits, waits_of
 from pipeplan.units import format_ns
 from pipeplan.workload.action import StateAction, operation_of
@@ -428,11 +428,7 @@ def simulate(
         UsageError: the plan cannot be replayed for this number of micro-batches, profile or cluster.
         InvalidPlanError: the plan's programs are not orders of its actions, or wait for each other.
     """
-    workload = plan.workload
-    if profile is not None:
-        workload = recosted(plan, profile, cluster)
-    elif cluster is not None:
-        workload = relinked(plan, cluster)
+    plan, workload = with_costs_of(plan, profile, cluster)
     total = num_microbatches or plan.num_microbatches
     as_planned = workload == plan.workload and total == plan.num_microbatches
     run = _run(plan, workload, total)
