@@ -891,7 +891,7 @@ def estimate(
     batch: Counts = 1,
     weights: Literal["int8", "int4", "fp8"] | None = None,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
-    load_factor: float = 1.0,
+    load_factor: float | Path = 1.0,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -915,7 +915,8 @@ def estimate(
         etp: numbers of these devices that split each expert; 1 holds whole ones. :func:`search` chooses among several.
         weights: of inference, the format of the layers' weights; by default ``dtype``.
         kv_cache_dtype: of inference, the format of the cache; ``"auto"`` is ``dtype``.
-        load_factor: load of the busiest of these devices, as a multiple of the average.
+        load_factor: load of the busiest of these devices, as a multiple of the average; or the path of what a run
+            has measured, as ``pipeplan run --json`` prints it.
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: number formats of weights, gradients and state; by default ``"bf16-mixed"`` for bfloat16,
             ``"fp16-mixed"`` for float16.

@@ -27,6 +27,9 @@ CACHE = "cache"
 CACHE_BY_QUERIES = "cacheq"
 """The same where queries alone are gathered, and a new key and value is sent to the device that keeps it."""
 
+EXPERTS = "experts"
+"""Along which neighbouring devices of a stage share the experts of a block: no axis of a mesh, which a replica has."""
+
 COPIES = "copies"
 """The axis along which all devices do the same."""
 

@@ -8,6 +8,8 @@ clock, and their mini-batches begin together.
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -48,6 +50,11 @@ class ProcessGroups:
         """The ranks of an action; of a single rank nothing leaves it."""
         return self._made[ranks]
 
+    @property
+    def routed(self) -> Counter[int]:
+        """{bytes of a row: rows that this rank has given others, of as many as each of them wanted}."""
+        return sum((made.routed for made in self._made.values()), Counter[int]())
+
     def connect(self, transport: str, timeout: timedelta) -> None:
         """Make the groups; all ranks of the run do so together. Raises RuntimeError as the transport does."""
         groups = groups_of({tuple(sorted(line)) for line in self._lines if len(line) > 1}, transport, timeout)
@@ -79,12 +86,14 @@ class RankGroup:
 
     ``ranks`` are in the order of their shares. Each exchange is noted as waiting for the next one of them, so that who
     does not come is found by going round. The ``group`` is made later for blocks that are built before.
+    ``routed`` {bytes of a row: rows that this rank has handed over for others in :meth:`route`}.
     """
 
     def __init__(self, ranks: Ranks, progress: Progress, group: dist.ProcessGroup | None = None) -> None:
         self._ranks, self._rank, self._progress, self.group = ranks, progress.rank, progress, group
         self._next = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
         self._order = [sorted(ranks).index(rank) for rank in ranks]  # a group numbers its ranks in ascending order
+        self.routed = Counter[int]()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, as a tensor of its own."""
@@ -122,6 +131,24 @@ class RankGroup:
         with self._waiting():
             dist.all_to_all_single(found, own, group=self.group)
         return [found[place] for place in self._order]
+
+    def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
+        """Give each rank so many of the rows, one rank's after another's, and get so many of each, in their order."""
+        own = self._carried(self._numbered(rows, give))
+        found = own.new_empty(sum(get), *own.shape[1:])
+        numbered = sorted(range(len(give)), key=self._order.__getitem__)
+        sizes = [[counts[place] for place in numbered] for counts in (get, give)]
+        width = math.prod(own.shape[1:]) * own.itemsize
+        self.routed[width] += sum(give) - give[self._ranks.index(self._rank)]
+        with self._waiting():
+            dist.all_to_all_single(found, own, *sizes, group=self.group)
+        pieces = found.to(rows.device).split(sizes[0])
+        return torch.cat([pieces[place] for place in self._order])
+
+    def _numbered(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows for each rank in the order that the group numbers them."""
+        pieces = rows.detach().split(list(counts))
+        return torch.cat([pieces[place] for place in sorted(range(len(counts)), key=self._order.__getitem__)])
 
     def start_scatter(self, parts: Tensor) -> Pending:
         """Begin to sum ``parts`` [rank, size], of which each rank, in ascending order, gets its own."""

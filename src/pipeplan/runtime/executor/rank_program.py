@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from pipeplan.costs.experts import as_copies_of_experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.runtime.executor.message_graph import (
@@ -144,11 +145,15 @@ class ProgramLoop:
 
 
 class Division(NamedTuple):
-    """Ranks, in ascending order, that divide what they keep of some blocks, by a ZeRO level."""
+    """Ranks, in ascending order, that divide what they keep of some blocks, by a ZeRO level.
+
+    Or of those parts of them that devices share as experts: ``of_experts``.
+    """
 
     blocks: tuple[str, ...]
     ranks: tuple[int, ...]
     level: int
+    of_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -633,11 +638,19 @@ def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
 
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
     """What a rank has of a stage's blocks. Devices that share only samples have the same share."""
-    group = _group_of(stage, rank)
-    return tuple(
+    group, experts = _group_of(stage, rank), _experts_of(stage, rank)
+    found = (
         _share(block, mesh, group, group.index(rank))
         for block, mesh in zip(stage.blocks, _meshes_of(stage), strict=True)
     )
+    place = experts.index(rank) if experts else 0
+    return tuple(replace(share, experts=experts, expert=place) for share in found)
+
+
+def _experts_of(stage: Stage, rank: int) -> tuple[int, ...]:
+    """The devices that share experts with a rank; none where each has all."""
+    first = stage.devices.index(rank) // stage.expert * stage.expert
+    return stage.devices[first : first + stage.expert] if stage.expert > 1 else ()
 
 
 def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
@@ -665,6 +678,7 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
         for first in range(0, len(stage.devices), stage.shards):
             group = stage.devices[first : first + stage.shards]
             found |= {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
+        found |= {_experts_of(stage, rank) for rank in stage.devices if stage.expert > 1}
     return frozenset(found)
 
 
@@ -675,13 +689,19 @@ def _stage_of(plan: Plan) -> dict[str, int]:
 
 
 def _divisions(plan: Plan) -> Iterator[Division]:
-    """For every stage its replicas, or groups of them, with the same shares."""
+    """For every stage its replicas, or groups of them, with the same shares, and those with the same experts."""
     for stage in plan.stages:
-        size = stage.sharers * stage.shards
-        for begin in range(0, len(stage.devices) if stage.sharers > 1 else 0, size):
-            for place in range(begin, begin + stage.shards):
-                ranks = stage.devices[place : begin + size : stage.shards]
-                yield Division(stage.blocks, tuple(sorted(ranks)), stage.zero)
+        yield from _dividing(stage, of_experts=False)
+        if stage.expert > 1:
+            yield from _dividing(as_copies_of_experts(stage), of_experts=True)
+
+
+def _dividing(stage: Stage, *, of_experts: bool) -> Iterator[Division]:
+    size = stage.sharers * stage.shards
+    for begin in range(0, len(stage.devices) if stage.sharers > 1 else 0, size):
+        for place in range(begin, begin + stage.shards):
+            ranks = stage.devices[place : begin + size : stage.shards]
+            yield Division(stage.blocks, tuple(sorted(ranks)), stage.zero, of_experts)
 
 
 def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:

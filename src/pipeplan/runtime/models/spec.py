@@ -28,7 +28,7 @@ from pipeplan.runtime.parallel.sharding import (
     share_of,
 )
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
-from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
+from pipeplan.workload.mesh import COPIES, EXPERTS, PLACES, SAMPLES, SHARDS, Mesh
 
 Grain = Literal["layer", "half", "operator"]
 """What a block is of a model that is captured: a layer, half of one, or an operator."""
@@ -279,6 +279,9 @@ class Model:
 
     def part_of(self, share: Share, parameter: str) -> ParameterPart:
         """What a device with this share of a block has of a parameter. Raises UsageError if it cannot be split so."""
+        if (experts := self._sharing_experts(share)) is not None and parameter in experts.cuts:
+            own = Slice(experts.cuts[parameter], len(share.experts), share.expert)
+            return ParameterPart((own,), of_experts=True)
         splits, slices, copies, copy = self._splits_of(share), [], 1, 0
         for name, axis in share.mesh.named:
             place = axis.place(share.index)
@@ -309,6 +312,10 @@ class Model:
         """Whether so many devices that split a block divide what it takes and gives along the sequence."""
         split = self.block(id_).split
         return split is not None and split.divides(count)
+
+    def _sharing_experts(self, share: Share) -> Split | None:
+        """How a share's devices share the block's experts; None where it has none, or each device has all."""
+        return self.block(share.block).splits.get(EXPERTS) if share.experts else None
 
     def _splits_of(self, share: Share) -> dict[str, Split]:
         """How a block is split along each axis of its share's mesh that splits it. Raises UsageError."""
@@ -343,12 +350,39 @@ class Model:
     def _share(self, share: Share, whole: nn.Module, shards: Shards) -> nn.Module:
         try:
             splits = self._splits_of(share) | ({PLACES: self.block(share.block).splits[PLACES]} if share.places else {})
+            if (experts := self._sharing_experts(share)) is not None:
+                splits[EXPERTS] = experts
             if not splits:
                 return whole
             made = next(iter(splits.values())).build(shards)
             return share_of(whole, made, partial(self.part_of, share))
         except UsageError as error:
             raise UsageError(self._cannot(share.block, share.mesh) + str(error)) from None
+
+    def require_shared_experts(self, id_: str, num_devices: int, shards: int) -> bool:
+        """Check that devices can share a block's experts, each ``shards`` of which split all else of it.
+
+        Returns:
+            Whether it has any that could be.
+
+        Raises:
+            UsageError: they cannot have equally many, or would not have words of their own.
+        """
+        spec = self.block(id_)
+        if (split := spec.splits.get(EXPERTS)) is None:
+            return False
+        where = f"experts of block {id_!r} of model {self.name!r} cannot be shared by {num_devices} devices"
+        with torch.device("meta"):
+            whole = spec.build()
+        for name in split.cuts:
+            if (count := whole.get_parameter(name).shape[0]) % num_devices:
+                raise UsageError(f"{where}: there are {count}, which is no multiple")
+        if shards > 1 and not (spec.split is not None and spec.split.divides(shards)):
+            raise UsageError(
+                f"{where} of which each {shards} split all else: these have the same words where they cannot divide "
+                "the sequence evenly; give a --sequence that is a multiple, or --tp 1"
+            )
+        return True
 
     def _cannot(self, id_: str, mesh: Mesh) -> str:
         over = f"{mesh.size} devices" + (f" as {mesh}" if mesh.axes != ((SHARDS, mesh.size),) else "")
@@ -424,6 +458,8 @@ def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
     """The place of a share's rank on all axes of its mesh; ``along`` is its place in a line of ranks."""
     axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
     found = {name: along(share.along(name)) for name in axes} | ({PLACES: along(share.places)} if share.places else {})
+    if share.experts:
+        found[EXPERTS] = along(share.experts)
     return replace(found.get(SHARDS, WHOLE), along=found)
 
 

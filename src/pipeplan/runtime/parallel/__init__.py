@@ -17,7 +17,8 @@ class Share:
 
     ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
     a mesh of these ``axes``, names and sizes, where it is not only split in the usual way. ``places`` are those that
-    have the same share and other positions of a sequence, in order, this one among them.
+    have the same share and other positions of a sequence, in order, this one among them. ``experts`` are those that
+    share the block's experts, in order, if it has any: of these this one has number ``expert`` of equal parts.
     """
 
     block: str
@@ -25,6 +26,8 @@ class Share:
     partners: tuple[int, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
     places: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+    expert: int = 0
 
     @property
     def count(self) -> int:
@@ -42,4 +45,6 @@ class Share:
 
     def __str__(self) -> str:
         way = f" {self.mesh}" if self.axes else ""
-        return f"{self.block}[{self.index}/{self.count}{way}]" if self.partners else self.block
+        parts = [f"{self.index}/{self.count}{way}"] if self.partners else []
+        parts += [f"experts {self.expert}/{len(self.experts)}"] if self.experts else []
+        return f"{self.block}[{', '.join(parts)}]" if parts else self.block

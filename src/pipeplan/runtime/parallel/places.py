@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.experts import gated, routed
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.split_layers import cross_entropy
+from pipeplan.workload.mesh import EXPERTS
 
 Change = Callable[[Tensor], Tensor]
 
@@ -74,6 +76,22 @@ def _word_losses(shards: Shards, logits: Tensor, targets: Tensor, words: int, co
     return cross_entropy(logits, targets, words, shards)
 
 
+def _routed(
+    shards: Shards,
+    words: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    num_experts: int,
+    count: int,
+) -> Tensor:
+    """What the experts of all devices that share them make of this one's words."""
+    devices = shards.along.get(EXPERTS, WHOLE)
+    return routed(words, chosen, shares, num_experts, devices, gated(gate_up, down, activation))
+
+
 _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] = {
     "join_places": ("Tensor places, int count", _longer, lambda shards, part, count: shards.joined(part)),
     "scatter_places": ("Tensor places, int count", _shorter, lambda shards, part, count: shards.scattered(part)),
@@ -83,6 +101,12 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] 
     "even_gradient": ("Tensor whole, int count", _alike, _even_gradient),
     "own_words": ("Tensor indices, int words, int count", _alike, _own_words),
     "sum_words": ("Tensor found, Tensor indices, int words, int count", _alike, _sum_words),
+    "routed_experts": (
+        "Tensor words, Tensor chosen, Tensor shares, Tensor gate_up, Tensor down, str activation, int experts, "
+        "int count",
+        _alike,
+        _routed,
+    ),
     "word_losses": ("Tensor logits, Tensor targets, int words, int count", _of_targets, _word_losses),
 }
 """What each takes, ending with the number of devices; a tensor like its result, of no numbers, for it is only ever

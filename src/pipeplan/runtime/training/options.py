@@ -16,10 +16,11 @@ from pipeplan.costs.throughput import PASSES, Throughput, Yardstick
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan, Recipe
 from pipeplan.files.recipe import ADAMW, AUTOCAST
-from pipeplan.runtime.launch.job import Evaluated, RunOptions, RunResult, Started, StepResult
+from pipeplan.runtime.launch.job import Evaluated, ExpertLoad, RunOptions, RunResult, Started, StepResult
 from pipeplan.runtime.models.given_names import Name, PythonValue, is_configuration, require_importable, require_model
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
+from pipeplan.workload.elements import unrunnable_experts
 from pipeplan.workload.kinds import GRADIENTS
 
 OPTIMIZERS = {
@@ -330,13 +331,12 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
             "sequence (context parallelism), which run cannot do yet; search with --cp 1 for a plan to train with, or "
             "replay this one with --emulate"
         )
-    spread = next((number for number, stage in enumerate(plan.stages) if stage.expert > 1), None)
-    if spread is not None and isinstance(options, TrainOptions):
-        raise UsageError(
-            f"stages[{spread}] of the plan has expert {plan.stages[spread].expert}: that many devices share the "
-            "experts of its blocks (expert parallelism), which run cannot do yet; search for a plan without, or replay "
-            "this one with --emulate"
-        )
+    for number, stage in enumerate(plan.stages) if isinstance(options, TrainOptions) else ():
+        if problem := unrunnable_experts(stage):
+            raise UsageError(
+                f"stages[{number}] of the plan has expert {stage.expert} with {problem}; search with --ep 1, or with "
+                "--etp 1 --zero 0,1, for a plan to train with, or replay this one with --emulate"
+            )
     return options.with_grain_of(plan).by_plan(plan) if isinstance(options, TrainOptions) else options
 
 
@@ -455,6 +455,7 @@ class RunOutcome:
             "evaluations": list(map(_finite_of, result.evaluations)),
             "peak_memory_bytes": list(result.peak_memory_bytes),
             "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],
+            **({"experts": _loads_of(result.experts)} if result.experts else {}),
             "versions": dict(result.versions),
         }
 
@@ -463,6 +464,12 @@ class RunOutcome:
             "iteration_ns": round(statistics.median([step.iteration_ns for step in self.result.steps] or [0])),
             "predicted_iteration_ns": self.predicted_ns,
         }
+
+
+def _loads_of(experts: Sequence[ExpertLoad]) -> dict[str, object]:
+    """What ``profile --load-factor`` reads, and what it was made of."""
+    factor = statistics.fmean(each.load_factor for each in experts)
+    return {"load_factor": factor, "blocks": [asdict(each) for each in experts]}
 
 
 def _finite_of(result: StepResult | Evaluated) -> dict[str, object]:

@@ -21,7 +21,7 @@ from pipeplan.runtime.models.spec import Grain
 HEAVY = {
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "embedding",
     "embedding_bag", "conv1d", "conv2d", "conv3d", "convolution", "cross_entropy_loss", "lstm", "gru", "_grouped_mm",
-    "grouped_mm_fallback", "word_losses",
+    "grouped_mm_fallback", "routed_experts", "word_losses",
 }  # fmt: skip
 """Operators worth a block of their own."""
 

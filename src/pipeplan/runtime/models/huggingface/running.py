@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import parameters_of
-from pipeplan.runtime.models.huggingface.adapters import WordsModel
+from pipeplan.runtime.models.huggingface.adapters import SHARING, WordsModel
 from pipeplan.runtime.models.huggingface.families import (
     ROWS,
     WORDS,
@@ -34,10 +34,13 @@ from pipeplan.runtime.models.huggingface.families import (
     places_of,
     scattered_in,
     share_of,
+    shared_experts,
+    with_experts_of_one,
 )
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.parallel.places import Change, DividedPlaces, Exchanges, by_samples, traced
-from pipeplan.runtime.parallel.sharding import Cut, Shards, Split, range_of
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, range_of
+from pipeplan.workload.mesh import EXPERTS
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class RunningShares:
     capture: Callable[[nn.Module], Model]
     require: Callable[[int], None]
     divides: bool = True
-    _known: dict[tuple[int, int], Model] = field(default_factory=dict)
+    _known: dict[tuple[int, int, int], Model] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def split(self, block: BlockSpec) -> BlockSpec:
@@ -67,7 +70,18 @@ class RunningShares:
         parts = frozenset(own for own, name in names.items() if self._is_inside(name))
         build = partial(self._built, block.id)
         sequence = self.sequence if self.divides else 0
-        return replace(block, split=Split(build, cuts, sequence=sequence, gradient_parts=parts))
+        experts = {own: Cut() for own, name in names.items() if name in self._of_experts}
+        splits = {**block.splits, EXPERTS: Split(build, experts)} if experts else block.splits
+        return replace(block, split=Split(build, cuts, sequence=sequence, gradient_parts=parts), splits=splits)
+
+    @cached_property
+    def _of_experts(self) -> frozenset[str]:
+        """Names of the weights that devices can share as whole experts."""
+        return frozenset(
+            f"{path}.{name}"
+            for path, each in shared_experts(self.module).items()
+            for name, _ in each.named_parameters()
+        )
 
     @cached_property
     def _ways(self) -> dict[int, str]:
@@ -92,16 +106,17 @@ class RunningShares:
 
     def _built(self, id_: str, shards: Shards) -> nn.Module:
         """A device's share of a block. Raises UsageError."""
-        made = self._model(shards.count, shards.index).block(id_).build()
+        experts = shards.along.get(EXPERTS, WHOLE).count
+        made = self._model(shards.count, shards.index, experts).block(id_).build()
         made.shards = shards  # type: ignore[assignment]  # a captured block's
         return made
 
-    def _model(self, count: int, index: int) -> Model:
+    def _model(self, count: int, index: int, experts: int) -> Model:
         with self._lock, torch.device("cpu"):
-            if (count, index) not in self._known:
+            if (count, index, experts) not in self._known:
                 self.require(count)
-                self._known[count, index] = self.capture(self._share(count, index))
-            return self._known[count, index]
+                self._known[count, index, experts] = self.capture(self._share(count, index, experts))
+            return self._known[count, index, experts]
 
     @cached_property
     def _shapes(self) -> nn.Module:
@@ -111,8 +126,15 @@ class RunningShares:
             known[id(each)] = nn.Parameter(each.detach().to("meta"), each.requires_grad)
         return copy.deepcopy(self.module, known)
 
-    def _share(self, count: int, index: int) -> nn.Module:
-        share = share_of(self._shapes, self.ways, count, index)
+    def _share(self, count: int, index: int, experts: int) -> nn.Module:
+        """One of ``count`` shares, with one of so many equal parts of all experts where devices share these."""
+        apart = experts > 1
+        ways = {name: way for name, way in self.ways.items() if not (apart and name in self._of_experts)}
+        share = share_of(self._shapes, ways, count, index)
+        if apart:
+            share = with_experts_of_one(share, experts)
+            for each in shared_experts(share).values():
+                setattr(each, SHARING, experts)
         assert isinstance(share, WordsModel)
         if count == 1:
             return share
@@ -121,11 +143,12 @@ class RunningShares:
         biased = list(self._biased())
         for path in biased:
             _add_bias_last(share.get_submodule(path), partial(by_samples, exchanges.scatter, places=self.sequence))
-        scatters = tuple(path for path in self._places.scatters if path not in biased)
-        replace(self._places, scatters=scatters).hook(share, {"": self.sequence}, exchanges)
+        places = places_of(self.module, ways, self.family, apart=True) if apart else self._places
+        scatters = tuple(path for path in places.scatters if path not in biased)
+        replace(places, scatters=scatters).hook(share, {"": self.sequence}, exchanges)
         even = _evened(traced("even_gradient", count))
         for path, each in share.named_modules():
-            if path.endswith(".experts"):
+            if path.endswith(".experts") and not apart:
                 each.register_forward_pre_hook(even)
         for path, table in self._tables():
             _look_up_own(share.get_submodule(path), table, self.words, count, index, divides)
