@@ -88,7 +88,7 @@ IN_FLOAT32 = ("deepseek_v2", "deepseek_v3")
 """Whose rotations transformers computes in float32 whatever the format, as of sums of parts."""
 
 
-@slow_but("name", FAMILIES, lambda name: name == "mixtral")
+@slow_but("name", FAMILIES, lambda _: False, lambda name: name not in ("mixtral", "deepseek_v3"))
 def test_transformers_mixtures_share_experts(name: str) -> None:
     """Over replicas, and over replicas and shards, between which all else is split."""
     tolerance = 1e-7 if name in IN_FLOAT32 else 1e-10
@@ -211,7 +211,8 @@ def test_four_processes_equal_an_unsplit_run(name: str, reports: Reports) -> Non
 @pytest.mark.slow
 def test_ranks_move_what_the_plan_says_where_words_choose_evenly(reports: Reports) -> None:
     """Rows of words, counted as they are handed over; and as many of how they are to be taken."""
-    plan, options = case_of("even four")
+    options = case_of("even four")[1]
+    assert isinstance(options, TrainOptions)
     own = NUM_MICROBATCHES * MICROBATCH // 4 * SEQUENCE  # words of a rank in a mini-batch
     one_way = own * places_reached(4, EACH) * 2  # of two layers
     forwards, backwards = options.num_steps + 1, options.num_steps  # an evaluation runs forward alone
@@ -253,9 +254,7 @@ def test_what_cannot_run_is_refused() -> None:
     with pytest.raises(UsageError, match="no block of model 'gpt2-tiny' there has experts"):
         require_splittable(one_stage("gpt2-tiny", expert=4), load_model("gpt2-tiny"))
     odd = replace(expert_models.SIZE, experts=6).model("odd")
-    with pytest.raises(
-        UsageError, match="stages.0. has expert 4, and experts of block 'layer0.experts' of model 'odd'"
-    ):
+    with pytest.raises(UsageError, match=r"has expert 4, and experts of block 'layer0.experts' of model 'odd'"):
         require_splittable(split, odd)
     odd = replace(expert_models.SIZE, sequence=15).model("odd")
     with pytest.raises(UsageError, match="cannot divide the sequence evenly; give a --sequence"):

@@ -41,6 +41,8 @@ SLOW = (
     "and the other way round",
     "whole, then split over three",
     "a configuration's shares in stages, then divided, then whole",
+    "experts over four, then divided over two, then whole",
+    "whole, then experts over two",
     "branches",
 )
 """Of the pairs."""
