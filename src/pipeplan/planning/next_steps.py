@@ -22,7 +22,6 @@ from pipeplan.planning.steps import placement_bound
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, named_devices
-from pipeplan.workload.elements import Stage, unrunnable_experts
 from pipeplan.workload.workload import Workload
 
 _MOST_ACTIONS = 60_000
@@ -256,17 +255,9 @@ def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
     several = [] if profile is None else _of_several_tensors(profile)
     lacks = [f"several tensors of one block ({several[0]})"] if several else []
     lacks += ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
-    lacks += sorted({f"shared experts that are {how}" for stage in stages if (how := _unlike_runs(stage))})
     if recipe is not None and not (plan.is_inference or recipe.is_custom or recipe.name in _TRAINABLE):
         lacks.append(str(recipe.name))
     return lacks
-
-
-def _unlike_runs(stage: Stage) -> str:
-    """What is done to a stage's shared experts that no run does yet; empty if nothing."""
-    if unrunnable_experts(stage) is None:
-        return ""
-    return f"split over {stage.expert_shards} devices each" if stage.expert_shards > 1 else f"kept by zero {stage.zero}"
 
 
 def _to_train(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
@@ -276,10 +267,6 @@ def _to_train(request: Request, result: Result, simulation: Simulation) -> Itera
         if request.context is not None or isinstance(request.placement, Placement):
             return
         lacks.append(("--cp 1", "share sequences"))
-    if how := next(filter(None, map(_unlike_runs, stages)), ""):
-        if request.expert is not None or isinstance(request.placement, Placement):
-            return
-        lacks.append(("--ep 1", f"share experts that are {how}"))
     recipe = result.plan.recipe
     if lacks and recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
         lacks.append(("--precision bf16-mixed", f"train with {recipe.name}"))

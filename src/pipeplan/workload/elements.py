@@ -178,17 +178,6 @@ def expert_problem(expert: int, num_devices: int, configured: bool = False, expe
     return None
 
 
-def unrunnable_experts(stage: Stage) -> str | None:
-    """What of a stage's shared experts ranks cannot train with yet, in words, if anything."""
-    if stage.expert == 1:
-        return None
-    if stage.expert_shards > 1:
-        return f"expert_shards {stage.expert_shards}: run cannot split each expert yet"
-    if stage.zero > 1:
-        return f"zero {stage.zero}: run cannot exchange their state during actions yet"
-    return None
-
-
 def sharing_problem(zero: int, zero_group: int | None, replicas: int, configured: bool = False) -> str | None:
     """What is wrong with how a stage's replicas divide what they keep, if anything.
 

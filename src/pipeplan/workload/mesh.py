@@ -30,6 +30,9 @@ CACHE_BY_QUERIES = "cacheq"
 EXPERTS = "experts"
 """Along which neighbouring devices of a stage share the experts of a block: no axis of a mesh, which a replica has."""
 
+EXPERT_PARTS = "expertparts"
+"""Along which neighbours among these split the same experts."""
+
 COPIES = "copies"
 """The axis along which all devices do the same."""
 

@@ -23,7 +23,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, routed
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.training.compatibility import require_splittable
-from pipeplan.runtime.training.options import TrainOptions, settled
+from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import expert_models
 from runtime_support.expert_models import EACH, EXPERTS, FEW, HIDDEN, SEQUENCE
 from runtime_support.hugging_face import SEED, text, training_of
@@ -72,10 +72,12 @@ SPLITS = [
     {"expert": 2, "split": True},
     {"expert": 4, "shards": 2, "split": True},
     {"expert": 2, "shards": 2, "recompute": True},
+    {"expert": 4, "expert_shards": 2, "split": True},
+    {"expert": 2, "expert_shards": 2},
     {"expert": 1, "shards": 2},
 ]
-"""Over replicas alone, over these and shards, and in groups of shards; backward split or not, and run again. In the
-last, devices have parts of each expert."""
+"""Over replicas alone, over these and shards, and in groups of shards; backward split or not, and run again. Then two
+have parts of each expert, of the last that they share; of all in the last, where shards of their block have."""
 
 
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
@@ -182,6 +184,10 @@ CASES: dict[str, Callable[[], Plan]] = {
     "even four": lambda: one_stage("even", expert=4),
     "uneven two shards": lambda: one_stage("uneven", expert=4, shards=2, split=True),
     "uneven zero 1": lambda: one_stage("uneven", expert=2, zero=1),
+    "even zero 2": lambda: one_stage("even", expert=2, zero=2, split=True),
+    "uneven parts zero 1": lambda: one_stage("uneven", expert=2, expert_shards=2, zero=1),
+    "mixtral parts": lambda: one_stage("mixtral", expert=4, expert_shards=2, shards=2, split=True),
+    "uneven zero 3": lambda: one_stage("uneven", expert=2, shards=2, zero=3),
     "uneven pipeline recomputed": lambda: two_stages("uneven", recompute=True),
     "mixtral two": lambda: one_stage("mixtral", expert=2, split=True),
     "mixtral two stages": lambda: two_stages("mixtral", split=True),
@@ -243,14 +249,7 @@ def test_the_load_is_counted(reports: Reports) -> None:
 
 
 def test_what_cannot_run_is_refused() -> None:
-    options = TrainOptions("gpt2-experts-tiny")
     split = one_stage("even", expert=4)
-    stages = tuple(replace(stage, expert_shards=2) for stage in split.stages)
-    with pytest.raises(UsageError, match="expert_shards 2: run cannot split each expert yet"):
-        settled(options, split.model_copy(update={"stages": stages}))
-    stages = tuple(replace(stage, zero=2) for stage in split.stages)
-    with pytest.raises(UsageError, match="zero 2: run cannot exchange their state during actions yet"):
-        settled(options, split.model_copy(update={"stages": stages}))
     with pytest.raises(UsageError, match="no block of model 'gpt2-tiny' there has experts"):
         require_splittable(one_stage("gpt2-tiny", expert=4), load_model("gpt2-tiny"))
     odd = replace(expert_models.SIZE, experts=6).model("odd")

@@ -638,19 +638,32 @@ def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
 
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
     """What a rank has of a stage's blocks. Devices that share only samples have the same share."""
-    group, experts = _group_of(stage, rank), _experts_of(stage, rank)
+    group, experts, parts = _group_of(stage, rank), _experts_of(stage, rank), _expert_parts_of(stage, rank)
     found = (
         _share(block, mesh, group, group.index(rank))
         for block, mesh in zip(stage.blocks, _meshes_of(stage), strict=True)
     )
-    place = experts.index(rank) if experts else 0
-    return tuple(replace(share, experts=experts, expert=place) for share in found)
+    if not experts:
+        return tuple(found)
+    own = {"experts": experts, "expert": experts.index(rank)}
+    if parts:
+        own |= {"expert_parts": parts, "expert_part": parts.index(rank)}
+    return tuple(replace(share, **own) for share in found)
 
 
 def _experts_of(stage: Stage, rank: int) -> tuple[int, ...]:
-    """The devices that share experts with a rank; none where each has all."""
-    first = stage.devices.index(rank) // stage.expert * stage.expert
-    return stage.devices[first : first + stage.expert] if stage.expert > 1 else ()
+    """The devices that share experts with a rank, one of each few that split the same; none where each has all."""
+    if stage.expert == 1:
+        return ()
+    first, place = divmod(stage.devices.index(rank), stage.expert)
+    begin = first * stage.expert
+    return stage.devices[begin + place % stage.expert_shards : begin + stage.expert : stage.expert_shards]
+
+
+def _expert_parts_of(stage: Stage, rank: int) -> tuple[int, ...]:
+    """The devices that have parts of the same experts; none where they are whole."""
+    first = stage.devices.index(rank) // stage.expert_shards * stage.expert_shards
+    return stage.devices[first : first + stage.expert_shards] if stage.expert_shards > 1 else ()
 
 
 def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
@@ -678,7 +691,7 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
         for first in range(0, len(stage.devices), stage.shards):
             group = stage.devices[first : first + stage.shards]
             found |= {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
-        found |= {_experts_of(stage, rank) for rank in stage.devices if stage.expert > 1}
+        found |= {line(stage, rank) for line in (_experts_of, _expert_parts_of) for rank in stage.devices} - {()}
     return frozenset(found)
 
 

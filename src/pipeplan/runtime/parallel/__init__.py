@@ -18,7 +18,8 @@ class Share:
     ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
     a mesh of these ``axes``, names and sizes, where it is not only split in the usual way. ``places`` are those that
     have the same share and other positions of a sequence, in order, this one among them. ``experts`` are those that
-    share the block's experts, in order, if it has any: of these this one has number ``expert`` of equal parts.
+    share the block's experts, in order, if it has any: of these this one has number ``expert`` of equal parts, or of
+    those again number ``expert_part`` where ``expert_parts`` have the same experts.
     """
 
     block: str
@@ -28,6 +29,8 @@ class Share:
     places: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     expert: int = 0
+    expert_parts: tuple[int, ...] = ()
+    expert_part: int = 0
 
     @property
     def count(self) -> int:
@@ -46,5 +49,6 @@ class Share:
     def __str__(self) -> str:
         way = f" {self.mesh}" if self.axes else ""
         parts = [f"{self.index}/{self.count}{way}"] if self.partners else []
-        parts += [f"experts {self.expert}/{len(self.experts)}"] if self.experts else []
+        within = f", part {self.expert_part}/{len(self.expert_parts)}" if self.expert_parts else ""
+        parts += [f"experts {self.expert}/{len(self.experts)}{within}"] if self.experts else []
         return f"{self.block}[{', '.join(parts)}]" if parts else self.block

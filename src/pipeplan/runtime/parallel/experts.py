@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.weight_grads import accumulate_later
 
 Experts = Callable[[Tensor, Tensor], Tensor]
@@ -41,6 +41,7 @@ def routed(
     experts: Experts,
     *,
     capacity: int | None = None,
+    parts: Shards = WHOLE,
 ) -> Tensor:
     """The sum of each word's experts, each by its share of it.
 
@@ -53,6 +54,8 @@ def routed(
             represented by its own, so that it does as much as each of them.
         experts: what this device's own experts make of rows.
         capacity: of this device's words, how many an expert takes; later ones get nothing of it. None: all.
+        parts: the place of this device among those that have parts of the same experts, each of which makes a part of
+            a sum: they gather the words of all of them.
 
     Returns:
         [words, width].
@@ -60,7 +63,7 @@ def routed(
     kept = chosen if capacity is None else _within(chosen, num_experts, capacity)
     shares = shares.to(words.dtype)
     own, each = num_experts // devices.count, chosen.shape[1]
-    if devices.collectives is None:
+    if devices.collectives is None and parts.count == 1:
         _note(chosen, kept, num_experts, (kept < num_experts).sum()[None], 0)
         return _weighted(words, torch.where(kept < num_experts, kept % own, own), shares, own, experts)
     numbers = torch.arange(devices.count, device=words.device)
@@ -70,11 +73,20 @@ def routed(
     slots = torch.where(meant, kept[word] - target[:, None] * own, own)
     counts = torch.stack((there.any(-1).sum(1), there.sum((1, 2))), dim=1)
     every = devices.everyones(counts)  # [source, target, (rows, rows of products)]
-    _note(chosen, kept, num_experts, every[..., 1].sum(0), devices.index)
     give, get = counts[:, 0].tolist(), every[:, devices.index, 0].tolist()
+    rows = every.sum(0)  # [target, the same]
+    if parts.count > 1:
+        rows = parts.everyones(rows)
+        lengths, rows = rows[:, devices.index, 0].tolist(), rows.sum(0)
+    _note(chosen, kept, num_experts, rows[:, 1], devices.index)
     routing = torch.cat((slots.to(words.dtype), shares[word] * meant), dim=1)
     came, how = devices.routed(words[word], give, get), devices.routed(routing, give, get)
+    if parts.count > 1:
+        same = [len(came)] * parts.count
+        came, how = (parts.routed(rows.repeat(parts.count, 1), same, lengths) for rows in (came, how))
     made = _weighted(came, how[:, :each].detach().long(), how[:, each:], own, experts)
+    if parts.count > 1:
+        made = parts.routed(made, lengths, same).unflatten(0, (parts.count, -1)).sum(0)
     return torch.zeros_like(words).index_add(0, word, devices.routed(made, get, give))
 
 

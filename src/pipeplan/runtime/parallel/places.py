@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pipeplan.runtime.parallel.experts import gated, routed
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.split_layers import cross_entropy
-from pipeplan.workload.mesh import EXPERTS
+from pipeplan.workload.mesh import EXPERT_PARTS, EXPERTS
 
 Change = Callable[[Tensor], Tensor]
 
@@ -88,8 +88,8 @@ def _routed(
     count: int,
 ) -> Tensor:
     """What the experts of all devices that share them make of this one's words."""
-    devices = shards.along.get(EXPERTS, WHOLE)
-    return routed(words, chosen, shares, num_experts, devices, gated(gate_up, down, activation))
+    devices, parts = (shards.along.get(name, WHOLE) for name in (EXPERTS, EXPERT_PARTS))
+    return routed(words, chosen, shares, num_experts, devices, gated(gate_up, down, activation), parts=parts)
 
 
 _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] = {

@@ -258,7 +258,7 @@ def _require_shared_experts(plan: Plan, model: Model) -> None:
     for index, stage in enumerate(plan.stages):
         for block in stage.blocks if stage.expert > 1 else ():
             try:
-                found |= model.require_shared_experts(block, stage.expert, stage.shards)
+                found |= model.require_shared_experts(block, stage.expert, stage.shards, stage.expert_shards)
             except UsageError as error:
                 raise UsageError(f"stages[{index}] has expert {stage.expert}, and {error}") from None
     most = max(stage.expert for stage in plan.stages)

@@ -20,7 +20,6 @@ from pipeplan.runtime.launch.job import Evaluated, ExpertLoad, RunOptions, RunRe
 from pipeplan.runtime.models.given_names import Name, PythonValue, is_configuration, require_importable, require_model
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
-from pipeplan.workload.elements import unrunnable_experts
 from pipeplan.workload.kinds import GRADIENTS
 
 OPTIMIZERS = {
@@ -331,12 +330,6 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
             "sequence (context parallelism), which run cannot do yet; search with --cp 1 for a plan to train with, or "
             "replay this one with --emulate"
         )
-    for number, stage in enumerate(plan.stages) if isinstance(options, TrainOptions) else ():
-        if problem := unrunnable_experts(stage):
-            raise UsageError(
-                f"stages[{number}] of the plan has expert {stage.expert} with {problem}; search with --ep 1, or with "
-                "--etp 1 --zero 0,1, for a plan to train with, or replay this one with --emulate"
-            )
     return options.with_grain_of(plan).by_plan(plan) if isinstance(options, TrainOptions) else options
 
 

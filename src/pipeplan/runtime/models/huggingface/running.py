@@ -40,7 +40,7 @@ from pipeplan.runtime.models.huggingface.families import (
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.parallel.places import Change, DividedPlaces, Exchanges, by_samples, traced
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, range_of
-from pipeplan.workload.mesh import EXPERTS
+from pipeplan.workload.mesh import EXPERT_PARTS, EXPERTS
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class RunningShares:
     capture: Callable[[nn.Module], Model]
     require: Callable[[int], None]
     divides: bool = True
-    _known: dict[tuple[int, int, int], Model] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], Model] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def split(self, block: BlockSpec) -> BlockSpec:
@@ -106,17 +106,19 @@ class RunningShares:
 
     def _built(self, id_: str, shards: Shards) -> nn.Module:
         """A device's share of a block. Raises UsageError."""
-        experts = shards.along.get(EXPERTS, WHOLE).count
-        made = self._model(shards.count, shards.index, experts).block(id_).build()
+        experts, parts = shards.along.get(EXPERTS, WHOLE), shards.along.get(EXPERT_PARTS, WHOLE)
+        how = shards.count, shards.index, experts.count, parts.count, parts.index
+        made = self._model(*how).block(id_).build()
         made.shards = shards  # type: ignore[assignment]  # a captured block's
         return made
 
-    def _model(self, count: int, index: int, experts: int) -> Model:
+    def _model(self, count: int, index: int, *experts: int) -> Model:
+        how = count, index, *experts
         with self._lock, torch.device("cpu"):
-            if (count, index, experts) not in self._known:
+            if how not in self._known:
                 self.require(count)
-                self._known[count, index, experts] = self.capture(self._share(count, index, experts))
-            return self._known[count, index, experts]
+                self._known[how] = self.capture(self._share(*how))
+            return self._known[how]
 
     @cached_property
     def _shapes(self) -> nn.Module:
@@ -126,15 +128,20 @@ class RunningShares:
             known[id(each)] = nn.Parameter(each.detach().to("meta"), each.requires_grad)
         return copy.deepcopy(self.module, known)
 
-    def _share(self, count: int, index: int, experts: int) -> nn.Module:
-        """One of ``count`` shares, with one of so many equal parts of all experts where devices share these."""
-        apart = experts > 1
+    def _share(self, count: int, index: int, experts: int, parts: int, part: int) -> nn.Module:
+        """One of ``count`` shares, with one of so many equal parts of all experts where devices share these.
+
+        Of each of which it has one of ``parts``, if these are several.
+        """
+        apart = experts * parts > 1
         ways = {name: way for name, way in self.ways.items() if not (apart and name in self._of_experts)}
         share = share_of(self._shapes, ways, count, index)
         if apart:
+            split = {name: way for name, way in self.ways.items() if name in self._of_experts}
+            share = share_of(share, split, parts, part) if parts > 1 else share
             share = with_experts_of_one(share, experts)
             for each in shared_experts(share).values():
-                setattr(each, SHARING, experts)
+                setattr(each, SHARING, experts * parts)
         assert isinstance(share, WordsModel)
         if count == 1:
             return share

@@ -21,7 +21,7 @@ from pipeplan.runtime.models.zoo.layers import LayerStack, columns, into_split, 
 from pipeplan.runtime.parallel.experts import capacity_of, grouped, routed
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import draw
-from pipeplan.workload.mesh import EXPERTS
+from pipeplan.workload.mesh import EXPERT_PARTS, EXPERTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,21 @@ class Mixture:
 class ExpertFeedForward(nn.Module):
     """Experts with their router, LayerNorm and residual: a device has all, whole ones of its own, or parts of all.
 
-    ``shards.along[EXPERTS]`` are devices that share them. Those that split the block, but share no experts, have a part
+    ``shards.along[EXPERTS]`` are devices that share them, ``shards.along[EXPERT_PARTS]`` those that have parts of the
+    same. Those that split the block, but share no experts, have a part
     of each.
     """
 
     def __init__(self, stack: LayerStack, mixture: Mixture, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.mixture, self.shards, self.divided = mixture, shards, stack.divides(shards)
+        self.shared = EXPERTS in shards.along
         self.devices = shards.along.get(EXPERTS, Shards(mixture.spread))
+        self.parts = shards.along.get(EXPERT_PARTS, WHOLE)
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
         self.router = linear(stack.hidden, mixture.count, biased=False)
         own = mixture.count // self.devices.count
-        width = mixture.width if self.devices.count > 1 else shards.own(mixture.width)
+        width = (self.parts if self.shared else shards).own(mixture.width)
         self.expand = nn.Parameter(torch.empty(own, width, stack.hidden))
         self.project = nn.Parameter(torch.empty(own, stack.hidden, width))
         draw(self.expand, 0.02)
@@ -77,7 +80,7 @@ class ExpertFeedForward(nn.Module):
 
     def _chosen(self, normed: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """What each word's experts make of it: all [samples, sequence, ...]."""
-        if self.devices.count > 1 or self.shards.count == 1:
+        if self.shared or self.shards.count == 1:
             return self._routed(normed, chosen, shares)
         if self.divided:
             chosen = self.shards.gathered(chosen, 1)
@@ -89,7 +92,7 @@ class ExpertFeedForward(nn.Module):
         mixture, words = self.mixture, normed.flatten(0, 1)
         capacity = capacity_of(mixture.capacity, len(words), mixture.each, mixture.count) if mixture.capacity else None
         given = words, chosen.flatten(0, 1), shares.flatten(0, 1)
-        made = routed(*given, mixture.count, self.devices, self._experts, capacity=capacity)
+        made = routed(*given, mixture.count, self.devices, self._experts, capacity=capacity, parts=self.parts)
         return made.view_as(normed)
 
     def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
