@@ -120,3 +120,8 @@ class CountedCollectives:
         """A piece for each device."""
         self.sent.note("exchanges", sum(each.nbytes for each in pieces[1:]))
         return self.group.exchange(pieces)
+
+    def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
+        """Rows for each device, of as many as each wants."""
+        self.sent.note("exchanges", rows[give[0] :].nbytes)
+        return self.group.route(rows, give, get)

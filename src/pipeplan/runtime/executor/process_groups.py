@@ -134,21 +134,17 @@ class RankGroup:
 
     def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
         """Give each rank so many of the rows, one rank's after another's, and get so many of each, in their order."""
-        own = self._carried(self._numbered(rows, give))
+        numbered = sorted(range(len(give)), key=self._order.__getitem__)  # the group's order of ranks
+        given, got = ([counts[place] for place in numbered] for counts in (give, get))
+        pieces = torch.split(rows.detach(), list(give))
+        own = self._carried(torch.cat([pieces[place] for place in numbered]))
         found = own.new_empty(sum(get), *own.shape[1:])
-        numbered = sorted(range(len(give)), key=self._order.__getitem__)
-        sizes = [[counts[place] for place in numbered] for counts in (get, give)]
         width = math.prod(own.shape[1:]) * own.itemsize
         self.routed[width] += sum(give) - give[self._ranks.index(self._rank)]
         with self._waiting():
-            dist.all_to_all_single(found, own, *sizes, group=self.group)
-        pieces = found.to(rows.device).split(sizes[0])
-        return torch.cat([pieces[place] for place in self._order])
-
-    def _numbered(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows for each rank in the order that the group numbers them."""
-        pieces = rows.detach().split(list(counts))
-        return torch.cat([pieces[place] for place in sorted(range(len(counts)), key=self._order.__getitem__)])
+            dist.all_to_all_single(found, own, got, given, group=self.group)
+        came = torch.split(found.to(rows.device), got)
+        return torch.cat([came[place] for place in self._order])
 
     def start_scatter(self, parts: Tensor) -> Pending:
         """Begin to sum ``parts`` [rank, size], of which each rank, in ascending order, gets its own."""

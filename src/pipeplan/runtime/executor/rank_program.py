@@ -643,12 +643,8 @@ def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
         _share(block, mesh, group, group.index(rank))
         for block, mesh in zip(stage.blocks, _meshes_of(stage), strict=True)
     )
-    if not experts:
-        return tuple(found)
-    own = {"experts": experts, "expert": experts.index(rank)}
-    if parts:
-        own |= {"expert_parts": parts, "expert_part": parts.index(rank)}
-    return tuple(replace(share, **own) for share in found)
+    place, part = (line.index(rank) if line else 0 for line in (experts, parts))
+    return tuple(replace(share, experts=experts, expert=place, expert_parts=parts, expert_part=part) for share in found)
 
 
 def _experts_of(stage: Stage, rank: int) -> tuple[int, ...]:

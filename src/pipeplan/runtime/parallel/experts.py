@@ -83,10 +83,10 @@ def routed(
     came, how = devices.routed(words[word], give, get), devices.routed(routing, give, get)
     if parts.count > 1:
         same = [len(came)] * parts.count
-        came, how = (parts.routed(rows.repeat(parts.count, 1), same, lengths) for rows in (came, how))
+        came, how = (parts.routed(each.repeat(parts.count, 1), same, lengths) for each in (came, how))
     made = _weighted(came, how[:, :each].detach().long(), how[:, each:], own, experts)
     if parts.count > 1:
-        made = parts.routed(made, lengths, same).unflatten(0, (parts.count, -1)).sum(0)
+        made = parts.routed(made, lengths, same).view(parts.count, same[0], words.shape[1]).sum(0)
     return torch.zeros_like(words).index_add(0, word, devices.routed(made, get, give))
 
 
