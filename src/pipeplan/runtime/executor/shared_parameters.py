@@ -334,8 +334,8 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
     blocks_of: dict[int, set[str]] = defaultdict(set)
     for share, rank in holders:
         partners = tuple(range(share.count)) if share.partners else ()  # whoever they are
-        experts, parts = (tuple(range(len(line))) for line in (share.experts, share.expert_parts))
-        alike = replace(share, partners=partners, places=(), experts=experts, expert_parts=parts)
+        experts, each = (tuple(range(len(line))) for line in (share.experts, share.expert_parts))
+        alike = replace(share, partners=partners, places=(), experts=experts, expert_parts=each)
         ranks_of[share.block][alike].add(rank)
         blocks_of[rank].add(share.block)
     shapes = model.parameter_shapes()
