@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo.mixture import ExpertFeedForward, GPTExpertsSize
+from pipeplan.runtime.parallel.context import context_of, own_positions
 from pipeplan.runtime.parallel.sharding import Split
 
 EXPERTS, EACH, SEQUENCE, HIDDEN = 8, 2, 16, 32
@@ -29,12 +30,10 @@ class ToldRouter(nn.Linear):
     """Adds to the scores of two experts, by a word's place in its text, which so are chosen."""
 
     told: Tensor
-    first: int
 
     def forward(self, normed: Tensor) -> Tensor:
         """[samples, places, hidden] to [samples, places, experts]."""
-        here = self.told[self.first : self.first + normed.shape[1]].to(normed.dtype)
-        return F.linear(normed, self.weight) + _CERTAIN * here
+        return F.linear(normed, self.weight) + _CERTAIN * self.told[: normed.shape[1]].to(normed.dtype)
 
 
 def _told(pairs: list[tuple[int, int]]) -> Tensor:
@@ -56,8 +55,10 @@ def _router_told(pairs: list[tuple[int, int]], build: Callable[..., nn.Module]) 
         made = build(*shards)
         assert isinstance(made, ExpertFeedForward)
         made.router.__class__ = ToldRouter
-        made.router.told = _told(pairs)  # type: ignore[assignment]  # those of its class now
-        made.router.first = SEQUENCE // made.shards.count * made.shards.index if made.divided else 0  # type: ignore[assignment]  # the same
+        context = context_of(made.shards)
+        places = own_positions(SEQUENCE // context.count, context, torch.device("cpu"))
+        begin, end = made.shards.range(len(places)) if made.divided else (0, len(places))
+        made.router.told = _told(pairs)[places[begin:end]]  # type: ignore[assignment]  # those of its class now
         return made
 
     return built
@@ -65,7 +66,13 @@ def _router_told(pairs: list[tuple[int, int]], build: Callable[..., nn.Module]) 
 
 def _choosing(pairs: list[tuple[int, int]], size: GPTExpertsSize, name: str) -> Model:
     model = size.model(name)
+    assert model.in_context is not None
+    in_context = model.in_context
+    shared = replace(_told_in(pairs, model), loss_of="samples", made_up=True)
+    return replace(shared, in_context=lambda count: _told_in(pairs, in_context(count)))
 
+
+def _told_in(pairs: list[tuple[int, int]], model: Model) -> Model:
     def split(one: Split) -> Split:
         return replace(one, build=_router_told(pairs, one.build))
 
@@ -80,7 +87,7 @@ def _choosing(pairs: list[tuple[int, int]], size: GPTExpertsSize, name: str) -> 
         else block
         for block in model.blocks
     )
-    return replace(model, blocks=tuple(blocks), loss_of="samples", made_up=True)
+    return replace(model, blocks=tuple(blocks))
 
 
 def even() -> Model:

@@ -251,29 +251,12 @@ def _of_several_tensors(profile: Profile) -> list[str]:
 
 def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
     """What of a plan ``pipeplan run`` can replay, but not train with yet, in words; of its model by the profile."""
-    stages, recipe = plan.workload.stages, plan.recipe
+    recipe = plan.recipe
     several = [] if profile is None else _of_several_tensors(profile)
     lacks = [f"several tensors of one block ({several[0]})"] if several else []
-    lacks += ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
     if recipe is not None and not (plan.is_inference or recipe.is_custom or recipe.name in _TRAINABLE):
         lacks.append(str(recipe.name))
     return lacks
-
-
-def _to_train(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """Without what only plans can do yet, where nobody asked for that and something may fit without."""
-    stages, lacks = simulation.workload.stages, list[tuple[str, str]]()
-    if any(stage.context > 1 for stage in stages):
-        if request.context is not None or isinstance(request.placement, Placement):
-            return
-        lacks.append(("--cp 1", "share sequences"))
-    recipe = result.plan.recipe
-    if lacks and recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
-        lacks.append(("--precision bf16-mixed", f"train with {recipe.name}"))
-    if lacks:
-        flags, words = zip(*lacks, strict=True)
-        cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {' nor '.join(words)}"
-        yield NextStep(" ".join(flags), f"finds a plan that pipeplan run can train with; it {cannot} yet", 0.5)
 
 
 def _fullest(simulation: Simulation) -> int:
@@ -309,7 +292,6 @@ _STEPS = (
     _sharded_state,
     _more_sharing,
     _no_splits,
-    _to_train,
     _less_recomputation,
     _memory_limit,
 )

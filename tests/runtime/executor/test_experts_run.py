@@ -46,11 +46,11 @@ def model_of(name: str) -> Model:
     return ZOO[name]() if name in ZOO else load_model(text(name), sequence=SEQUENCE, seed=SEED)
 
 
-def one_stage(name: str, *, expert: int, shards: int = 1, split: bool = False, **more: Any) -> Plan:
+def one_stage(name: str, *, expert: int, shards: int = 1, context: int = 1, split: bool = False, **more: Any) -> Plan:
     """All blocks on four devices, not in the order of their numbers."""
     blocks = tuple(block.id for block in model_of(name).blocks)
-    sizes = {"shards": shards, "replicas": 4 // shards, "expert": expert, "microbatch_size": MICROBATCH}
-    stage = PlacedStage(blocks=blocks, devices=(2, 0, 1, 3), **sizes, **more)
+    sizes = {"shards": shards, "replicas": 4 // (shards * context), "context": context, "expert": expert}
+    stage = PlacedStage(blocks=blocks, devices=(2, 0, 1, 3), microbatch_size=MICROBATCH, **sizes, **more)
     return placed_plan(
         model_of(name), [stage], num_microbatches=NUM_MICROBATCHES, microbatch_size=MICROBATCH, split=split
     )
@@ -72,12 +72,15 @@ SPLITS = [
     {"expert": 2, "split": True},
     {"expert": 4, "shards": 2, "split": True},
     {"expert": 2, "shards": 2, "recompute": True},
+    {"expert": 4, "context": 2, "split": True},
+    {"expert": 4, "context": 2, "shards": 2},
     {"expert": 4, "expert_shards": 2, "split": True},
     {"expert": 2, "expert_shards": 2},
     {"expert": 1, "shards": 2},
 ]
-"""Over replicas alone, over these and shards, and in groups of shards; backward split or not, and run again. Then two
-have parts of each expert, of the last that they share; of all in the last, where shards of their block have."""
+"""Over replicas alone, over these and shards, and in groups of shards, over parts of sequences, and shards of these;
+backward split or not, and run again. Then two have parts of each expert, of the last that they share; of all in the
+last, where shards of their block have."""
 
 
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
@@ -190,6 +193,9 @@ CASES: dict[str, Callable[[], Plan]] = {
     "uneven zero 3": lambda: one_stage("uneven", expert=2, shards=2, zero=3),
     "uneven pipeline recomputed": lambda: two_stages("uneven", recompute=True),
     "mixtral two": lambda: one_stage("mixtral", expert=2, split=True),
+    "uneven context": lambda: one_stage("uneven", expert=4, context=2, split=True),
+    "even context two": lambda: one_stage("even", expert=2, context=2, zero=1),
+    "mixtral context": lambda: one_stage("mixtral", expert=2, context=2, split=True),
     "mixtral two stages": lambda: two_stages("mixtral", split=True),
     "qwen2_moe four shards": lambda: one_stage("qwen2_moe", expert=4, shards=2),
 }
@@ -205,7 +211,11 @@ def reports(request: pytest.FixtureRequest) -> Reports:
     return reports_of({name: case_of(name) for name in asked_for(request, CASES)})
 
 
-@slow_but("name", CASES, lambda _: False, lambda name: name.startswith(("qwen2", "mixtral two stages")))
+SHORT = ("even four", "uneven two shards", "uneven zero 1", "uneven context", "mixtral context")
+"""Cases that run with the slow tests; the others with the long ones."""
+
+
+@slow_but("name", CASES, lambda _: False, lambda name: name not in SHORT)
 def test_four_processes_equal_an_unsplit_run(name: str, reports: Reports) -> None:
     """Losses, norms, gradients and parameters of two clipped steps."""
     plan, options = case_of(name)
@@ -215,14 +225,15 @@ def test_four_processes_equal_an_unsplit_run(name: str, reports: Reports) -> Non
 
 
 @pytest.mark.slow
-def test_ranks_move_what_the_plan_says_where_words_choose_evenly(reports: Reports) -> None:
+@pytest.mark.parametrize("name", ["even four"])
+def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, reports: Reports) -> None:
     """Rows of words, counted as they are handed over; and as many of how they are to be taken."""
-    options = case_of("even four")[1]
+    options = case_of(name)[1]
     assert isinstance(options, TrainOptions)
     own = NUM_MICROBATCHES * MICROBATCH // 4 * SEQUENCE  # words of a rank in a mini-batch
     one_way = own * places_reached(4, EACH) * 2  # of two layers
     forwards, backwards = options.num_steps + 1, options.num_steps  # an evaluation runs forward alone
-    for report in reports["even four"].values():
+    for report in reports[name].values():
         assert report["routed"] == {
             str(HIDDEN * 8): 2 * one_way * (forwards + backwards),
             str(2 * EACH * 8): one_way * (forwards + backwards),
@@ -230,22 +241,21 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(reports: Report
 
 
 @pytest.mark.slow
-def test_the_load_is_counted(reports: Reports) -> None:
+@pytest.mark.parametrize("name", ["even four", "uneven two shards", "uneven context"])
+def test_the_load_is_counted(name: str, reports: Reports) -> None:
     """By block: evenly 1; else as the places say of which each word chooses which experts."""
-    for name, factor in (("even four", 1.0), ("uneven two shards", None)):
-        plan, options = case_of(name)
-        found = reports[name][0]["experts"]
-        assert found == reports[name][3]["experts"]
-        assert len(found) == 2
-        texts = plan.mini_batch * options.num_steps
-        for load in found:
-            pairs = expert_models.evenly() if factor else expert_models.unevenly()
-            chosen = [texts * sum(expert in pair for pair in pairs) for expert in range(EXPERTS)]
-            assert load["tokens_per_expert"] == chosen
-            assert (min(chosen) == 0) == (factor is None), FEW
-            on_device = [chosen[2 * device] + chosen[2 * device + 1] for device in range(4)]
-            expected = factor or max(on_device) * 4 / sum(on_device)
-            assert load["load_factor"] == pytest.approx(expected)
+    plan, options = case_of(name)
+    found = reports[name][0]["experts"]
+    assert found == reports[name][3]["experts"]
+    assert len(found) == 2
+    pairs = expert_models.evenly() if name.startswith("even") else expert_models.unevenly()
+    texts = plan.mini_batch * options.num_steps
+    chosen = [texts * sum(expert in pair for pair in pairs) for expert in range(EXPERTS)]
+    assert chosen.count(0) == (0 if name.startswith("even") else EXPERTS - FEW)
+    on_device = [chosen[2 * device] + chosen[2 * device + 1] for device in range(4)]
+    for load in found:
+        assert load["tokens_per_expert"] == chosen
+        assert load["load_factor"] == pytest.approx(max(on_device) * 4 / sum(on_device))
 
 
 def test_what_cannot_run_is_refused() -> None:

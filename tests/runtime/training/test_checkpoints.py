@@ -43,6 +43,7 @@ SLOW = (
     "a configuration's shares in stages, then divided, then whole",
     "experts over four, then divided over two, then whole",
     "whole, then experts over two",
+    "a configuration's shares in stages, then divided, then sequences shared, then whole",
     "branches",
 )
 """Of the pairs."""

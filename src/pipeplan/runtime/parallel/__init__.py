@@ -17,9 +17,10 @@ class Share:
 
     ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
     a mesh of these ``axes``, names and sizes, where it is not only split in the usual way. ``places`` are those that
-    have the same share and other positions of a sequence, in order, this one among them. ``experts`` are those that
-    share the block's experts, in order, if it has any: of these this one has number ``expert`` of equal parts, or of
-    those again number ``expert_part`` where ``expert_parts`` have the same experts.
+    have the same share and other positions of a sequence, in order, this one among them, ``context`` those that have it
+    and other pieces of every sequence that the stage is given. ``experts`` are those that share the block's experts, in
+    order, if it has any: of these this one has number ``expert`` of equal parts, or of those again number
+    ``expert_part`` where ``expert_parts`` have the same experts.
     """
 
     block: str
@@ -27,6 +28,7 @@ class Share:
     partners: tuple[int, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
     places: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     expert: int = 0
     expert_parts: tuple[int, ...] = ()

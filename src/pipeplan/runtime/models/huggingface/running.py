@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import parameters_of
-from pipeplan.runtime.models.huggingface.adapters import SHARING, WordsModel
+from pipeplan.runtime.models.huggingface.adapters import SHARING, WordsModel, in_pieces
 from pipeplan.runtime.models.huggingface.families import (
     ROWS,
     WORDS,
@@ -38,9 +38,24 @@ from pipeplan.runtime.models.huggingface.families import (
     with_experts_of_one,
 )
 from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel.context import CONTEXT
 from pipeplan.runtime.parallel.places import Change, DividedPlaces, Exchanges, by_samples, traced
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, range_of
 from pipeplan.workload.mesh import EXPERT_PARTS, EXPERTS
+
+
+class _Held(NamedTuple):
+    """Which share of a model a device has, which pieces of sequences, and of how many parts of all experts it has one.
+
+    Of each of its experts it has one of ``parts``.
+    """
+
+    count: int
+    index: int
+    piece: int
+    experts: int
+    parts: int
+    part: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class RunningShares:
 
     ``capture`` cuts a share into blocks; ``require(count)`` refuses numbers of devices that cannot have shares.
     Where the ``sequence`` divides by their number so do devices outside of products, as the family has it, but not
-    without ``divides``.
+    without ``divides``. So many devices share sequences as ``context`` says, each with pieces as long as ``sequence``.
     """
 
     module: WordsModel
@@ -60,7 +75,8 @@ class RunningShares:
     capture: Callable[[nn.Module], Model]
     require: Callable[[int], None]
     divides: bool = True
-    _known: dict[tuple[int, ...], Model] = field(default_factory=dict)
+    context: int = 1
+    _known: dict[_Held, Model] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def split(self, block: BlockSpec) -> BlockSpec:
@@ -106,19 +122,19 @@ class RunningShares:
 
     def _built(self, id_: str, shards: Shards) -> nn.Module:
         """A device's share of a block. Raises UsageError."""
-        experts, parts = shards.along.get(EXPERTS, WHOLE), shards.along.get(EXPERT_PARTS, WHOLE)
-        how = shards.count, shards.index, experts.count, parts.count, parts.index
-        made = self._model(*how).block(id_).build()
+        context, experts, parts = (shards.along.get(name, WHOLE) for name in (CONTEXT, EXPERTS, EXPERT_PARTS))
+        held = _Held(shards.count, shards.index, context.index, experts.count, parts.count, parts.index)
+        made = self._model(held).block(id_).build()
         made.shards = shards  # type: ignore[assignment]  # a captured block's
         return made
 
-    def _model(self, count: int, index: int, *experts: int) -> Model:
-        how = count, index, *experts
+    def _model(self, held: _Held) -> Model:
         with self._lock, torch.device("cpu"):
-            if how not in self._known:
-                self.require(count)
-                self._known[how] = self.capture(self._share(*how))
-            return self._known[how]
+            if held not in self._known:
+                if held.count > 1:
+                    self.require(held.count)
+                self._known[held] = self.capture(self._share(held))
+            return self._known[held]
 
     @cached_property
     def _shapes(self) -> nn.Module:
@@ -128,21 +144,20 @@ class RunningShares:
             known[id(each)] = nn.Parameter(each.detach().to("meta"), each.requires_grad)
         return copy.deepcopy(self.module, known)
 
-    def _share(self, count: int, index: int, experts: int, parts: int, part: int) -> nn.Module:
-        """One of ``count`` shares, with one of so many equal parts of all experts where devices share these.
-
-        Of each of which it has one of ``parts``, if these are several.
-        """
-        apart = experts * parts > 1
+    def _share(self, held: _Held) -> nn.Module:
+        """What a device has: of its own experts, where devices share these, or as all else is split."""
+        count, index, apart = held.count, held.index, held.experts * held.parts > 1
         ways = {name: way for name, way in self.ways.items() if not (apart and name in self._of_experts)}
         share = share_of(self._shapes, ways, count, index)
         if apart:
             split = {name: way for name, way in self.ways.items() if name in self._of_experts}
-            share = share_of(share, split, parts, part) if parts > 1 else share
-            share = with_experts_of_one(share, experts)
+            share = share_of(share, split, held.parts, held.part) if held.parts > 1 else share
+            share = with_experts_of_one(share, held.experts)
             for each in shared_experts(share).values():
-                setattr(each, SHARING, experts * parts)
+                setattr(each, SHARING, held.experts * held.parts)
         assert isinstance(share, WordsModel)
+        if self.context > 1:
+            in_pieces(share, self.context, held.piece)
         if count == 1:
             return share
         divides = self.divides and self.sequence % count == 0
