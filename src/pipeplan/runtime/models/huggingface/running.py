@@ -50,8 +50,8 @@ class _Held(NamedTuple):
     Of each of its experts it has one of ``parts``.
     """
 
-    count: int
-    index: int
+    shards: int
+    shard: int
     piece: int
     experts: int
     parts: int
@@ -131,8 +131,8 @@ class RunningShares:
     def _model(self, held: _Held) -> Model:
         with self._lock, torch.device("cpu"):
             if held not in self._known:
-                if held.count > 1:
-                    self.require(held.count)
+                if held.shards > 1:
+                    self.require(held.shards)
                 self._known[held] = self.capture(self._share(held))
             return self._known[held]
 
@@ -146,7 +146,7 @@ class RunningShares:
 
     def _share(self, held: _Held) -> nn.Module:
         """What a device has: of its own experts, where devices share these, or as all else is split."""
-        count, index, apart = held.count, held.index, held.experts * held.parts > 1
+        count, index, apart = held.shards, held.shard, held.experts * held.parts > 1
         ways = {name: way for name, way in self.ways.items() if not (apart and name in self._of_experts)}
         share = share_of(self._shapes, ways, count, index)
         if apart:
