@@ -44,7 +44,7 @@ from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, range_
 from pipeplan.workload.mesh import EXPERT_PARTS, EXPERTS
 
 
-class _Held(NamedTuple):
+class _RankShare(NamedTuple):
     """Which share of a model a device has, which pieces of sequences, and of how many parts of all experts it has one.
 
     Of each of its experts it has one of ``parts``.
@@ -76,7 +76,7 @@ class RunningShares:
     require: Callable[[int], None]
     divides: bool = True
     context: int = 1
-    _known: dict[_Held, Model] = field(default_factory=dict)
+    _known: dict[_RankShare, Model] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def split(self, block: BlockSpec) -> BlockSpec:
@@ -123,12 +123,12 @@ class RunningShares:
     def _built(self, id_: str, shards: Shards) -> nn.Module:
         """A device's share of a block. Raises UsageError."""
         context, experts, parts = (shards.along.get(name, WHOLE) for name in (CONTEXT, EXPERTS, EXPERT_PARTS))
-        held = _Held(shards.count, shards.index, context.index, experts.count, parts.count, parts.index)
+        held = _RankShare(shards.count, shards.index, context.index, experts.count, parts.count, parts.index)
         made = self._model(held).block(id_).build()
         made.shards = shards  # type: ignore[assignment]  # a captured block's
         return made
 
-    def _model(self, held: _Held) -> Model:
+    def _model(self, held: _RankShare) -> Model:
         with self._lock, torch.device("cpu"):
             if held not in self._known:
                 if held.shards > 1:
@@ -144,7 +144,7 @@ class RunningShares:
             known[id(each)] = nn.Parameter(each.detach().to("meta"), each.requires_grad)
         return copy.deepcopy(self.module, known)
 
-    def _share(self, held: _Held) -> nn.Module:
+    def _share(self, held: _RankShare) -> nn.Module:
         """What a device has: of its own experts, where devices share these, or as all else is split."""
         count, index, apart = held.shards, held.shard, held.experts * held.parts > 1
         ways = {name: way for name, way in self.ways.items() if not (apart and name in self._of_experts)}
