@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say
@@ -51,6 +52,10 @@ class LoadFactor(FiniteRange):
         """The number. Raises FileError."""
         is_path = isinstance(value, Path) or (isinstance(value, str) and not _is_number(value))
         return super().convert(_api.read_load_factor(str(value)) if is_path else value, param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Files."""
+        return [CompletionItem(incomplete, type="file")]
 
 
 def _is_number(text: str) -> bool:
