@@ -18,6 +18,8 @@ from pipeplan.checker import check
 from pipeplan.costs.communication import places_reached
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.executor.rank_program import program_of, programs_of
+from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, routed
@@ -256,6 +258,29 @@ def test_the_load_is_counted(name: str, reports: Reports) -> None:
     for load in found:
         assert load["tokens_per_expert"] == chosen
         assert load["load_factor"] == pytest.approx(max(on_device) * 4 / sum(on_device))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"expert": 4, "shards": 2}, {"expert": 2, "zero": 1}, {"expert": 2, "shards": 4}], ids=str
+)
+def test_a_rank_alone_knows_who_has_what_it_has(sizes: dict[str, int]) -> None:
+    """Of parameters and divided state, what all of a plan's programs know, as far as it is of this rank."""
+    model, plan = model_of("even"), one_stage("even", **sizes)
+    given = [block.id for block in model.blocks], model.edges, model.name
+    for rank, whole in enumerate(programs_of(plan, *given)):
+        found = program_of(plan, rank, *given, tied=[["embedding", "head"]])
+        assert found.lines == {line for line in whole.lines if rank in line}
+        groups = [
+            {
+                (each.name, number): ranks
+                for each in _families(model, one.holders)
+                for number, ranks in each.groups.items()
+            }
+            for one in (found, whole)
+        ]
+        own, expected = ({key: ranks for key, ranks in each.items() if rank in ranks} for each in groups)
+        assert own == expected
+        assert {each for each in whole.divisions if rank in each.ranks} == set(found.divisions)
 
 
 def test_what_cannot_run_is_refused() -> None:
