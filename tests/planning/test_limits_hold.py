@@ -26,7 +26,7 @@ from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
-from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, TooLongError
 from pipeplan.examples import shape
 from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
 from pipeplan.files.cluster import DeviceKind, LinkLevel
@@ -733,7 +733,7 @@ def test_no_further_cut_of_a_large_request_is_begun_when_time_is_over(
     clock, tried = Hand(), list[float]()
     monkeypatch.setattr(time, "process_time", lambda: clock.now)
 
-    def cuts(request: Request, begin: Callable[[], None]) -> Iterator[PlacementCandidate]:
+    def cuts(request: Request, begin: Callable[[], None], wanted: object) -> Iterator[PlacementCandidate]:
         for _ in range(3):
             tried.append(clock.now)
             for _ in range(100 if endless else 3):
@@ -924,6 +924,45 @@ def test_a_first_plan_of_a_named_schedule_is_short(scheduler: str) -> None:
     assert sum(map(len, made.plan.programs)) <= 2 * MOST_ENTRIES
     longest = next(even_cuts(replace(asked, scheduler="auto")))
     assert len(longest.placement.stages) > len(made.plan.stages)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shards"),
+    [("circular", 2), ("v-shape", 1), ("v-shape", 2), ("bidirectional", 1), ("bidirectional-v-shape", 2)],
+)
+def test_every_strategy_has_a_first_plan_that_is_short(strategy: str, shards: int) -> None:
+    """Of several stages on a device it is GPipe in groups. The schedules that are known of the longest pipelines took
+    minutes on a thousand devices, and where blocks are split nothing else was tried."""
+    profile = split(280, 10**4)
+    asked = Request.of(
+        profile, cluster=cluster(16, 10**8), mini_batch=4096, placement=strategy, shards=shards, time_limit=1000.0
+    )
+    made = first_of(asked).made
+    assert made is not None
+    assert made.plan.placement == strategy
+    assert sum(map(len, made.plan.programs)) <= 3 * MOST_ENTRIES
+    assert check(made.plan, profile).valid
+
+
+def test_a_schedule_that_would_be_too_long_does_not_rule_out_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing of GPipe repeats one run is found to be too long to be written: of such no other is tried."""
+    monkeypatch.setattr(planning_steps, "MAX_WRITTEN", 1_000)
+    tried = list[int]()
+
+    def search(trial: Trial, *given: Any) -> None:
+        tried.append(trial.num_actions)
+        if trial.num_actions > 1_000:
+            raise TooLongError("nothing repeats")
+        searched(trial, *given)
+
+    searched = Trial.search
+    monkeypatch.setattr(Trial, "search", search)
+    rows = [[CostRow(microbatch_size=k, forward_ns=k, backward_ns=k, activation_bytes=1) for k in (1, 2, 4)]] * 24
+    asked = Request.of(profile_of(rows), devices=8, mini_batch=200, placement="one-to-one", time_limit=1000.0)
+    made = first_of(replace(asked, scheduler="gpipe")).made
+    assert made is not None
+    assert made.schedule.scheduler == "gpipe"
+    assert tried == [3_200, 800]
 
 
 def test_where_only_more_sharding_fits_a_plan_with_it_is_kept_for_want_of_another() -> None:
