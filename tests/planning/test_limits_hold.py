@@ -447,14 +447,14 @@ def test_so_much_time_is_kept_for_the_last_plan_as_the_first_one_took(monkeypatc
 
 
 def test_after_a_signal_a_plan_that_takes_long_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that was made before is the answer, half a second after the signal, and it says what was known."""
+    """The one that was made before is the answer, within half a second, and it says what was known."""
     clock, planned, found = Hand(), planning_steps.planned, list[float]()
 
     def slowly(*given: Any) -> Plan:
         found.append(clock.now)
         if len(found) > 1:
-            for _ in range(100):
-                clock.now += 0.1
+            for _ in range(500):
+                clock.now += 0.02
                 checkpoint()
         return planned(*given)
 
@@ -468,7 +468,7 @@ def test_after_a_signal_a_plan_that_takes_long_is_not_made(monkeypatch: pytest.M
     result = search_plan(asked, within=limit)
     assert result.interrupted
     assert len(found) == 2
-    assert clock.now <= found[-1] + 0.7
+    assert clock.now <= found[-1] + 0.45
     assert "there was no time to make its plan" in result.notes[-1]
     assert check(result.plan).valid
 
@@ -820,7 +820,7 @@ def test_a_classic_schedule_of_a_very_long_run_has_a_plan_or_is_refused_at_once(
     assert counted(refused).all < 1_000_000
 
 
-@pytest.mark.parametrize("seconds", [0.4, 5.0])
+@pytest.mark.parametrize("seconds", [0.35, 5.0])
 def test_a_first_plan_has_a_moment_after_a_signal(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule that is known is not lost where its plan is soon made; else the search ends without one, at once."""
     clock, planned, begun = Hand(), planning_steps.planned, list[float]()
@@ -829,8 +829,8 @@ def test_a_first_plan_has_a_moment_after_a_signal(seconds: float, monkeypatch: p
     def slowly(*given: Any) -> Plan:
         begun.append(clock.now)
         limit.interrupt()
-        for _ in range(50):
-            clock.now += seconds / 50
+        for _ in range(250):
+            clock.now += seconds / 250
             checkpoint()
         return planned(*given)
 
@@ -844,7 +844,7 @@ def test_a_first_plan_has_a_moment_after_a_signal(seconds: float, monkeypatch: p
     else:
         with pytest.raises(KeyboardInterrupt):
             search_plan(asked, within=limit)
-        assert clock.now <= begun[0] + 0.8
+        assert clock.now <= begun[0] + 0.45
     assert len(begun) == 1, "what was given up is not begun again"
 
 

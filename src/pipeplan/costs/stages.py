@@ -234,9 +234,16 @@ def _columns_of(
         for id_, each in zip(ids, again, strict=True)
     ]
     states, place_of = profile.once("columns", lambda: (States.of(profile.blocks, profile.recipe), _places(profile)))
+    numbers: dict[tuple[str, Again, int], int] = {}
+    kinds = [
+        numbers.setdefault((alike[id_], *each), len(numbers)) for id_, *each in zip(ids, again, taken, strict=True)
+    ]
+    firsts = [by_id[id_] for id_, _, _ in numbers]
     how: dict[str, Any] = {"zero": zero, "exchanging": exchanging, "experts": experts, "speed": speed}
-    how["states"] = states.of_some([place_of[id_] for id_ in ids])
-    return Columns.of(chosen, again, taken, microbatch_size, shards, context=context, **how)
+    how["states"] = states.of_some([place_of[id_] for id_, _, _ in numbers])
+    runs = [each for _, each, _ in numbers], [each for _, _, each in numbers]
+    found = Columns.of(firsts, *runs, microbatch_size, shards, context=context, **how)
+    return None if found is None else found.of_some(kinds)
 
 
 def _places(profile: Profile) -> dict[str, int]:

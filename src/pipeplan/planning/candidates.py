@@ -1015,11 +1015,11 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
 
 def _profiled(request: Request, replicas: int, spread: bool, split: SplitSizes | None = None) -> tuple[int, int]:
     """The least and most samples per device for which every block has costs as placed; none: (1, 0)."""
-    blocks, own = request.profile.blocks, split or SplitSizes.asked(request)
+    blocks, own = request.profile.kinds, split or SplitSizes.asked(request)
     ways = [split.shards if split else shards_of(request, replicas, spread, block) for block in blocks]
     sizes = [
         [row.microbatch_size for row in block.rows(*own[1:]) if row.shards == way]
-        for block, way in zip(request.profile.blocks, ways, strict=True)
+        for block, way in zip(blocks, ways, strict=True)
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
 
