@@ -43,6 +43,7 @@ from pipeplan.planning.candidates import PlacementCandidate, even_cuts, fitting_
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.serving import served
 from pipeplan.planning.steps import STEPS, EvenCut, LargerGroups, search_plan, without
 from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.tuning import tune
@@ -149,6 +150,7 @@ PLANNERS: dict[str, Callable[[], object]] = {
     "Piper": lambda: next(piper(problem(), 500)),
     "AutoPipe": lambda: next(autopipe(problem())),
     "bound": lambda: request_bound(of(2000, 8)),
+    "cut for servers": lambda: served(of(2000, 8, 10**9)),
     "even cuts": lambda: list(even_cuts(of(2000, 64))),
     **{
         strategy: lambda strategy=strategy: place(  # type: ignore[misc]
