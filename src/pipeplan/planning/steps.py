@@ -592,8 +592,7 @@ class EvenCut(PlanStep):
     name = "even cut"
     when = (
         "first, once; any strategy, with --scheduler auto or a named schedule. With --deterministic only for more than "
-        f"{LARGE} blocks x devices, with --placement auto or one-to-one and --scheduler auto. Of such requests a cut "
-        "that is begun has {most} of what is left"
+        f"{LARGE} blocks x devices. Of such requests a cut that is begun has {{most}} of what is left"
     )
     of = "what is left"
     in_turn = True
@@ -608,7 +607,7 @@ class EvenCut(PlanStep):
             return
         search.begun = True
         if search.budget.deterministic:
-            if request.scheduler == "auto" and request.placement in ("auto", "one-to-one") and is_large(request):
+            if is_large(request):
                 self._look(search, request)
         elif search.budget.left() <= self.hurry and not is_large(request):
             with shielded():
