@@ -12,7 +12,7 @@ import pytest
 import pipeplan as face
 from pipeplan import Block, Edge, InfeasibleError, Profile, UsageError
 from pipeplan.files import CostRow, PhaseRow, Recipe
-from pipeplan.planning import targeted
+from pipeplan.planning import serving
 from pipeplan.planning.build_plan import CacheCost, TargetCost
 from pipeplan.planning.request import Request
 from pipeplan.planning.serving import Served
@@ -134,18 +134,18 @@ def test_no_cut_has_a_quicker_step(seed: int) -> None:
 @pytest.mark.parametrize("signals", [False, True])
 def test_after_a_signal_blocks_are_not_cut_anywhere(signals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan is known by then, and what it is compared with is left out."""
-    limit, cut, began = Limit(), targeted.served, list[int]()
+    limit, began = Limit(), list[int]()
 
     def cutting(request: Request) -> Served:
         began.append(1)
         checkpoint()
-        return cut(request)
+        return serving.served(request)
 
     def hear(*said: object) -> None:
         if signals:
             limit.interrupt()
 
-    monkeypatch.setattr(targeted, "served", cutting)
+    monkeypatch.setattr("pipeplan.planning.targeted.served", cutting)
     found = served(decoder(1, 5), within=limit, progress=hear)
     assert found.interrupted == signals
     assert isinstance(found.cost, TargetCost)

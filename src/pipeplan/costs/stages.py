@@ -235,14 +235,13 @@ def _columns_of(
     ]
     states, place_of = profile.once("columns", lambda: (States.of(profile.blocks, profile.recipe), _places(profile)))
     numbers: dict[tuple[str, Again, int], int] = {}
-    kinds = [
-        numbers.setdefault((alike[id_], *each), len(numbers)) for id_, *each in zip(ids, again, taken, strict=True)
-    ]
+    runs = zip(ids, again, taken, strict=True)
+    kinds = [numbers.setdefault((alike[id_], each, held), len(numbers)) for id_, each, held in runs]
     firsts = [by_id[id_] for id_, _, _ in numbers]
     how: dict[str, Any] = {"zero": zero, "exchanging": exchanging, "experts": experts, "speed": speed}
     how["states"] = states.of_some([place_of[id_] for id_, _, _ in numbers])
-    runs = [each for _, each, _ in numbers], [each for _, _, each in numbers]
-    found = Columns.of(firsts, *runs, microbatch_size, shards, context=context, **how)
+    own = [each for _, each, _ in numbers], [each for _, _, each in numbers]
+    found = Columns.of(firsts, *own, microbatch_size, shards, context=context, **how)
     return None if found is None else found.of_some(kinds)
 
 
