@@ -698,6 +698,9 @@ class Profile(File):
         copied = super().model_copy(update=update, deep=deep)
         if update:
             copied._of_kinds = {}
+            if not deep:  # what is worked out of fields that are the same, which takes a while of thousands of blocks
+                same = (name for name, fields in _WORKED_OUT.items() if fields.isdisjoint(update))
+                copied.__dict__.update((name, self.__dict__[name]) for name in same if name in self.__dict__)
         return copied
 
     def __repr__(self) -> str:
@@ -807,5 +810,16 @@ class Profile(File):
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Micro-batch sizes for which every block has a row, ascending."""
-        sizes = [{row.microbatch_size for row in block.rows()} for block in self.blocks]
+        sizes = [{row.microbatch_size for row in block.rows()} for block in self.kinds]
         return tuple(sorted(set.intersection(*sizes)))
+
+
+_WORKED_OUT = {
+    "by_id": {"blocks"},
+    "alike": {"blocks"},
+    "kinds": {"blocks"},
+    "edges_into": {"edges"},
+    "edges_from": {"edges"},
+    "_order": {"blocks", "edges"},
+}
+"""{what a profile works out once: the fields of which}."""
