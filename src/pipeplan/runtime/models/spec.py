@@ -346,7 +346,8 @@ class Model:
     def _splits_of(self, share: Share) -> dict[str, Split]:
         """How a block is split along each axis of its share's mesh that splits it. Raises UsageError."""
         spec = self.block(share.block)
-        known = {**spec.splits} if spec.split is None else {SHARDS: spec.split, **spec.splits}
+        known = {name: split for name, split in spec.splits.items() if name != EXPERTS}  # shared by a whole stage
+        known |= {} if spec.split is None else {SHARDS: spec.split}
         axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
         for name in axes:
             if not known:
