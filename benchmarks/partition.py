@@ -140,14 +140,8 @@ def read(found: Partition, size: int = 0) -> Stages:
 
 
 def by_pipedream(problem: PartitionProblem, size: int) -> Stages:
-    """Its stages, and the slowest by the time that all are compared by: in its own sums run beside compute."""
-    stages = read(next(pipedream(problem)), size)
-    way = {each.replicas: each for each in problem.ways if each.microbatch_size == size}
-    times = [
-        problem.time_of(together(problem.costs[block] for block in blocks), way[replicas])
-        for blocks, replicas, _ in stages.stages
-    ]
-    return replace(stages, bottleneck_ns=max(times))
+    """Of its stages those that suit synchronous training, as ours do: sums follow compute."""
+    return read(next(pipedream(problem, beside=False)), size)
 
 
 def by_piper(problem: PartitionProblem, size: int, max_downsets: int = 1 << 40) -> Stages:

@@ -23,7 +23,7 @@ from pipeplan.files import Cluster, CostRow, PlacedStage, Profile
 from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.dapple import _Begun, dapple, latency
-from pipeplan.partition.links import Links
+from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import downsets, piper
 from pipeplan.partition.problem import PartitionProblem, Way
@@ -115,7 +115,7 @@ def problem_of(
         recompute=RECOMPUTE,
         shards=shards,
         all_reduce=all_reduce,
-        links=None if cluster is None else Links(cluster, profile.edges, summed),
+        links=None if cluster is None else CountedLinks(cluster, profile.edges, summed),
     )
 
 

@@ -58,7 +58,7 @@ def dapple(problem: PartitionProblem) -> Iterator[Partition]:
     order = problem.order
 
     def planned(problem: PartitionProblem, ways: Sequence[Way]) -> Partition | None:
-        value, stages = _Search(problem, ways, order).best()
+        value, stages = _StatePlans(problem, ways, order).best()
         if value >= UNLIMITED:
             return None
         placed = tuple(
@@ -128,7 +128,7 @@ class _Begun:
         return found
 
 
-class _Stage(NamedTuple):
+class _OnDevices(NamedTuple):
     begin: int
     end: int
     way: int
@@ -140,7 +140,7 @@ class _Kept(NamedTuple):
     machine, and how many more stages may follow before one of them does not fit."""
 
     value: int
-    stages: tuple[_Stage, ...]
+    stages: tuple[_OnDevices, ...]
     loads: tuple[Load, ...]
     taken: tuple[int, ...]
     spare: int
@@ -150,7 +150,7 @@ _LASTING = 1 << 30
 """Stages that may follow one which holds all micro-batches."""
 
 
-class _Search:
+class _StatePlans:
     """Plans for one micro-batch size: of each range of blocks ``forward``, ``backward``, ``most`` [begin, end, way]."""
 
     def __init__(self, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> None:
@@ -169,9 +169,9 @@ class _Search:
         self.messages: dict[tuple[Devices, Devices], Array] = {}
         self.waits: dict[tuple[int, Devices], Array] = {}
 
-    def best(self) -> tuple[int, tuple[_Stage, ...]]:
+    def best(self) -> tuple[int, tuple[_OnDevices, ...]]:
         """The least latency of the plans looked at that fit, and its stages."""
-        best, found = UNLIMITED, tuple[_Stage, ...]()
+        best, found = UNLIMITED, tuple[_OnDevices, ...]()
         states: list[dict[object, _Kept]] = [{} for _ in range(self.num_blocks)]
         states[0][()] = _Kept(UNLIMITED, (), (), (0,) * len(self.machines), _LASTING)
         for begin in range(self.num_blocks):
@@ -182,14 +182,14 @@ class _Search:
                 self._extend(states, begin, kept)
         return best, found
 
-    def _lasts(self, begin: int, kept: _Kept) -> Iterator[tuple[_Stage, int]]:
+    def _lasts(self, begin: int, kept: _Kept) -> Iterator[tuple[_OnDevices, int]]:
         """What is not planned as one stage that fits, and the latency with it."""
         begun = _Begun.of([np.array(load) for load in kept.loads], self.count - 1)
         for way, devices in self._remaining(kept.taken):
             if self.most[begin, -1, way] >= 1:
                 before = kept.stages[-1].devices if kept.stages else ()
                 after = self._loads(before, begin, self.num_blocks, way, devices)
-                yield _Stage(begin, self.num_blocks, way, devices), int(begun.latency(after))
+                yield _OnDevices(begin, self.num_blocks, way, devices), int(begun.latency(after))
 
     def _extend(self, states: list[dict[object, _Kept]], begin: int, kept: _Kept) -> None:
         """Split a stage off the last one, in every way, that leaves it a block and a device."""
@@ -215,7 +215,7 @@ class _Search:
                 for place in np.flatnonzero((spares >= 0) & (values < UNLIMITED)).tolist():
                     cut, value = begin + 1 + place, int(values[place])
                     if (known := states[cut].get(key)) is None or value < known.value:
-                        stages = *kept.stages, _Stage(begin, cut, way, devices)
+                        stages = *kept.stages, _OnDevices(begin, cut, way, devices)
                         more = (tuple(load[place]) for load in own)
                         states[cut][key] = _Kept(value, stages, (*kept.loads, *more), taken, int(spares[place]))
 

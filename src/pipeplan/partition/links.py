@@ -22,7 +22,7 @@ Passing = tuple[Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class CountedLinks:
     """The links of a ``cluster``, and the ``edges`` of the model that run over them.
 
     ``after`` is the ns of what follows the actions of a stage: (bytes of its gradients, one device of each replica).

@@ -21,7 +21,7 @@ then counts as well. Of several levels every device that follows counts as a sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -33,34 +33,49 @@ from pipeplan.costs import UNLIMITED
 from pipeplan.files import Placement
 from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck
 from pipeplan.partition.chain.costs import Array, ChainCosts
-from pipeplan.partition.links import Links
+from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 from pipeplan.time_limit import checked
 
 Devices = tuple[int, ...]
 
 
-def pipedream(problem: PartitionProblem) -> Iterator[Partition]:
+def pipedream(problem: PartitionProblem, *, beside: bool = True) -> Iterator[Partition]:
     """For each size, the contiguous partition with the fastest slowest stage on at most the available devices.
+
+    Gradients are summed ``beside`` compute, as in the paper, or after it: then a stage takes both, as it does where a
+    mini-batch ends before the next begins.
 
     Raises:
         NoPartitionError: no partition fits into memory.
     """
-    order, links = problem.order, problem.links
+    order, links, join = problem.order, problem.links, _longer if beside else _both
     levels = links.levels(problem.num_devices) if links else [problem.num_devices]
 
     def planned(problem: PartitionProblem, ways: Sequence[Way]) -> Partition | None:
         if links is None or len(levels) == 1:
-            return _on_one_level(problem, ways, order)
-        return _Machine(problem, ways, order, links, levels).partition()
+            return _on_one_level(problem, ways, order, join)
+        return _LevelProgramme(problem, ways, order, links, levels, join).partition()
 
     return for_each_size(problem, planned, f"no split of {len(order)} blocks into stages in a line fits")
 
 
-def _on_one_level(problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> Partition | None:
+def _longer(computing: Array, summing: Array) -> Array:
+    found: Array = np.maximum(computing, summing)
+    return found
+
+
+def _both(computing: Array, summing: Array) -> Array:
+    found: Array = np.minimum(computing + summing, UNLIMITED)
+    return found
+
+
+def _on_one_level(
+    problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str], join: Callable[[Array, Array], Array]
+) -> Partition | None:
     stages, size = StageTable.of_chain(problem, ways, order), ways[0].microbatch_size
     count = problem.mini_batch // size
-    times = np.maximum(stages.times - stages.waits, stages.waits)
+    times = join(stages.times - stages.waits, stages.waits)
     if problem.links is not None:
         times = np.maximum(times, count * _messages(problem.links, order, size, 1)[stages.begins])
     found = least_bottleneck(problem, replace(stages, times=times))
@@ -70,10 +85,11 @@ def _on_one_level(problem: PartitionProblem, ways: Sequence[Way], order: Sequenc
     return Partition(placed, found[0], optimal=True)
 
 
-def _messages(links: Links, order: Sequence[str], samples: int, apart: int) -> Array:
+def _messages(links: CountedLinks, order: Sequence[str], samples: int, apart: int) -> Array:
     """[cut] ns of what passes it both ways between neighbours among components of ``apart`` devices."""
     forth, back = links.passing(order, samples)
-    return links.between(0, apart, forth[0]) + links.between(0, apart, back[0])
+    found: Array = links.between(0, apart, forth[0]) + links.between(0, apart, back[0])
+    return found
 
 
 class _Where(NamedTuple):
@@ -84,7 +100,7 @@ class _Where(NamedTuple):
     later: int
 
 
-class _Stage(NamedTuple):
+class _Replicated(NamedTuple):
     begin: int
     end: int
     way: Way
@@ -92,7 +108,7 @@ class _Stage(NamedTuple):
 
 
 @dataclass
-class _Machine:
+class _LevelProgramme:
     """The programme over several levels of links, for one micro-batch size.
 
     ``levels`` are the devices in a component of each level. Values [begin, end] are ns of the mini-batch, ``UNLIMITED``
@@ -102,8 +118,9 @@ class _Machine:
     problem: PartitionProblem
     ways: Sequence[Way]
     order: Sequence[str]
-    links: Links
+    links: CountedLinks
     levels: Sequence[int]
+    join: Callable[[Array, Array], Array]
 
     def __post_init__(self) -> None:
         self.sums: ChainCosts = self.problem.chain(self.order)
@@ -188,7 +205,7 @@ class _Machine:
         if not self._possible(where, components):
             return np.full((len(self.order) + 1,) * 2, UNLIMITED)
         inside = self._table(self._inside(where, components, after))[-1]
-        return np.maximum(inside, self._summed(where.level, components))
+        return self.join(inside, self._summed(where.level, components))
 
     def _possible(self, where: _Where, components: int) -> bool:
         """Whether stages can have replicas on so many components each."""
@@ -211,18 +228,18 @@ class _Machine:
             self.passed[key] = self.count * _messages(self.links, self.order, samples, self._below(where.level))
         return self.passed[key]
 
-    def _traced(self, where: _Where, most: int, begin: int, end: int, firsts: Devices) -> list[_Stage]:
+    def _traced(self, where: _Where, most: int, begin: int, end: int, firsts: Devices) -> list[_Replicated]:
         """The stages that the value of these blocks is of, on components whose replicas have these first devices."""
         if where.level == 0:
             times, ways = self._of_device(where)
             way = int(np.argmin([self._grid(each)[begin, end] for each in times]))
-            return [_Stage(begin, end, ways[way], firsts)]
+            return [_Replicated(begin, end, ways[way], firsts)]
         table, below = self._table(where), self._below(where.level)
         while most > 1 and table[most - 1, begin, end] == table[most, begin, end]:
             most -= 1
         value = table[most, begin, end]
 
-        def within(components: int, after: int, end: int) -> list[_Stage]:
+        def within(components: int, after: int, end: int) -> list[_Replicated]:
             own = tuple(first + below * number for first in firsts for number in range(components))
             inside = self._inside(where, components, after)
             return self._traced(inside, len(self._table(inside)) - 1, begin, end, own)

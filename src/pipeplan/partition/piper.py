@@ -58,7 +58,7 @@ def piper(
     def planned(whole: PartitionProblem, ways: Sequence[Way]) -> Partition | None:
         size = ways[0].microbatch_size
         problems = [replace(each, memory_bytes=whole.memory_bytes) for each in (problem, *split)]
-        table = _Stages.between(problems, size, order, cuts, nested)
+        table = _DownsetTable.between(problems, size, order, cuts, nested)
         found = least_bottleneck(whole, table)
         if found is None:
             return None
@@ -132,7 +132,7 @@ class _NestedCosts(ChainCosts):
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _PartlyAgain:
     """Stages of which some blocks compute ``again`` what the others keep, in place of keeping all of it.
 
     ``ranks`` are blocks in the order in which they are taken; ``freed`` and ``more`` [cut, rank] the bytes of a
@@ -150,7 +150,7 @@ class _Choice:
     @classmethod
     def of(
         cls, chain: ChainCosts, sums: _NestedCosts, rows: tuple[int, int], again: Again, room: Array, held: Array
-    ) -> _Choice:
+    ) -> _PartlyAgain:
         """Between two rows, with ``room`` [row, stage] beside state and workspace, and ``held`` [row, stage]."""
         plain, other = rows
         freed, more = (np.diff(each[plain]) - np.diff(each[other]) for each in (chain.activations, chain.compute))
@@ -177,10 +177,10 @@ class _Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stages(StageTable):
+class _DownsetTable(StageTable):
     """Every stage between two downsets, on any devices; ``choices`` [way] are those of ways that keep everything."""
 
-    choices: Sequence[_Choice | None] = field(kw_only=True)
+    choices: Sequence[_PartlyAgain | None] = field(kw_only=True)
 
     @classmethod
     def between(
@@ -190,10 +190,10 @@ class _Stages(StageTable):
         order: Sequence[str],
         cuts: Mask,
         ends: tuple[Array, Array],
-    ) -> _Stages:
+    ) -> _DownsetTable:
         """Those of micro-batches of a size, in the ways of all of these problems."""
         ways, times, waits, most = list[Way](), list[Array](), list[Array](), list[Array]()
-        choices = list[_Choice | None]()
+        choices = list[_PartlyAgain | None]()
         number = np.full((len(cuts), len(cuts)), -1)
         number[ends] = np.arange(len(ends[0]))
         for problem in problems:
@@ -210,7 +210,7 @@ class _Stages(StageTable):
                 choices.append(None)
                 if again is not None and (limit := problem.memory_bytes) is not None:
                     room, held = limit - sums.statics(*ends) - sums.workspace(*ends), sums.activation(*ends)
-                    choices[-1] = _Choice.of(chain, sums, (way.row, again.row), _alike(again), room, held)
+                    choices[-1] = _PartlyAgain.of(chain, sums, (way.row, again.row), _alike(again), room, held)
         return cls(tuple(ways), *ends, np.stack(times), np.stack(waits), np.stack(most), number, choices=choices)
 
     def within(self, num_microbatches: int, later: int) -> Array:
@@ -224,7 +224,7 @@ class _Stages(StageTable):
                 times[place, open_] = np.where(more >= 0, longer, UNLIMITED)
         return times
 
-    def _more(self, choice: _Choice, stages: Array, in_flight: int) -> Array:
+    def _more(self, choice: _PartlyAgain, stages: Array, in_flight: int) -> Array:
         """[stage] ns of a micro-batch that some stages take more, so that they fit; -1 where they do not."""
         taken = choice.taken(self.begins, self.ends, stages, in_flight)
         last = np.minimum(taken, len(choice.ranks))

@@ -29,7 +29,7 @@ from pipeplan.costs.zero import ALONE, TOGETHER, WHOLE, Exchanging, Experts, Zer
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts, Repeat
-from pipeplan.partition.links import Links
+from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
@@ -161,7 +161,7 @@ class PartitionProblem:
     steps: bool = False
     repeats: tuple[tuple[Repeat, ...], ...] = ()
     patience: float = PATIENCE
-    links: Links | None = None
+    links: CountedLinks | None = None
 
     @classmethod
     def of(
@@ -180,7 +180,7 @@ class PartitionProblem:
         all_reduce: AllReduce = free,
         steps: bool = False,
         patience: float = PATIENCE,
-        links: Links | None = None,
+        links: CountedLinks | None = None,
     ) -> PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
 

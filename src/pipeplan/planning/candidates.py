@@ -25,7 +25,7 @@ from pipeplan.partition.chain.costs import Array, Chain
 from pipeplan.partition.chain.rebalance import PER_DEVICE, balanced, even
 from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
-from pipeplan.partition.links import Links
+from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import piper
@@ -1263,7 +1263,7 @@ class PublishedPlanners(CandidateStep):
         if request.num_devices * len(request.profile.blocks) > self.most:
             return
         planners: dict[str, Partitioner] = {
-            "PipeDream": pipedream,
+            "PipeDream": partial(pipedream, beside=False),
             "DAPPLE": dapple,
             "Piper": partial(piper, max_downsets=self.downsets),
         }
@@ -1340,7 +1340,7 @@ def _linked(request: Request, size: int, recomputes: Sequence[Again], shards: in
     devices = request.num_devices // shards
     problem = _problem(request, [size], recomputes, replicas=request.replicas, shards=shards, devices=devices)
     after = AfterActions.of(request.profile, request.cluster, shards, request.sharing)
-    return replace(problem, links=Links(request.cluster, request.profile.edges, after.on))
+    return replace(problem, links=CountedLinks(request.cluster, request.profile.edges, after.on))
 
 
 def not_joined(profile: Profile) -> tuple[str, str] | None:
