@@ -180,40 +180,45 @@ EDGES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)).filter(lambda e
 
 
 def bottleneck(
-    profile: Profile, stages: Sequence[tuple[int, int]], options: Sequence[Way], memory: int | None
+    profile: Profile, stages: Sequence[tuple[int, int]], options: Sequence[Way], memory: int | None, beside: bool
 ) -> float:
-    """The slowest of stages and messages, where all devices are equally far; inf if a stage does not fit."""
+    """The slowest of stages and messages, where all devices are equally far; inf if a stage does not fit.
+
+    Gradients are summed ``beside`` compute, or after it.
+    """
     order, worst = profile.topological_order(), 0
     for place, ((begin, end), option) in enumerate(zip(stages, options, strict=True)):
         if memory is not None and needed(profile, order[begin:end], option, len(stages) - place) > memory:
             return math.inf
         times, _, _, parameters = compute(profile, order[begin:end], option)
-        worst = max(worst, NUMBER * sum(times), all_reduce(parameters, option.replicas))
+        computing, summing = NUMBER * sum(times), all_reduce(parameters, option.replicas)
+        worst = max(worst, max(computing, summing) if beside else computing + summing)
         worst = max(worst, NUMBER * message(profile, order, begin, MICRO_BATCH, apart=True))
     return worst
 
 
 @settings(max_examples=15)
-@given(st.lists(COSTS, min_size=1, max_size=5), EDGES, MEMORY)
+@given(st.lists(COSTS, min_size=1, max_size=5), EDGES, MEMORY, st.booleans())
 def test_pipedream_is_exact_where_links_are_alike(
-    costs: list[Costs], edges: list[tuple[int, int]], memory: int | None
+    costs: list[Costs], edges: list[tuple[int, int]], memory: int | None, beside: bool
 ) -> None:
     profile = profile_of(costs, edges if len(costs) > 4 else None)
     problem = problem_of(profile, memory, FLAT)
     found = [
-        bottleneck(profile, stages, options, memory)
+        bottleneck(profile, stages, options, memory, beside)
         for stages in contiguous(len(costs))
         for options in ways(len(stages))
     ]
     if min(found) == math.inf:
         with pytest.raises(InfeasibleError, match="raise --memory"):
-            next(pipedream(problem))
+            next(pipedream(problem, beside=beside))
         return
-    plan = next(pipedream(problem))
+    plan = next(pipedream(problem, beside=beside))
     assert plan.value_ns == min(found)
     placed = plan.placement.stages
     cuts = [0, *accumulate(len(stage.blocks) for stage in placed)]
-    assert bottleneck(profile, list(pairwise(cuts)), [way_of(stage) for stage in placed], memory) == plan.value_ns
+    own = [way_of(stage) for stage in placed]
+    assert bottleneck(profile, list(pairwise(cuts)), own, memory, beside) == plan.value_ns
     assert sum(len(stage.devices) for stage in placed) <= DEVICES
 
 
