@@ -14,7 +14,7 @@ before these are, for each number of shards and of devices that share sequences 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
@@ -65,14 +65,16 @@ class Exchanged(NamedTuple):
     def ring(self) -> Added:
         """What a hop takes longer than a step of the core, and merging.
 
-        In backward the first step has a piece's hop beside it, the last one the gradients', all others both.
+        A forward may merge while it waits. In backward the first step has a piece's hop beside it, the last one that of
+        gradients, all others both; gradients of a piece add to those that come.
         """
         others = self.parts - 1
+        inner = np.maximum(others - 1, 0)
         hop = self.gather_ns / np.maximum(others, 1)
         forward, backward = self.core_ns / self.parts, self.core_grad_ns / self.parts
-        ahead = others * (np.maximum(0, hop - forward) + self.merge_ns)
+        ahead = np.maximum(0, hop - forward) + inner * np.maximum(self.merge_ns, hop - forward) + self.merge_ns
         one, both = np.maximum(0, hop - backward), np.maximum(0, 2 * hop - backward)
-        back = 2 * one + np.maximum(others - 1, 0) * both + others * self.merge_grad_ns
+        back = 2 * one + inner * both + others * self.merge_grad_ns
         # two pieces on their way and their gradients, and what one step gave
         held = (4 * self.shared_bytes / self.parts + self.mixed_bytes) * (others > 0)
         return Added(ahead * (others > 0), back * (others > 0), held)
@@ -87,22 +89,23 @@ def with_exchanges(
 ) -> Profile:
     """The profile whose rows are those of gathered keys and values, or of a ring, as ``asked``; None: the quicker.
 
-    ``stages`` that say which go before that. It is still the file that it was read from, whose fingerprint it has.
+    ``stages`` that say which have that. It is still the file that it was read from, whose fingerprint it has.
 
     Raises:
-        UsageError: a ring is asked for and there are no costs of it; stages say both of one split.
+        UsageError: a ring is asked for and there are no costs of it; stages say both of one split, or another than
+            asked.
     """
-    said = _said(stages)
-    known = {(row.shards, row.context) for block in profile.kinds for row in block.costs if row.ring is not None}
-    for split, each in said.items():
-        if each == RING and split not in known | profile.rings:
-            raise UsageError(_no_ring(profile, f"context_exchange {RING}", split))
+    said, known = _said(stages), _with_rings(profile)
+    for (shards, context), own in said.items():
+        if asked not in (None, own):
+            raise UsageError(
+                f"--cp-exchange {asked}: stages with context {context} on {shards} shards say context_exchange {own}; "
+                "leave --cp-exchange out"
+            )
     if asked == RING and not known and not profile.rings:
         raise UsageError(_no_ring(profile, f"--cp-exchange {RING}"))
-    if not known:
-        return profile
-    chosen = {split for split in known - said.keys() if asked == RING or (asked is None and _quicker(profile, split))}
-    return _around(profile, chosen | {split for split in known if said.get(split) == RING})
+    open_ = {split: RING for split in known - said.keys() if asked == RING or (not asked and _quicker(profile, split))}
+    return _as_said(profile, known, open_ | said)
 
 
 def of_stages(profile: Profile, stages: Iterable[PlacedStage | Stage]) -> Profile:
@@ -110,7 +113,7 @@ def of_stages(profile: Profile, stages: Iterable[PlacedStage | Stage]) -> Profil
     known = [each for each in stages if each.context > 1]
     if all(each.context_exchange != RING or (each.shards, each.context) in profile.rings for each in known):
         return profile
-    return with_exchanges(profile, "gathered", known)
+    return _as_said(profile, _with_rings(profile), _said(known))
 
 
 def exchange_on(profile: Profile, shards: int, context: int) -> ContextExchange:
@@ -131,6 +134,19 @@ def _said(stages: Iterable[PlacedStage | Stage]) -> dict[Split, ContextExchange]
                 f"{stage.shards} shards has {found[split]}; give both the same"
             )
     return found
+
+
+def _with_rings(profile: Profile) -> set[Split]:
+    """Splits with rows that say what a ring changes."""
+    return {(row.shards, row.context) for block in profile.kinds for row in block.costs if row.ring is not None}
+
+
+def _as_said(profile: Profile, known: set[Split], said: Mapping[Split, ContextExchange]) -> Profile:
+    """With rows of rings where that is said, and of gathered keys and values elsewhere."""
+    rings = {split for split, own in said.items() if own == RING}
+    if lacking := sorted(rings - known - profile.rings):
+        raise UsageError(_no_ring(profile, f"context_exchange {RING}", lacking[0]))
+    return _around(profile, rings & known) if known else profile
 
 
 def _no_ring(profile: Profile, what: str, split: Split | None = None) -> str:
