@@ -56,7 +56,7 @@ def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: i
                 assert (row.workspace_bytes, row.ring) == (part.workspace_bytes, None)
                 continue
             moved = 2 * WIDTH * context * PART * max(1, KV_HEADS // shards) * SIZE
-            gather = prices_of(H100)(Exchange("all_gather", moved), context)
+            gather = prices_of(RATES.device)(Exchange("all_gather", moved), context)
             if cluster is not None:
                 gather = (context - 1) * (LATENCY + 1e9 * moved / context / BANDWIDTH)
                 assert gather > core_ns(context, shards, backward=True), "a ring does not hide it either"
