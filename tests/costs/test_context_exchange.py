@@ -14,7 +14,7 @@ from pydantic import ValidationError
 import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs import build_workload, with_recipe
-from pipeplan.costs.context import Exchanged, of_stages, with_exchanges
+from pipeplan.costs.context import SharedCore, of_stages, with_exchanges
 from pipeplan.costs.uniform.published import read_run
 from pipeplan.errors import UsageError
 from pipeplan.files import (
@@ -32,6 +32,7 @@ from pipeplan.files import (
 )
 from pipeplan.planning.request import Request
 from pipeplan.simulator.recost import recosted
+from pipeplan.workload.elements import ContextExchange
 
 
 def stepped(parts: int, core: float, gather: float, merge: float) -> float:
@@ -56,7 +57,7 @@ def stepped_back(parts: int, core: float, gather: float, merge: float) -> float:
 def test_a_ring_takes_what_its_steps_take(parts: int) -> None:
     cases = itertools.product((1_000, 40_000), (900, 9_000, 90_000), (0, 50, 7_000))
     for core, gather, merge in cases:
-        own = Exchanged(parts, core, 2 * core, gather, 8_000, 500, merge, merge)
+        own = SharedCore(parts, core, 2 * core, gather, 8_000, 500, merge, merge)
         assert core + own.ring.forward_ns == pytest.approx(stepped(parts, core, gather, merge))
         assert 2 * core + own.ring.input_grad_ns == pytest.approx(stepped_back(parts, 2 * core, gather, merge))
         assert own.ring.workspace_bytes == 4 * 8_000 / parts + 500
@@ -65,8 +66,8 @@ def test_a_ring_takes_what_its_steps_take(parts: int) -> None:
 
 def test_one_device_alone_exchanges_nothing_also_in_a_table() -> None:
     parts, gathers = (1, 2, 4), (0, 60, 90)
-    table = Exchanged(np.array(parts), 100, 200, np.array(gathers), 800, 50, 5, 7)
-    alone = [Exchanged(part, 100, 200, gather, 800, 50, 5, 7) for part, gather in zip(parts, gathers, strict=True)]
+    table = SharedCore(np.array(parts), 100, 200, np.array(gathers), 800, 50, 5, 7)
+    alone = [SharedCore(part, 100, 200, gather, 800, 50, 5, 7) for part, gather in zip(parts, gathers, strict=True)]
     assert alone[0].ring == alone[0].gathered == (0, 0, 0)
     for way in ("ring", "gathered"):
         columns = zip(*(np.broadcast_to(each, 3) for each in getattr(table, way)), strict=True)
@@ -141,7 +142,7 @@ def test_the_quicker_one_is_taken_said_and_checked(quicker: int, way: str, recom
     assert check(plan, known).valid
     said = json.loads(plan.model_dump_json())["stages"][0]
     assert ("context_exchange" in said) == (way == "ring")
-    other = "gathered" if way == "ring" else "ring"
+    other: ContextExchange = "gathered" if way == "ring" else "ring"
     changed = plan.model_copy(update={"stages": (replace(stage, context_exchange=other),)})
     assert "operations[0F].duration_ns" in {each.place for each in check(changed, known).problems}
     assert recosted(plan, known, None).operations == plan.operations
@@ -162,9 +163,7 @@ def test_placements_say_it_and_plans_to_start_from() -> None:
     placed = known.model_copy(update={"placement": stages(context_exchange="gathered")})
     fixed: dict[str, Any] = {"cp": "auto", "pp": None}
     assert searched(placed, **fixed).stages[0].context_exchange == "gathered"
-    with pytest.raises(
-        UsageError, match="cp_exchange ring: stages with context 2 on 1 shards say context_exchange"
-    ):
+    with pytest.raises(UsageError, match="cp_exchange ring: stages with context 2 on 1 shards say context_exchange"):
         searched(placed, cp_exchange="ring", **fixed)
     begun = searched(known, cp_exchange="gathered")
     assert Request.of(known, start=begun).profile.rings == {(2, 2)}
@@ -216,7 +215,13 @@ def test_what_has_no_ring_is_refused() -> None:
     ],
 )
 def test_rows_that_cannot_be(how: dict[str, Any], message: str) -> None:
-    good = {"microbatch_size": 1, "context": 2, "forward_ns": 100, "input_grad_ns": 100, "weight_grad_ns": 1}
+    good: dict[str, Any] = {
+        "microbatch_size": 1,
+        "context": 2,
+        "forward_ns": 100,
+        "input_grad_ns": 100,
+        "weight_grad_ns": 1,
+    }
     good |= {"workspace_bytes": 8, "ring": RingCosts(forward_ns=-100, input_grad_ns=-100, workspace_bytes=-8)}
     assert CostRow(**good).ring is not None
     with pytest.raises(ValidationError, match=message):

@@ -39,7 +39,7 @@ class Added(NamedTuple):
     workspace_bytes: Number
 
 
-class Exchanged(NamedTuple):
+class SharedCore(NamedTuple):
     """The core of a block for one of ``parts`` of each sequence, and what devices exchange for it.
 
     ``core_ns`` and ``core_grad_ns`` are all of its computing, ``gather_ns`` an all-gather of keys and values, whose

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeplan.costs.communication import Exchange, places_reached, ring_ns
-from pipeplan.costs.context import MERGED, Added, Exchanged
+from pipeplan.costs.context import MERGED, Added, SharedCore
 from pipeplan.costs.operators import (
     Operator,
     activation,
@@ -292,7 +292,7 @@ def _context(
     gather = collective_ns(machine, Exchange("all_gather", shared), layout.context, layout.tensor)
     out = WIDTH * tokens_of(model, layout) * mixed
     merges = [moving_ns(machine, MERGED * size) for size in (out, out + shared / layout.context)]
-    both = Exchanged(layout.context, core.forward_ns, core.input_grad_ns, gather, shared, out, *merges)
+    both = SharedCore(layout.context, core.forward_ns, core.input_grad_ns, gather, shared, out, *merges)
     return Added(*(np.where(layout.ring > 0, *each) for each in zip(both.ring, both.gathered, strict=True)))
 
 

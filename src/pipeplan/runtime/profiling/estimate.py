@@ -22,7 +22,7 @@ from pipeplan.costs.communication import (
     prices_of,
     time_of_groups,
 )
-from pipeplan.costs.context import MERGED, Exchanged
+from pipeplan.costs.context import MERGED, SharedCore
 from pipeplan.costs.devices import (
     CORE,
     Calibration,
@@ -301,7 +301,7 @@ def _exchanged(
     kernel_ns: Callable[[Kernel], float],
     prices: Prices | None,
     cluster: Cluster | None,
-) -> Exchanged:
+) -> SharedCore:
     """A core and what its devices exchange, of which each has a ``piece`` of keys and values and makes ``mixed`` bytes.
 
     Merged gradients are of queries, as large as what the core makes, and of a piece.
@@ -309,10 +309,10 @@ def _exchanged(
     merges = [kernel_ns(Kernel(size, MERGED * size)) for size in (mixed, mixed + piece)]
     ahead, back = (_attention_ns(work[phase], kernel_ns) for phase in ("forward_ns", "input_grad_ns"))
     whole = piece * key.context
-    return Exchanged(key.context, ahead, back, _gather_ns(key, whole, prices, cluster), whole, mixed, *merges)
+    return SharedCore(key.context, ahead, back, _gather_ns(key, whole, prices, cluster), whole, mixed, *merges)
 
 
-def with_exchange(row: CostRow, core: Exchanged) -> CostRow:
+def with_exchange(row: CostRow, core: SharedCore) -> CostRow:
     """The row with what its core waits for where devices share sequences: gathered, and what a ring takes more."""
     if not core.gather_ns:
         return row
