@@ -40,7 +40,7 @@ SLOW = (
     "tiles, then other tiles, then stages",
     "and the other way round",
     "whole, then split over three",
-    "a configuration's shares in stages, then divided, then whole",
+    "a configuration's shares in stages, then divided, then sequences shared, then whole",
     "branches",
 )
 """Of the pairs."""
