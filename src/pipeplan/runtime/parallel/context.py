@@ -101,7 +101,7 @@ def causal_attention(
     whole, again = _in_order(pieces, context.count), kept_for(pieces)
     if again is None or whole.is_meta or _recomputing.get():
         return _attended(query, whole, sizes, context, scale, window)
-    kept = _Kept(whole.untyped_storage().data_ptr(), again, context.count)
+    kept = _Regathering(whole.untyped_storage().data_ptr(), again, context.count)
     with saved_tensors_hooks(kept.pack, kept.unpack):
         return _attended(query, whole, sizes, context, scale, window)
 
@@ -153,7 +153,7 @@ def _in_order(gathered: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _Within:
     """A part of what is gathered again."""
 
     size: torch.Size
@@ -162,7 +162,7 @@ class _View:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Regathering:
     """What autograd keeps of keys and values that were gathered: where in them something lies.
 
     The first that backward needs of them gathers them again, and they are let go of with the last.
@@ -174,14 +174,14 @@ class _Kept:
     left: int = 0
     whole: Tensor | None = field(default=None)
 
-    def pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> Tensor | _Within:
         """What is kept."""
         if tensor.untyped_storage().data_ptr() != self.storage:
             return tensor
         self.left += 1
-        return _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _Within(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(self, kept: Tensor | _View) -> Tensor:
+    def unpack(self, kept: Tensor | _Within) -> Tensor:
         """What was given."""
         if isinstance(kept, Tensor):
             return kept

@@ -252,7 +252,7 @@ STATE_NOTES = ("Weight gradients of linear and embedding layers are deferred to 
 _FLOAT32_BYTES = 4
 
 
-class Price(Protocol):
+class CollectivePrice(Protocol):
     """Time in ns of a collective."""
 
     def __call__(self, collective: Collective, samples: int, devices: int, apart: int = 1) -> int:
@@ -376,7 +376,7 @@ def profile_of_kinds(
     splits: Sequence[ModelShare],
     unsplit: BlockGraph,
     rows: Iterable[tuple[Kind, CostRow]],
-    price: Price,
+    price: CollectivePrice,
     source: Source,
     recipe: Recipe,
     step_bytes_per_s: int | None,
@@ -426,7 +426,7 @@ def source_of(method: Literal["measured", "estimated"], device: str, dtype: torc
     )
 
 
-def priced_by(prices: Prices | None, dtype: torch.dtype, cluster: Cluster | None = None) -> Price:
+def priced_by(prices: Prices | None, dtype: torch.dtype, cluster: Cluster | None = None) -> CollectivePrice:
     """What collectives cost, whose bytes are those of float32; nothing without prices.
 
     On a ``cluster`` devices may stand some apart: those that share sequences, as many as split each block.
@@ -444,7 +444,7 @@ def priced_by(prices: Prices | None, dtype: torch.dtype, cluster: Cluster | None
     return price
 
 
-def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: Price) -> CostRow:
+def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: CollectivePrice) -> CostRow:
     """The row with the time that its collectives take in F, in I and in W; in B those of both."""
     forward, input_grad, weight_grad = (
         sum(price(each, row.microbatch_size, *_among(each, row)) for each in collectives if each.phase == phase)

@@ -44,7 +44,7 @@ def alone_in_context(model: Model, share: Model, context: int, shards: int) -> M
 def _with_exchanges(model: Model, context: int) -> Model:
     """The model whose blocks say what devices exchange of keys and values: gathered, twice, and their gradients."""
     found, of_module = list[BlockSpec](), dict[int, int]()
-    with _Gathered() as gathered:
+    with _CountedPieces() as gathered:
         for step in shaped_blocks(model, _SAMPLES):
             numbers = of_module.setdefault(id(step.module), gathered.numbers)
             gathered.numbers, size = 0, numbers * context // _SAMPLES * _FLOAT32_BYTES
@@ -58,7 +58,7 @@ _Exchange = tuple[Literal["all_gather", "reduce_scatter"], Literal["F", "I"]]
 _EXCHANGES: tuple[_Exchange, ...] = (("all_gather", "F"), ("all_gather", "I"), ("reduce_scatter", "I"))
 
 
-class _Gathered(TorchFunctionMode):
+class _CountedPieces(TorchFunctionMode):
     """Counts the ``numbers`` in a device's own keys and values."""
 
     numbers = 0
