@@ -30,7 +30,11 @@ from pipeplan.files import (
     Source,
     sha256_of,
 )
+from pipeplan.interop.imports import _context_exchange
+from pipeplan.interop.settings import megatron_sizes, torchtitan_settings
+from pipeplan.planning.next_steps import cannot_train
 from pipeplan.planning.request import Request
+from pipeplan.runtime.training.options import TrainOptions, settled
 from pipeplan.simulator.recost import recosted
 from pipeplan.workload.elements import ContextExchange
 
@@ -249,3 +253,26 @@ def test_published_runs_say_it_by_their_words(said: dict[str, str], ring: int, a
     assert run.layout.ring == ring
     assert ("cp exchange" in run.assumed) == assumed
     assert not read_run({**row, "cp": 1, "hardware": {"gpu": "H100 SXM"}}).layout.ring
+
+
+def test_runs_gather_and_refuse_a_ring() -> None:
+    plan = searched(profile())
+    with pytest.raises(UsageError, match=r"stages\[0\] .* context_exchange ring: .* --cp-exchange gathered"):
+        settled(TrainOptions("gpt2-tiny"), plan)
+    assert "rings of keys and values" in cannot_train(plan)
+    assert cannot_train(searched(profile(), cp_exchange="gathered")) == []
+
+
+def test_other_tools_are_told_and_read() -> None:
+    around, gathered = (searched(profile(), cp_exchange=each) for each in ("ring", "gathered"))
+    for plan, words in ((around, ("p2p", "alltoall")), (gathered, ("all_gather", "allgather"))):
+        megatron, method = megatron_sizes(plan.workload, 1), torchtitan_settings(plan.workload, "1f1b")
+        assert f"--cp-comm-type {words[0]}" in megatron
+        assert f"parallelism.context_parallel_rotate_method = '{words[1]}'" in method
+    known, old = profile(), profile(rings=False)
+    assert _context_exchange(known, {}, 1, 2) == "ring"
+    assert _context_exchange(old, {}, 1, 2) is None
+    for said, way in (("all_gather", "gathered"), ("p2p", "ring")):
+        assert _context_exchange(old, {"--cp-comm-type": said}, 1, 2) == way
+    with pytest.raises(UsageError, match="--cp-comm-type a2a: plans have p2p or all_gather"):
+        _context_exchange(known, {"--cp-comm-type": "a2a"}, 1, 2)
