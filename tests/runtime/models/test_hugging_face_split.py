@@ -93,7 +93,7 @@ def reports(request: pytest.FixtureRequest) -> Reports:
 
 
 LONG = ("llama full", "qwen2 full", "qwen2 split", "mixtral full")
-QUICK = ("llama split", "mixtral split", "gpt2 split", "bert full", "llama zero 1")
+QUICK = ("mixtral split", "gpt2 split", "llama zero 1")
 
 
 @slow_but("name", CASES, QUICK.__contains__, LONG.__contains__)
