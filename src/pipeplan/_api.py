@@ -286,7 +286,12 @@ def measured_run(simulation: Simulation, paths: Sequence[str]) -> tuple[Simulati
     from pipeplan.files.run_logs import RunLog, read_run
     from pipeplan.simulator.measured import compared, compared_with_log
 
-    run = read_run(paths, len(simulation.plan.devices))
+    if simulation.plan.players:  # what ran did so device by device
+        from pipeplan.files.folded import unfolded
+        from pipeplan.simulator.simulation import simulate
+
+        simulation = simulate(unfolded(simulation.plan), simulation.workload.num_microbatches)
+    run = read_run(paths, simulation.plan.num_devices)
     measured = compared_with_log(simulation, run) if isinstance(run, RunLog) else compared(simulation, run)
     return replace(simulation, measured=measured), run
 
@@ -502,9 +507,9 @@ def run(
     options = _settled(options, plan)
     if options.has_objects or "OMP_NUM_THREADS" not in os.environ:
         cores = 1 if options.has_objects else (os.cpu_count() or 1)  # a copy has no pool of threads
-        options = replace(options, num_threads=max(1, cores // len(plan.devices)))
+        options = replace(options, num_threads=max(1, cores // plan.num_devices))
     others = OthersUse()
-    result = run_local(options.job, plan, options, on_event, on_look, *_copied(options, len(plan.devices)))
+    result = run_local(options.job, plan, options, on_event, on_look, *_copied(options, plan.num_devices))
     return _outcome(plan, options, result, others.cores())
 
 

@@ -320,8 +320,9 @@ def test_making_a_plan_asks_for_the_time() -> None:
 
 
 def test_a_first_plan_of_few_actions_on_many_devices_asks_for_the_time() -> None:
-    """A stage's actions are a few, but all of its devices have them."""
+    """A stage's actions are a few, but all of its devices have them, where each has a program of its own."""
     asked = Request.of(chain(400), devices=256, mini_batch=256, time_limit=1000.0, replicas=16)
+    asked = replace(asked, folds=False)
     calls = Calls()
     search = PlanSearch(asked, Budget(asked.time_limit, clock=calls), None, STEPS)
     with search.budget.enforced(), calls.counting():

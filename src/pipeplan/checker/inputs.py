@@ -218,6 +218,24 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
             findings.add("cluster", f"devices[{device}]", text)
 
 
+def check_places(plan: Plan, cluster: Cluster, findings: Findings) -> None:
+    """Messages between two programs take the same way for the players in each place."""
+    seen = set[tuple[int, int]]()
+    for number, dependency in enumerate(plan.dependencies if plan.players else ()):
+        for index, hop in enumerate(dependency.hops):
+            pair = hop.source_device, hop.target_device
+            if pair in seen:
+                continue
+            seen.add(pair)
+            ends = zip(*(plan.players[each].devices for each in pair), strict=True)
+            first, *others = [cluster.level_between(*both) for both in ends]
+            odd = next((place for place, level in enumerate(others, 1) if level != first), None)
+            if odd is not None:
+                names = ["none" if level is None else repr(level.name) for level in (first, others[odd - 1])]
+                text = f"goes over level {names[0]} in place 0 of its programs, and over {names[1]} in place {odd}"
+                findings.add("cluster", f"dependencies[{number}].hops[{index}]", text)
+
+
 def _check_fingerprint(what: str, found: str, stated: str, findings: Findings, key: str = "") -> None:
     if stated not in ("", found):
         text = f"is {stated[:12]}..., but this {what} has {found[:12]}...: the plan was made from another"

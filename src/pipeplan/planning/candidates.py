@@ -16,7 +16,7 @@ import numpy as np
 from pipeplan.costs import UNLIMITED, StageCost, build_workload, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.blocks import splitting_remedy
-from pipeplan.costs.stages import shared_in
+from pipeplan.costs.stages import FOLD_LEAST, shared_in
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
@@ -858,6 +858,7 @@ def workload_of(request: Request, candidate: PlacementCandidate, *, split_backwa
         reserve_bytes=request.reserve,
         given=candidate.given,
         whole_messages=bool(request.rules and request.rules.instructions),
+        fold_least=FOLD_LEAST if request.folds and not (request.rules and request.rules.names_devices) else 0,
     )
 
 

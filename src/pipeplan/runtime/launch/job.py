@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import TypeAdapter
 
 from pipeplan.files import Plan, parse
+from pipeplan.files.folded import device_programs
 from pipeplan.runtime.launch.status import Progress
 
 
@@ -214,7 +215,7 @@ def run_job(
 ) -> None:
     """Run the plan of a job, and let rank 0 report what happens and the result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
-    context.progress.board.programs = plan.whole_programs
+    context.progress.board.programs = device_programs(plan)
 
     def on_event(event: Event) -> None:
         if heard:

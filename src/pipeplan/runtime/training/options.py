@@ -21,6 +21,7 @@ from pipeplan.runtime.models.given_names import Name, PythonValue, is_configurat
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
 from pipeplan.workload.elements import RING
+from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import GRADIENTS
 
 OPTIMIZERS = {
@@ -436,7 +437,7 @@ class RunOutcome:
     def _emulated(self) -> dict[str, object]:
         return {
             "plan": self.plan.name,
-            "num_ranks": len(self.plan.devices),
+            "num_ranks": self.plan.num_devices,
             "blocking": self.options.blocking,
             "stretch": self.result.stretch,
             **self._times(),
@@ -449,7 +450,7 @@ class RunOutcome:
         return {
             "plan": plan.name,
             "model": str(options.model),
-            "num_ranks": len(plan.devices),
+            "num_ranks": plan.num_devices,
             "device": options.device,
             "dtype": options.number_format,
             "precision": options.precision,
@@ -460,7 +461,9 @@ class RunOutcome:
             "steps": list(map(_finite_of, result.steps)),
             "evaluations": list(map(_finite_of, result.evaluations)),
             "peak_memory_bytes": list(result.peak_memory_bytes),
-            "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],
+            "predicted_peak_memory_bytes": of_devices(
+                plan.players, [memory.peak_bytes for memory in plan.predicted.memory]
+            ),
             "versions": dict(result.versions),
         }
 
