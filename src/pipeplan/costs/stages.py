@@ -236,9 +236,15 @@ def _columns_of(
         for id_, each in zip(ids, again, strict=True)
     ]
     states, place_of = profile.once("columns", lambda: (States.of(profile.blocks, profile.recipe), _places(profile)))
+    numbers: dict[tuple[str, Again, int], int] = {}
+    runs = zip(ids, again, taken, strict=True)
+    kinds = [numbers.setdefault((alike[id_], each, held), len(numbers)) for id_, each, held in runs]
+    firsts = [by_id[id_] for id_, _, _ in numbers]
     how: dict[str, Any] = {"zero": zero, "exchanging": exchanging, "experts": experts, "speed": speed}
-    how["states"] = states.of_some([place_of[id_] for id_ in ids])
-    return Columns.of(chosen, again, taken, microbatch_size, shards, context=context, **how)
+    how["states"] = states.of_some([place_of[id_] for id_, _, _ in numbers])
+    own = [each for _, each, _ in numbers], [each for _, _, each in numbers]
+    found = Columns.of(firsts, *own, microbatch_size, shards, context=context, **how)
+    return None if found is None else found.of_some(kinds)
 
 
 def _places(profile: Profile) -> dict[str, int]:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from pipeplan.planning.alternatives import Explanation
 from pipeplan.planning.build_plan import Result
+from pipeplan.reporting.decoding import way_of
 from pipeplan.reporting.layout import (
     Column,
     console_for,
@@ -378,7 +379,7 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
         rows.append(("period", f"{time or 'reaches no steady state'}, bound {bound}"))
         rows.append(("repetend", f"unroll {repetend.unroll}, span {repetend.span}"))
     if (decode := simulation.plan.decode) is not None and (token_ns := simulation.token_ns) is not None:
-        groups = f"{counted(decode.batch, 'request')} in {counted(decode.groups, 'group')} ({decode.kv})"
+        groups = f"{counted(decode.batch, 'request')} in {counted(decode.groups, 'group')}; {way_of(decode)}"
         rows.append(("token", f"{format_ns(token_ns)} from one of a request to its next, of {groups}"))
     if simulation.loop is not None:
         loop, written = simulation.loop, simulation.graph.workload.num_microbatches

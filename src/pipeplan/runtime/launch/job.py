@@ -127,8 +127,8 @@ class RunResult:
     took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten`` says why
     weights are not where they should be, if they are not. ``tokens_per_sample`` is the
     trained model's, if that is known, and ``as_planned`` whether its sizes are the plan's. Of a decoding plan there are
-    ``requests`` in the prompts' order, and by rank ``sent_bytes``, by ``BLOCK PURPOSE``, and ``cache_bytes``, the room
-    for keys and values.
+    ``requests`` in the prompts' order, and by rank ``sent_bytes``, by ``BLOCK PURPOSE``, ``wire_bytes``, what its
+    connections have sent meanwhile (None where that is not known), and ``cache_bytes``, the room for keys and values.
     """
 
     steps: tuple[StepResult, ...]
@@ -142,6 +142,7 @@ class RunResult:
     evaluations: tuple[Evaluated, ...] = ()
     requests: tuple[WrittenText, ...] = ()
     sent_bytes: tuple[Mapping[str, int], ...] = ()
+    wire_bytes: tuple[int | None, ...] = ()
     cache_bytes: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
