@@ -82,6 +82,7 @@ class ComparisonRow:
     cut_short: bool = False
     shards: int = 1
     context: int = 1
+    context_exchange: str = ""
     zero: int = 0
     expert: int = 1
     expert_shards: int = 1
@@ -91,13 +92,15 @@ class ComparisonRow:
     choices: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def figures(self) -> dict[str, object]:
-        """The row as an object of ``compare --json``; how many forwards run in parts, and how many devices split each
-        expert, it has where some do."""
+        """The row as an object of ``compare --json``; where some do, it has how many forwards run in parts, how many
+        devices split each expert, and how those that share sequences exchange keys and values."""
         found = asdict(self)
         if not self.sliced_microbatches:
             del found["sliced_microbatches"]
         if self.expert_shards == 1:
             del found["expert_shards"]
+        if not self.context_exchange:
+            del found["context_exchange"]
         return found
 
     @property
@@ -217,6 +220,7 @@ def compare(
         SearchTimeoutError: no time to find what fits on any placement.
         UsageError: no placement is possible, or the rules have instructions.
     """
+    request = replace(request, folds=False)  # rows are of devices
     if rules is not None and rules.order and request.replicas is None:
         request = replace(request, replicas=1)  # an order has none, and belongs beside schedules of the same stages
     if request.planner == EVERY_PLANNER:
@@ -404,7 +408,7 @@ class _RowsSoFar:
         if (placement, batch, recompute) in self._timed:
             return
         self._timed.add((placement, batch, recompute))
-        placed = replace(asked, placement=placement, batch=batch, num_devices=len(plan.devices), chunks=None, sizes=())
+        placed = replace(asked, placement=placement, batch=batch, num_devices=plan.num_devices, chunks=None, sizes=())
         candidate = PlacementCandidate(placement, batch, recompute, "compared")
         if self.limit.interrupted:
             limit = Limit(_LAST_SECONDS if alone else 0.0)
@@ -508,6 +512,8 @@ def _stands(workload: Workload) -> dict[str, Any]:
     """What its stages run on, and how many forwards they have in parts, in the words of rows."""
     stages = workload.stages
     most: dict[str, Any] = {name: max(getattr(each, name) for each in stages) for name in _SIZES}
+    shared = dict.fromkeys(each.context_exchange for each in stages if each.context > 1)
+    most |= {"context_exchange": ", ".join(shared)} if shared else {}
     return most | {"idle_devices": workload.idle_devices, "sliced_microbatches": num_sliced(workload)}
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from pipeplan.catalog import ExportTarget
 from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
+from pipeplan.costs.context import with_exchanges
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions, mean_spread
 from pipeplan.costs.joining import JoinedProfile, require_kept, with_groups
@@ -48,7 +49,7 @@ from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
 from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
-from pipeplan.workload.elements import MAX_DEVICES, Again
+from pipeplan.workload.elements import MAX_DEVICES, Again, ContextExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,9 @@ class Request:
     and then what may be shorter (:mod:`pipeplan.planning.divided_state`), in a table of uniform layouts any, and AUTO
     where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
-    of a chain, ``context`` how many of them, or groups, share each sequence, ``expert`` how many devices of a stage
-    share experts, ``expert_shards`` how many of these split each, ``positions`` how many devices, or groups of them,
+    of a chain, ``context`` how many of them, or groups, share each sequence, ``context_exchange`` how these have keys
+    and values of all (None: as is quicker, which ``profile`` has settled), ``expert`` how many devices of a stage share
+    experts, ``expert_shards`` how many of these split each, ``positions`` how many devices, or groups of them,
     blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
     micro-batches run their warmup forwards in two parts (or ``autopipe``: as many as its formula has). ``planner`` is
     who chooses the stages: a published planner alone
@@ -247,7 +249,7 @@ class Request:
     longer than, where it fits (:mod:`pipeplan.planning.start`). Where blocks are kept together ``profile`` is of groups
     of blocks, and ``joined`` knows the blocks of each. ``only`` is what the target of the plan can run, ``free`` the
     same request without it. ``imported`` says whose stages these are where another tool's were read, and nothing is
-    searched.
+    searched. ``folds``: many devices that are alike may share programs.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -278,6 +280,7 @@ class Request:
     auto_level: int = 1
     shards: int | None = None
     context: int | None = None
+    context_exchange: ContextExchange | None = None
     expert: int | None = None
     expert_shards: int | None = None
     positions: int | None = None
@@ -291,6 +294,7 @@ class Request:
     device_counts: tuple[int, ...] = ()
     splitting: Splitting | None = None
     uniform: bool = False
+    folds: bool = True
     samples_assumed: bool = False
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
@@ -453,7 +457,7 @@ class Request:
             UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
         if start is not None:
-            devices = len(start.devices) if devices is None and cluster is None else devices
+            devices = start.num_devices if devices is None and cluster is None else devices
             if mini_batch is None and num_microbatches is None:
                 mini_batch = start.mini_batch
         free, settled, serving = None, dict[str, Any](), others.pop("serving", OPEN)
@@ -512,6 +516,10 @@ class Request:
         if chunks is None and rules is not None and chosen == rules.placement:
             chunks = rules.chunks
         stated, overhead = profile, others.pop("launch_overhead_ns", None)
+        exchange = others.get("context_exchange")
+        placed = chosen.stages if isinstance(chosen, Placement) else ()
+        begun = start.stages if start is not None and exchange is None else ()
+        profile = with_exchanges(profile, exchange, placed or begun)
         overhead = profile.launch_overhead_ns if overhead is None else overhead
         profile = with_launches(profile, overhead)
         together = None
@@ -543,7 +551,7 @@ class Request:
             scheduler=scheduler,
             rules=rules,
             launch_overhead_ns=overhead,
-            stated=stated if overhead or together is not None else None,
+            stated=None if profile is stated else stated,
             start=start,
             joined=together,
             serving=serving,
@@ -750,6 +758,7 @@ _SIZE_FLAGS = {"shards": "--tp", "context": "--cp", "positions": "--pp", "replic
 
 _CHOICE_FLAGS = {
     **_SIZE_FLAGS,
+    "context_exchange": "--cp-exchange",
     "expert": "--ep",
     "expert_shards": "--etp",
     "chunks": "--chunks",

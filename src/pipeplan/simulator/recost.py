@@ -8,11 +8,13 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from pipeplan.costs import build_workload, transfer_time, with_recipe, with_syncs
+from pipeplan.costs.context import of_stages
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.zero import IN_ACTIONS, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
+from pipeplan.files.folded import folded_workload, unfolded
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.workload import Workload
@@ -20,6 +22,23 @@ from pipeplan.workload.workload import Workload
 _Variant = bool
 """Whether backward is split."""
 _Message = tuple[int, str, int]  # source stage, payload, target stage
+
+
+def with_costs_of(plan: Plan, profile: Profile | None, cluster: Cluster | None) -> tuple[Plan, Workload]:
+    """A plan and its work, with what a profile says of it and a cluster of its links, where they are given.
+
+    A folded plan whose devices would no longer be alike is unfolded. Raises UsageError as the functions below.
+    """
+    if profile is None and cluster is None:
+        return plan, plan.workload
+    devices = unfolded(plan)
+    if profile is not None:
+        workload = recosted(devices, profile, cluster)
+    else:
+        assert cluster is not None
+        workload = relinked(devices, cluster)
+    found = folded_workload(workload, plan.players_each) if plan.players else workload
+    return (plan, found) if found.players == plan.players else (devices, workload)
 
 
 def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
@@ -38,7 +57,7 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
     _require_kinds(plan, profile)
     if plan.recipe is not None:
         profile = with_recipe(profile, plan.recipe)
-    profile = with_launches(profile, plan.launch_overhead_ns)
+    profile = with_launches(of_stages(profile, placement.stages), plan.launch_overhead_ns)
     built = _Built(plan, profile, placement, cluster)
     devices = built.any.devices if cluster is not None else plan.devices
     return replace(
@@ -204,6 +223,7 @@ class _Built:
                 speeds=None if cluster else speeds,
                 names=None if cluster else [device.name for device in plan.devices],
                 whole_messages=any(not stage.blocks for stage in plan.stages),
+                fold_least=0,
             )
             cuts = [stage.cuts for stage in plan.stages if stage.blocks]
             self._workloads[variant] = with_late_inputs(profile, built, cluster, cuts) if any(cuts) else built

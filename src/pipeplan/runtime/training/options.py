@@ -20,6 +20,8 @@ from pipeplan.runtime.launch.job import Evaluated, RunOptions, RunResult, Starte
 from pipeplan.runtime.models.given_names import Name, PythonValue, is_configuration, require_importable, require_model
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
+from pipeplan.workload.elements import RING
+from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import GRADIENTS
 
 OPTIMIZERS = {
@@ -329,6 +331,12 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
             f"stages[{alone}] of the plan is of instructions, which know nothing of the pieces of sequences that "
             "devices of other stages have (context parallelism); search with --cp 1"
         )
+    rings = next((n for n, stage in enumerate(plan.stages) if stage.context_exchange == RING), None)
+    if rings is not None and isinstance(options, TrainOptions):
+        raise UsageError(
+            f"stages[{rings}] of the plan has context_exchange {RING}: keys and values go around a ring beside "
+            "attention, and run gathers them; search with --cp-exchange gathered, or replay this plan with --emulate"
+        )
     spread = next((number for number, stage in enumerate(plan.stages) if stage.expert > 1), None)
     if spread is not None and isinstance(options, TrainOptions):
         raise UsageError(
@@ -429,7 +437,7 @@ class RunOutcome:
     def _emulated(self) -> dict[str, object]:
         return {
             "plan": self.plan.name,
-            "num_ranks": len(self.plan.devices),
+            "num_ranks": self.plan.num_devices,
             "blocking": self.options.blocking,
             "stretch": self.result.stretch,
             **self._times(),
@@ -442,7 +450,7 @@ class RunOutcome:
         return {
             "plan": plan.name,
             "model": str(options.model),
-            "num_ranks": len(plan.devices),
+            "num_ranks": plan.num_devices,
             "device": options.device,
             "dtype": options.number_format,
             "precision": options.precision,
@@ -453,7 +461,9 @@ class RunOutcome:
             "steps": list(map(_finite_of, result.steps)),
             "evaluations": list(map(_finite_of, result.evaluations)),
             "peak_memory_bytes": list(result.peak_memory_bytes),
-            "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],
+            "predicted_peak_memory_bytes": of_devices(
+                plan.players, [memory.peak_bytes for memory in plan.predicted.memory]
+            ),
             "versions": dict(result.versions),
         }
 
