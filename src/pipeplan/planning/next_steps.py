@@ -22,6 +22,7 @@ from pipeplan.planning.steps import placement_bound
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, named_devices
+from pipeplan.workload.elements import RING
 from pipeplan.workload.workload import Workload
 
 _MOST_ACTIONS = 60_000
@@ -254,6 +255,7 @@ def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
     stages, recipe = plan.workload.stages, plan.recipe
     several = [] if profile is None else _of_several_tensors(profile)
     lacks = [f"several tensors of one block ({several[0]})"] if several else []
+    lacks += ["rings of keys and values"] if any(stage.context_exchange == RING for stage in stages) else []
     lacks += ["shared experts"] if any(stage.expert > 1 for stage in stages) else []
     if recipe is not None and not (plan.is_inference or recipe.is_custom or recipe.name in _TRAINABLE):
         lacks.append(str(recipe.name))
@@ -263,6 +265,10 @@ def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
 def _to_train(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     """Without what only plans can do yet, where nobody asked for that and something may fit without."""
     stages, lacks = simulation.workload.stages, list[tuple[str, str]]()
+    if any(stage.context_exchange == RING for stage in stages):
+        if request.context_exchange is not None or isinstance(request.placement, Placement):
+            return
+        lacks.append(("--cp-exchange gathered", "send keys and values around a ring"))
     if any(stage.expert > 1 for stage in stages):
         if request.expert is not None or isinstance(request.placement, Placement):
             return
