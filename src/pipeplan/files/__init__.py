@@ -6,10 +6,11 @@ Here: what a file may say, its versions and migrations, traces. Not here: what f
 
 from pipeplan.files.base import File, FileModel, Source, sha256_of
 from pipeplan.files.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
+from pipeplan.files.cover import Cover, CoveredGroup
 from pipeplan.files.modules import Modules, StageModules
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.plan import Plan, Predicted, Provenance
-from pipeplan.files.profile import Block, CostRow, Edge, PhaseRow, Profile, TiedParameter
+from pipeplan.files.profile import BackendFusion, BackendRefusal, Block, CostRow, Edge, PhaseRow, Profile, TiedParameter
 from pipeplan.files.read_write import (
     FORMATS,
     parse,
@@ -28,9 +29,13 @@ from pipeplan.files.recipe import Recipe
 
 __all__ = [
     "FORMATS",
+    "BackendFusion",
+    "BackendRefusal",
     "Block",
     "Cluster",
     "CostRow",
+    "Cover",
+    "CoveredGroup",
     "DeviceKind",
     "Edge",
     "File",

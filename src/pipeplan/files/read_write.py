@@ -35,6 +35,7 @@ from pipeplan.files.base import (
     sha256_of_text,
 )
 from pipeplan.files.cluster import Cluster
+from pipeplan.files.cover import Cover
 from pipeplan.files.modules import Modules
 from pipeplan.files.placement import Placement
 from pipeplan.files.plan import Plan
@@ -197,6 +198,7 @@ FORMATS: dict[str, type[File]] = {
     "plan": Plan,
     "placement": Placement,
     "modules": Modules,
+    "cover": Cover,
 }
 """Every file format by its ``kind``."""
 
