@@ -478,7 +478,7 @@ def goes_on(profile: Profile, model: Model, sizes: Sequence[int], *, threads: in
 def pending_group(path: str) -> str | None:
     """The group that a profile in the making says was being built or run; None where there is none, or no profile."""
     from pipeplan.errors import FileError
-    from pipeplan.files import read_profile
+    from pipeplan.files import read_profile, write_file
     from pipeplan.kernels.measuring import settled_pending
 
     try:

@@ -41,9 +41,11 @@ def survived(died_of: Callable[[], str | None], tell: Callable[[str], None]) -> 
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             return None
-        code = _ended(child)
+        code, told_to = _ended(child)
         if code in _ENDINGS:
             return code
+        if told_to:
+            return 128 + told_to  # as a shell says it
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         cause = died_of()
         if cause is None:
@@ -51,10 +53,13 @@ def survived(died_of: Callable[[], str | None], tell: Callable[[str], None]) -> 
         tell(f"{cause}: the process died with {how}; refused, and measuring goes on with what is left")
 
 
-def _ended(child: int) -> int:
-    """The exit code of a process, or minus the signal that ended it; what comes here to end it is handed on."""
+def _ended(child: int) -> tuple[int, int]:
+    """The exit code of a process, or minus the signal that ended it; and which came here and was handed on, or 0."""
+    told_to = 0
 
     def hand_on(number: int, _: FrameType | None) -> None:
+        nonlocal told_to
+        told_to = number
         os.kill(child, number)
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -63,4 +68,4 @@ def _ended(child: int) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return os.waitstatus_to_exitcode(status)
+    return os.waitstatus_to_exitcode(status), told_to

@@ -118,11 +118,11 @@ def algorithm_1(
         if most_states is not None:  # what was left out may have led to one
             return algorithm_1(graph, matches, change_ns, None)
         raise InfeasibleError(_no_cover(graph, matches))
-    state: _Covered | None = min(ends, key=lambda end: end.cost)
+    end: _Covered | None = min(ends, key=lambda each: each.cost)
     chosen = []
-    while state is not None and state.match is not None:
-        chosen.append(state.match)
-        state = state.before
+    while end is not None and end.match is not None:
+        chosen.append(end.match)
+        end = end.before
     return KernelCover.of(graph, chosen, change_ns)
 
 

@@ -129,7 +129,7 @@ class KernelLog:
     @property
     def found(self) -> Profile:
         """The profile with all of it."""
-        kept = {key: value for key, value in self.profile if key not in ("blocks", "fusions", "refusals")}
+        kept = {key: getattr(self.profile, key) for key in Profile.model_fields}
         return Profile(
             **kept
             | {

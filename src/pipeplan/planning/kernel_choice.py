@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import Cover, CoveredGroup, Profile
+from pipeplan.files import CostRow, Cover, CoveredGroup, Profile
 from pipeplan.kernels.covers import KernelCover, KernelMatch, algorithm_1
 from pipeplan.kernels.measuring import plain_row, row_ns
 from pipeplan.kernels.operators import OperatorDag
@@ -116,7 +116,7 @@ def _largest(profile: Profile, graph: OperatorDag, sizes: list[int]) -> int:
 
 def matches_of(profile: Profile, graph: OperatorDag, size: int) -> tuple[KernelMatch, ...]:
     """What was measured at a size, whole on one device: blocks alone, and groups that give one result or are all."""
-    groups = [((block.id,), block.costs) for block in profile.blocks]
+    groups: list[tuple[tuple[str, ...], Sequence[CostRow]]] = [((block.id,), block.costs) for block in profile.blocks]
     groups += [(graph.ordered(fusion.blocks), fusion.costs) for fusion in profile.fusions]
     return tuple(
         KernelMatch(blocks, row.backend, row_ns(row))

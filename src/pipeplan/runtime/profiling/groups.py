@@ -118,7 +118,7 @@ def difference(
 
 
 @dataclass(slots=True)
-class _Values:
+class _BlockValues:
     """What the blocks of a model give at one micro-batch size, by the kind of block, and the samples."""
 
     batch: Mapping[str, Tensor]
@@ -159,7 +159,7 @@ class GroupBenches:
         self._builders, self._tolerances = builders, tolerances
         self._nodes = {node.spec.id: node for node in block_graph_of(model, dtype).blocks}
         self._modules: dict[str, nn.Module] = {}
-        self._values: dict[int, _Values] = {}
+        self._values: dict[int, _BlockValues] = {}
         self._calls: dict[str, frozenset[str]] = {}
         self._readers: dict[tuple[str, int], set[str]] = {}
         for node in self._nodes.values():
@@ -186,23 +186,23 @@ class GroupBenches:
         """{library: version} of what builds groups, beside torch."""
         return {name: version for each in self._builders.values() for name, version in each.versions.items()}
 
-    def _of_size(self, size: int) -> _Values:
+    def _of_size(self, size: int) -> _BlockValues:
         """The values of a size, held until those of another are asked for."""
         if size not in self._values:
             self._values.clear()
             batch = self._model.mini_batch(size, 0, self._seed, dtype=self._dtype, device=self._device)
-            found = self._values[size] = _Values(batch)
+            found = self._values[size] = _BlockValues(batch)
             for id_, node in self._nodes.items():
                 if node.kind == id_:
                     found.outputs[id_] = self._run(node, found)
         return self._values[size]
 
-    def _run(self, node: BlockNode, values: _Values) -> tuple[Tensor, ...]:
+    def _run(self, node: BlockNode, values: _BlockValues) -> tuple[Tensor, ...]:
         id_ = node.spec.id
         if id_ not in self._modules:
             self._modules[id_] = self._model.build(id_, self._seed, dtype=self._dtype, device=self._device)
         inputs = [values.outputs[self._nodes[source].kind][index] for source, index in node.spec.inputs]
-        calls = _Calls()
+        calls = _CalledNames()
         with torch.no_grad(), calls:
             made = outputs_of(self._modules[id_](*inputs, *(values.batch[name] for name in node.spec.samples)))
         assert made is not None, "its shapes are known: tensors come out"
@@ -235,7 +235,7 @@ class GroupBenches:
             raise ExecutionError(f"{type(error).__name__}: {error}") from error
         return bench.row().model_copy(update={"backend": backend, "compile_ns": compile_ns}), change
 
-    def _bench(self, blocks: Sequence[str], size: int, values: _Values) -> tuple[GroupModule, Bench]:
+    def _bench(self, blocks: Sequence[str], size: int, values: _BlockValues) -> tuple[GroupModule, Bench]:
         """The group as one module, and the bench in which it runs."""
         inside = {id_: number for number, id_ in enumerate(blocks)}
         nodes = [self._nodes[id_] for id_ in blocks]
@@ -327,22 +327,22 @@ class GroupBenches:
         return max(0, round(median(found[1:]) / 2))
 
 
-class _Calls(TorchFunctionMode):
+class _CalledNames(TorchFunctionMode):
     """Names of the functions and operators of torch that are called inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
-        self._operators = _Operators(self.names)
+        self._operators = _CalledOperators(self.names)
 
-    def __enter__(self) -> _Calls:
-        self._operators.__enter__()
-        super().__enter__()
+    def __enter__(self) -> _CalledNames:
+        self._operators.__enter__()  # type: ignore[no-untyped-call]  # torch's
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._operators.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        self._operators.__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note and run it."""
@@ -350,11 +350,11 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Operators(TorchDispatchMode):
+class _CalledOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """The same of operators below functions."""
 
     def __init__(self, names: set[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._names = names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
