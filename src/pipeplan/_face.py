@@ -845,7 +845,8 @@ def profile(
             alone, with as many tokens as it sends to the others.
         inference: forwards alone.
         batch: of inference, requests at once, as ``microbatch`` is of training.
-        context: of inference, tokens of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
+        context: numbers of devices that share each sequence; whole sequences are always included. Of inference tokens
+            of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
         recompute: include costs with activation checkpointing.
         dtype: number format; by default that of ``precision``, else float32.
         precision: number formats of weights, gradients and state; by default those of a plain loop in ``dtype``.

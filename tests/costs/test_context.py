@@ -18,6 +18,7 @@ from pipeplan.files.cluster import DeviceKind
 from pipeplan.files.profile import Recipe
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
 from pipeplan.workload.workload import Workload
+from support.marks import slow_but
 
 SAMPLE = 6_000
 CLUSTER = Cluster(
@@ -125,9 +126,10 @@ def plan_of(context: int = 2, **others: int) -> tuple[Profile, Plan]:
     return known, pipeplan.search(known, cluster=CLUSTER, time_limit=1, deterministic=True, **how).plan
 
 
-@pytest.mark.parametrize(
+@slow_but(
     "how",
     [{"context": 2}, {"context": 4, "replicas": 1, "shards": 2}, {"context": 2, "zero": 2, "shards": 2}],
+    lambda how: "zero" not in how,
     ids=str,
 )
 def test_plans_are_checked_by_other_code_than_made_them(how: dict[str, int]) -> None:

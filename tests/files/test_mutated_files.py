@@ -174,6 +174,7 @@ def test_files_that_ask_for_too_much_are_refused_at_once(model: type[FileModel],
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_plans_that_make_checking_long_are_still_checked_at_once() -> None:
     """Groups of many devices, actions of many micro-batches, dependencies said again and again - and no programs."""

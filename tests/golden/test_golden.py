@@ -47,6 +47,9 @@ FAST = {
 }
 """Searches of a moment; all the others are slow together."""
 
+LONG = ("gpt2-1.3b/cluster", "mmt/greedy", "mt5/spread")
+"""Of these the dearest, beside which the same profiles are searched in three other ways."""
+
 
 @pytest.fixture(scope="module", autouse=True)
 def folder() -> Iterator[Path]:
@@ -58,8 +61,12 @@ def slow(name: str) -> object:
     return pytest.param(name, marks=pytest.mark.slow)
 
 
+def long(name: str) -> object:
+    return pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
+
+
 def marked(name: str) -> object:
-    return name if name in FAST else slow(name)
+    return name if name in FAST else long(name) if name in LONG else slow(name)
 
 
 @pytest.mark.parametrize("name", list(map(marked, requests("search"))))
@@ -73,7 +80,7 @@ def test_search(name: str) -> None:
 CLOCKLESS = ("tessel-x/auto", "gpt2-124m/recompute")
 
 
-@pytest.mark.parametrize("name", [*CLOCKLESS, *map(slow, sorted({*FAST, "flava/auto"} - {*CLOCKLESS}))])
+@pytest.mark.parametrize("name", [*CLOCKLESS, *map(slow, sorted({*FAST} - {*CLOCKLESS})), long("flava/auto")])
 @pytest.mark.parametrize("pace", [pytest.param(0, marks=pytest.mark.long), 10**6])
 def test_no_clock_decides_in_a_deterministic_search(name: str, pace: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether none passes any time, or a million seconds at each look: the plan is the same."""

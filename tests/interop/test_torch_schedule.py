@@ -94,6 +94,7 @@ def every_module() -> list[str]:
     return ["tok_embeddings", *(f"layers.{number}" for number in range(torch_schedules.LAYERS)), "norm", "lm_head"]
 
 
+@pytest.mark.slow
 def test_torch_runs_the_schedules_with_the_losses_of_our_executor(tmp_path: Path) -> None:
     """Circular and V, whole and split backward: four gloo processes, first of torch's pipelining, then of ours."""
     cases, ours = {}, {}

@@ -19,6 +19,7 @@ from pipeplan.planning.sharding_frontier import Splits, split_frontier
 from pipeplan.sharding.baselines import ONLY
 from pipeplan.sharding.cost_model import CostModel
 from references.cost_graphs import enumerate_frontier
+from support.marks import slow_but
 
 Names = Mapping[str, str]
 """The configuration of every operator, such as ``samples2``."""
@@ -106,7 +107,7 @@ def test_one_mesh_for_all_is_all_that_lies_along_it() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["tensoropt-rnn", "tensoropt-vgg16"])
+@slow_but("name", ["tensoropt-rnn", "tensoropt-vgg16"], "tensoropt-rnn".__eq__)
 @pytest.mark.parametrize("whole", [True, False])
 def test_no_planner_beats_the_free_frontier(name: str, whole: bool) -> None:
     free = found(name, 4, Splitting(whole_blocks=whole))

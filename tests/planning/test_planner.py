@@ -43,11 +43,9 @@ def iteration(result: Result) -> int:
     return result.plan.predicted.iteration_ns
 
 
-@pytest.mark.slow  # 15 to 30 s each
-@pytest.mark.parametrize(
-    ("name", "memory"),
-    [pytest.param("gpt2-1.3b-a100-80gb", 24 * GB, marks=pytest.mark.long), ("mmt-v100-16gb", 4 * GB)],
-)
+@pytest.mark.slow
+@pytest.mark.long  # half a minute to a minute each
+@pytest.mark.parametrize(("name", "memory"), [("gpt2-1.3b-a100-80gb", 24 * GB), ("mmt-v100-16gb", 4 * GB)])
 def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> None:
     model, cluster = profile(name), cluster_of(4)
     batch = Batch(8, 4)
@@ -112,6 +110,7 @@ def test_replicas_can_be_fixed() -> None:
         search_plan(request_of(model, "one-to-one", Batch(8, 3), num_devices=4, **(QUICK | {"replicas": 3})))
 
 
+@pytest.mark.slow
 def test_without_prices_no_device_waits() -> None:
     """Summing gradients costs nothing without a cluster, and copies of the whole model have no bubbles."""
     found = search_plan(

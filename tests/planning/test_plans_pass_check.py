@@ -14,6 +14,7 @@ from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Plan, P
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
+from support.marks import slow_but
 
 numbers = st.integers(1, 9)
 
@@ -108,7 +109,7 @@ def test_random_graphs(
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-@pytest.mark.parametrize("split", [False, True])
+@slow_but("split", [False, True], True.__eq__)
 def test_shapes(name: str, split: bool) -> None:
     costs = ShapeCosts(3, None, 2, 2, comm_ns=1, activation_bytes=4, weight_grad_bytes=2) if split else ShapeCosts(3, 5)
     profile = shape(name, 4, costs=costs)

@@ -240,7 +240,7 @@ OTHERS = [
 @slow_but(
     "verb, asked, says",
     OTHERS,
-    lambda each: "--plans" not in each[1] or not each[1].endswith(("min-time", "profile")),
+    lambda each: "--plans" not in each[1] or each[1].endswith("all"),
     ids=[f"{verb} {asked}" for verb, asked, _ in OTHERS],
 )
 def test_what_tuner_compare_and_frontier_advise_does(

@@ -74,6 +74,7 @@ def test_times_are_the_profile_s_and_not_the_plan_s() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_one_that_does_not_fit_is_said() -> None:
     start = imported("Et*6|t*6|t*6|t*6L")
     most = max(memory.peak_bytes for memory in start.predicted.memory)

@@ -144,6 +144,7 @@ def test_stages_of_plans_run_profiled_sizes_alone() -> None:
         assert (ways and {way.name for way in ways}) == names
 
 
+@pytest.mark.slow
 def test_memory_is_a_limit_for_all_points() -> None:
     _, free = frontier_of(SHORT)
     limit = sorted(point.memory_bytes for point in free.points)[len(free.points) // 2]

@@ -32,7 +32,6 @@ from pipeplan.simulator.metrics import rates
 from pipeplan.time_limit import Limit
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
-from support.marks import slow_but
 from support.paths import ROOT
 
 PROFILES = ROOT / "profiles"
@@ -86,7 +85,7 @@ def brute(asked: Request, strategies: Iterable[str]) -> int:
     return min(best)
 
 
-@slow_but("placement", ["auto", "v-shape"], "v-shape".__eq__)
+@pytest.mark.parametrize("placement", ["v-shape", pytest.param("auto", marks=[pytest.mark.slow, pytest.mark.long])])
 def test_the_best_row_is_that_of_brute_force(placement: str) -> None:
     asked = replace(request(3 * GB), placement=placement, sizes=(2,))
     found = tune(asked)

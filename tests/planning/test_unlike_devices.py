@@ -42,7 +42,7 @@ def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
     compare(seed, 5, 4)
 
 
-@pytest.mark.parametrize("seed", range(204, 216))
+@pytest.mark.parametrize("seed", range(204, 210))
 def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
     """Of every uniform layout, cut by its own rule and run with each known schedule; also of its bound by work."""
     request, _ = asked_of_kinds(seed, 4, 3, own_profiles=False)

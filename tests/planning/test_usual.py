@@ -124,6 +124,7 @@ def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
     assert all(f"  {each.what}\n" in below for each in result.explanation.common)
 
 
+@pytest.mark.slow
 def test_common_layouts_are_of_all_levels_where_these_are_open() -> None:
     """With --zero auto levels are tried one after another: FSDP is among what is explained all the same."""
     more = {"devices": 4, "mini_batch": 8, "memory_bytes": 2000, "time_limit": 0.3, "deterministic": True}
@@ -150,6 +151,7 @@ def test_devices_that_run_nothing_are_at_no_position() -> None:
     assert over[0][0] > 0
 
 
+@pytest.mark.slow
 def test_reasons_do_not_refute_themselves_and_fsdp_is_a_common_layout() -> None:
     request = Request.of(chain(8, (1, 2)), devices=4, mini_batch=8, memory_bytes=2000)
     table = uniform_choices(request)

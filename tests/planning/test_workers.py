@@ -142,6 +142,7 @@ def test_an_executor_that_is_shut_down_is_gone_on_without() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long  # the Dask cluster below has two workers' plan beside one's, too
 def test_processes_find_what_is_found_without_and_end_with_it() -> None:
     before = set(active_children())
     request = asked((1, 2), memory_bytes=40_000)

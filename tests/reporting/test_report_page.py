@@ -302,6 +302,7 @@ def test_the_command_writes_all_three(tmp_path: Path) -> None:
     assert f"pipeplan report {GPT} -o" in (tmp_path / "r.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_search_keeps_its_best_plans_in_the_plan(tmp_path: Path) -> None:
     request = ("--devices", "4", "--memory", "4GB", "--mini-batch", "8", "--deterministic", "--time-limit", "500ms")
     done = pipeplan("search", ROOT / "profiles" / "gpt2-124m-cpu.json", *request, "-o", tmp_path / "p.json")

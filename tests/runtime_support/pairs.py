@@ -50,13 +50,13 @@ def worded_on(*groups: tuple[str, tuple[int, ...], int], zero: int = 0) -> Plan:
     return placed_plan(load_model(WORDED), stages, num_microbatches=4, microbatch_size=2)
 
 
-def configuration_on(*groups: tuple[int, ...], shards: int, zero: int = 0) -> Plan:
-    """Stages of a Hugging Face model on these devices, of which so many split each block."""
+def configuration_on(*groups: tuple[int, ...], shards: int, context: int = 1, zero: int = 0) -> Plan:
+    """Stages of a Hugging Face model on these devices, of which so many split each block, or share sequences."""
     model = load_once(CONFIGURATION)
     ids = [block.id for block in model.blocks]
     bounds = [round(number * len(ids) / len(groups)) for number in range(len(groups) + 1)]
     stages = [
-        split_stage(" ".join(ids[begin:end]), devices, shards, microbatch_size=2, zero=zero)
+        split_stage(" ".join(ids[begin:end]), devices, shards, context=context, microbatch_size=2, zero=zero)
         for (begin, end), devices in zip(itertools.pairwise(bounds), groups, strict=True)
     ]
     return placed_plan(model, stages, num_microbatches=4, microbatch_size=2)
@@ -122,11 +122,12 @@ PAIRS: dict[str, Callable[[], tuple[str, list[Plan]]]] = {
             worded_on(("shift words b0 b1 b2 b3 head", (1,), 1)),
         ],
     ),
-    "a configuration's shares in stages, then divided, then whole": lambda: (
+    "a configuration's shares in stages, then divided, then sequences shared, then whole": lambda: (
         CONFIGURATION,
         [
             configuration_on((1, 0), (3, 2), shards=2),
             configuration_on((0, 2, 3, 1), shards=2, zero=1),
+            configuration_on((2, 0, 1, 3), shards=1, context=2, zero=1),
             configuration_on((1,), (0,), shards=1),
         ],
     ),

@@ -70,8 +70,9 @@ def profile_of(model: Model) -> Profile:
     rows += tuple(row.model_copy(update={"recompute": True}) for row in rows)
 
     def rows_of(block: str) -> tuple[CostRow, ...]:
-        split = {shards: {"shards": shards, "sequence_parallel": divides(block, shards)} for shards in (1, 2, 3, 4)}
-        return tuple(row.model_copy(update=update) for row in rows for update in split.values())
+        split = [{"shards": shards, "sequence_parallel": divides(block, shards)} for shards in (1, 2, 3, 4)]
+        split += [{**split[shards - 1], "shards": shards, "context": 2} for shards in (1, 2) if model.in_context]
+        return tuple(row.model_copy(update=update) for row in rows for update in split)
 
     return Profile(
         name=model.name,
@@ -112,10 +113,13 @@ def model_plan(
     )
 
 
-def split_stage(blocks: str, devices: tuple[int, ...], shards: int, **others: Any) -> PlacedStage:
-    """Blocks, with spaces between them, each split over that many devices; more devices are replicas."""
-    parts = tuple(blocks.split())
-    return PlacedStage(blocks=parts, devices=devices, shards=shards, replicas=len(devices) // shards, **others)
+def split_stage(blocks: str, devices: tuple[int, ...], shards: int, *, context: int = 1, **others: Any) -> PlacedStage:
+    """Blocks, with spaces between them, each split over that many devices; more devices are replicas.
+
+    In ``context`` as many such groups share sequences.
+    """
+    parts, replicas = tuple(blocks.split()), len(devices) // (shards * context)
+    return PlacedStage(blocks=parts, devices=devices, shards=shards, context=context, replicas=replicas, **others)
 
 
 def placed_plan(

@@ -165,18 +165,19 @@ def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
 
 def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
     """Run every rank's program once, in fp64; of a plan of inference as a run does it."""
-    programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
-    specs = travelling(programs[0], model, torch.float64)
+    run_as = model.shared_by(max(stage.context for stage in plan.stages))
+    programs = programs_of(plan, [block.id for block in model.blocks], run_as.edges, model.name)
+    specs = travelling(programs[0], run_as, torch.float64)
     batch = model.mini_batch(plan.mini_batch, 0, seed, dtype=torch.float64)
     samples, mail = MiniBatch(batch, model.predictions(batch)), Mail()
-    ranks = [_Rank(program, model, specs, mail, seed) for program in programs]
+    ranks = [_Rank(program, run_as, specs, mail, seed) for program in programs]
     with ThreadPoolExecutor(len(ranks)) as pool:
         for rank in ranks:
             pool.submit(rank.infer if plan.is_inference else rank.run, samples)
     if mail.failure is not None:
         raise mail.failure
     buffers = [buffer for rank in ranks for module in rank.modules.values() for buffer in module.buffers()]
-    return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks], model), buffers)
+    return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks], run_as), buffers)
 
 
 def require_equal_to_unsplit(model: Model, plan: Plan, tolerance: float = 1e-10) -> None:

@@ -32,7 +32,7 @@ def require_sound(found: Schedule) -> None:
 
 
 @pytest.mark.parametrize("name", ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"])
-@pytest.mark.parametrize("memory", [None, 3 * GB])
+@slow_but("memory", [None, 3 * GB], lambda memory: memory is not None)
 def test_every_shape_gets_a_schedule(name: str, memory: int | None) -> None:
     found = search_schedule(shape_workload(name, memory=memory), Budget(0.5, deterministic=True))
     require_sound(found)

@@ -80,7 +80,7 @@ def test_where_time_is_up_the_factor_is_what_is_proved_by_then() -> None:
     assert len(set(factors)) > 3
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([graphs.chain, graphs.residual]), st.integers(3, 6))
 def test_a_frontier_that_ends_early_has_what_is_there_and_says_how_near_it_is(
     seed: int, kind: object, num: int

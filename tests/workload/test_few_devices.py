@@ -56,9 +56,9 @@ def least(problem: OneMicrobatch, devices: Sequence[int]) -> int:
         ("v", (4, 12), 0.5, (0,), 6_060),
         ("v", (4, 12), 0.5, (0, 1, 2, 3), 6_380),
         ("v", (4, 12), 0.75, (0,), 4_440),
-        pytest.param("v", (4, 12), 0.75, (0, 1, 2, 3), 4_660, marks=pytest.mark.slow),
+        pytest.param("v", (4, 12), 0.75, (0, 1, 2, 3), 4_660, marks=[pytest.mark.slow, pytest.mark.long]),
         ("v", (16, 64), 0.5, (0,), 30_900),
-        pytest.param("v", (16, 64), 0.75, (0,), 22_500, marks=pytest.mark.slow),
+        pytest.param("v", (16, 64), 0.75, (0,), 22_500, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("zbv", (8, 32), 0.5, (7,), 11_170, marks=pytest.mark.slow),
         ("zbv", (3, 6), 0.5, (2,), 2_680),
         ("zbv", (3, 6), 0.5, (0, 1, 2), 2_780),
@@ -173,7 +173,7 @@ def test_random_stages_against_every_schedule(problem: OneMicrobatch) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(with_tails(max_stages=2, num_microbatches=2))
 def test_what_follows_counts(problem: OneMicrobatch) -> None:
     """The found schedule ends no sooner than any devices say, sums and steps included."""

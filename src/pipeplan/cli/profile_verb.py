@@ -188,8 +188,8 @@ def _read_text(path: str) -> str:
     "--context",
     type=TOKENS,
     default="1",
-    help="With --estimate: numbers of devices that share each sequence; whole sequences are always included. With "
-    "--inference: tokens of texts (8k is 8192) to add prefill, decode and the cache for.",
+    help="Numbers of devices that share each sequence; whole sequences are always included. With --inference: tokens "
+    "of texts (8k is 8192) to add prefill, decode and the cache for.",
 )
 @click.option(
     "--expert",
@@ -591,7 +591,7 @@ def measured(
     profile = _api.profile(
         model,
         given["microbatch"],
-        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype", "expert")} | {"shards": shards},
+        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype", "context", "expert")} | {"shards": shards},
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
         **({"on_mean": tell} | how),
@@ -658,8 +658,6 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
     elif given["weights"] or given["kv_cache_dtype"] != "auto":
         flag = "--weights" if given["weights"] else "--kv-cache-dtype"
         raise UsageError(f"{flag} is of inference; add --inference")
-    elif not estimates and given["context"] != (1,):
-        raise UsageError("--context is of estimates, or with --inference of texts; add --estimate or --inference")
     if not estimates and (given["weights"] or given["kv_cache_dtype"] != "auto"):
         raise UsageError("--weights and --kv-cache-dtype are of estimates; add --estimate and --device PRESET")
     return is_asked

@@ -254,7 +254,6 @@ def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
     stages, recipe = plan.workload.stages, plan.recipe
     several = [] if profile is None else _of_several_tensors(profile)
     lacks = [f"several tensors of one block ({several[0]})"] if several else []
-    lacks += ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
     lacks += ["shared experts"] if any(stage.expert > 1 for stage in stages) else []
     if recipe is not None and not (plan.is_inference or recipe.is_custom or recipe.name in _TRAINABLE):
         lacks.append(str(recipe.name))
@@ -264,10 +263,6 @@ def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
 def _to_train(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     """Without what only plans can do yet, where nobody asked for that and something may fit without."""
     stages, lacks = simulation.workload.stages, list[tuple[str, str]]()
-    if any(stage.context > 1 for stage in stages):
-        if request.context is not None or isinstance(request.placement, Placement):
-            return
-        lacks.append(("--cp 1", "share sequences"))
     if any(stage.expert > 1 for stage in stages):
         if request.expert is not None or isinstance(request.placement, Placement):
             return

@@ -90,6 +90,7 @@ def right(cases: dict[str, Case]) -> None:
         assert off <= TOLERANCE[each["options"]["dtype"]], name
 
 
+@pytest.mark.slow
 def test_four_processes_write_what_one_writes() -> None:
     right(QUICK)
 

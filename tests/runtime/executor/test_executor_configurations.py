@@ -100,7 +100,7 @@ def strategies(draw: st.DrawFn) -> tuple[Model, Plan]:
 
 
 @pytest.mark.slow
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(strategies())
 def test_any_strategy_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:
     """Also where stages of a pipeline, or replicas, have strategies of their own."""

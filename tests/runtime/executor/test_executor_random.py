@@ -107,7 +107,7 @@ def plans(draw: st.DrawFn) -> tuple[Model, Plan]:
     return model, plan
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(plans())
 def test_any_plan_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:
     model, plan = case

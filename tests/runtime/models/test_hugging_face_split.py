@@ -93,7 +93,7 @@ def reports(request: pytest.FixtureRequest) -> Reports:
 
 
 LONG = ("llama full", "qwen2 full", "qwen2 split", "mixtral full")
-QUICK = ("llama split", "mixtral split", "gpt2 split", "bert full", "llama zero 1")
+QUICK = ("mixtral split", "gpt2 split", "llama zero 1")
 
 
 @slow_but("name", CASES, QUICK.__contains__, LONG.__contains__)
@@ -182,17 +182,21 @@ def test_what_does_not_run_split_says_so() -> None:
 COMMANDS = {
     "1": "--devices 1 --pp 1 --tp 1",
     "4": "--devices 4 --tp 2 --pp 2",
+    "4 sharing sequences": "--devices 4 --tp 1 --pp 2 --cp 2",
     "2": "--devices 2 --pp 1 --tp 1 --dp 2 --zero 1",
 }
 
 
 @pytest.mark.slow
 def test_commands_give_one_loss_on_one_four_and_two_devices(tmp_path: Path) -> None:
-    """Estimated for an H100, planned, and trained here: whole, in shares in a pipeline, and with divided state."""
+    """Estimated for an H100, planned, and trained here: whole, in pipelines of shares and of pieces of sequences, and
+    with divided state.
+    """
     arguments = {**LLAMA, "num_hidden_layers": 4}
     model = f"LlamaConfig({', '.join(f'{key}={value}' for key, value in arguments.items())})"
     profile = tmp_path / "profile.json"
     estimate = ["--sequence", "32", "--estimate", "--device", "h100-80gb", "--shards", "1,2", "--microbatch", "1,2"]
+    estimate += ["--context", "1,2"]
     invoke("profile", model, *estimate, "-o", str(profile))
     losses: dict[str, list[float]] = {}
     for ranks, how in COMMANDS.items():
@@ -200,10 +204,10 @@ def test_commands_give_one_loss_on_one_four_and_two_devices(tmp_path: Path) -> N
         invoke("search", str(profile), *how.split(), "--mini-batch", "8", "-o", str(plan))
         training = ["--sequence", "32", "--dtype", "float64", "--steps", "3", "--local", "--json"]
         report = json.loads(invoke("run", str(plan), "--model", model, *training))
-        assert report["num_ranks"] == int(ranks)
+        assert report["num_ranks"] == int(ranks.partition(" ")[0])
         losses[ranks] = [step["loss"] for step in report["steps"]]
     assert len(set(losses["1"])) == 3, "it learns"
-    for ranks in ("4", "2"):
+    for ranks in COMMANDS:
         assert losses[ranks] == pytest.approx(losses["1"], rel=0, abs=1e-9)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import pipeplan
-from pipeplan.costs.communication import Exchange, prices_of
+from pipeplan.costs.communication import Exchange, prices_in, prices_of
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.operators import attention_core
 from pipeplan.costs.uniform.layer import attention_ns
@@ -13,10 +14,17 @@ from pipeplan.costs.uniform.shares import catalog_shares
 from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Collective
+from pipeplan.runtime.profiling.build_profile import priced_by, splits_of
 
 CONFIG = (
     "LlamaConfig(num_hidden_layers=1, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, "
     "intermediate_size=1024, vocab_size=1000, max_position_embeddings=8192)"
+)
+SMALL = (
+    "LlamaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, "
+    "intermediate_size=64, vocab_size=63)"
 )
 PART, HEADS, KV_HEADS, SIZE, WIDTH = 2048, 8, 2, 64, 2
 H100 = device_preset("h100-80gb")
@@ -83,10 +91,37 @@ def test_copies_of_keys_and_values_for_heads_of_queries_are_not_sent() -> None:
     assert times[1] - times[0] == pytest.approx(moved / 2 * (4 - 1) * 1e9 / BANDWIDTH, abs=2)
 
 
+@pytest.mark.parametrize(("name", "kv_heads", "size"), [("gpt2-tiny", 4, 8), (SMALL, 2, 8)], ids=["gpt2", "llama"])
+def test_measured_rows_are_of_attention_over_whole_sequences(name: str, kv_heads: int, size: int) -> None:
+    """Of pieces as they run; keys and values are gathered once in F, and in I again, before gradients are summed."""
+    profile = pipeplan.profile(
+        name, sequence=16, microbatch=1, context=2, shards=(1, 2), repeats=1, warmup=0, threads=1
+    )
+    for block in profile.blocks:
+        assert {(row.shards, row.context) for row in block.costs} == {(1, 1), (2, 1), (1, 2), (2, 2)}
+    assert "an early and a late piece were measured alone" in profile.source.notes
+    (plain, part) = splits_of(load_model(name, sequence=16), (2,), torch.float32, None, (2,), alone=True)
+    for whole, own in zip(plain.model.blocks, part.model.blocks, strict=True):
+        found = [
+            (each.operation, each.phase, each.bytes_per_sample) for each in own.collectives if each.over == "context"
+        ]
+        moved = 4 * 2 * 16 * kv_heads // 2 * size
+        steps = (
+            [("all_gather", "F"), ("all_gather", "I"), ("reduce_scatter", "I")] if "attention" in own.operator else []
+        )
+        assert found == [(*each, moved) for each in steps], whole.id
+    apart = Cluster.of("two", 4, levels=[("pair", 2, 1e-6, 10**9), ("all", 4, 1e-3, 10**6)])
+    price = priced_by(prices_in(apart), torch.float32, apart)
+    gather = Collective("all_gather", "F", 1000, over="context")
+    assert price(gather, 1, 2, 2) > 100 * price(gather, 1, 2), "devices with one share stand in different pairs"
+
+
 def test_what_cannot_share_sequences_is_refused() -> None:
     how = {"device": "h100-80gb", "microbatch": 1}
     with pytest.raises(UsageError, match="sequences of 2048, which 3 devices cannot share evenly"):
         pipeplan.estimate(CONFIG, sequence=PART, context=3, **how)
+    with pytest.raises(UsageError, match=r"measures blocks as they run.*does not say how 2 devices share"):
+        pipeplan.profile("gpt2-tiny-operators", microbatch=1, context=2, repeats=1, warmup=0)
     with pytest.raises(UsageError, match="makes samples of its own"):
         pipeplan.estimate("runtime_support.models:chain", context=2, **how)
 

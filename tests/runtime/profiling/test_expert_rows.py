@@ -12,6 +12,7 @@ from pipeplan.costs.uniform.step import step_time
 from pipeplan.costs.uniform.words import Transformer, UniformLayout
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile
+from support.marks import slow_but
 
 CONFIG = (
     "MixtralConfig(num_hidden_layers=1, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, "
@@ -48,7 +49,7 @@ def test_rows_are_of_own_words_with_fewer_weights_and_longer_products() -> None:
     assert own.backward_ns < half.backward_ns
 
 
-@pytest.mark.parametrize("load", [1.0, 2.0])
+@slow_but("load", [1.0, 2.0], (2.0).__eq__)
 def test_words_are_sent_and_brought_back_forth_and_in_backward(load: float) -> None:
     sizes = {"expert": (1, 8), "load_factor": load, **HOW}
     slow, fast = (rows(pipeplan.estimate(CONFIG, cluster=each, **sizes))[1, 1, 8] for each in (SLOW, FAST))

@@ -239,7 +239,7 @@ def test_gpt2_is_measured_with_a_cache(tmp_path: Path) -> None:
         ("--inference --microbatch 2", "--inference give --batch"),
         ("--batch 2", "--batch is of --inference"),
         ("--inference --weights int4", "--weights and --kv-cache-dtype are of estimates"),
-        ("--context 4", "--context is of estimates, or with --inference of texts"),
+        ("--context 3", "gpt2-tiny has sequences of 16, which 3 devices cannot share evenly"),
         ("--inference --recompute", "--recompute is of backward"),
         ("--inference --estimate --device h100-80gb --expert 2", "gpt2-tiny has no experts"),
     ],

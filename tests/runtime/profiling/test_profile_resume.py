@@ -25,7 +25,6 @@ from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling import rounds as partial_module
 from pipeplan.runtime.profiling.measure import profile_model
 from pipeplan.runtime.profiling.rounds import RowKey, UnfinishedProfile
-from support.marks import slow_but
 
 RUNS = {"repeats": 4, "warmup": 1}
 
@@ -378,7 +377,9 @@ def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals, a
     return process.returncode, err
 
 
-@slow_but("number", [signal.SIGINT, signal.SIGKILL], lambda _: False, signal.SIGINT.__eq__)
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "slow_models.py").write_text(MODULE)
     (tmp_path / "p.json").write_text("what was there")

@@ -37,13 +37,16 @@ Leg = tuple[Plan, TrainOptions, int]
 
 
 SLOW = (
+    "replicas come and go",
+    "parameters divided, then optimizers, then whole",
     "tiles, then other tiles, then stages",
     "and the other way round",
     "whole, then split over three",
-    "a configuration's shares in stages, then divided, then whole",
+    "a configuration's shares in stages, then divided, then sequences shared, then whole",
     "branches",
 )
-"""Of the pairs."""
+LONG = ("and the other way round", "whole, then split over three", "branches")
+"""Of the pairs, the long ones among the slow."""
 
 
 def legs_of(model: str, plans: Sequence[Plan], folder: Path, **options: Any) -> list[Leg]:
@@ -117,7 +120,7 @@ def reports(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[list
     return told(cases | refusals(folder / "refused"))
 
 
-@slow_but("name", [*PAIRS, "counting"], lambda name: name not in SLOW, "and the other way round".__eq__)
+@slow_but("name", [*PAIRS, "counting"], lambda name: name not in SLOW, LONG.__contains__)
 def test_losses_and_parameters_are_those_of_an_unsplit_run(name: str, reports: Any, folder: Path) -> None:
     for rank in reports[name]:
         first = [leg["first"] for leg in rank]

@@ -80,7 +80,7 @@ def undisturbed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[fl
     return losses_of(training(plan, tmp_path_factory.mktemp("undisturbed"), resume=False))
 
 
-QUICK = ("tensors written", "before it has its name", "an old one renamed")
+QUICK = ("before it has its name",)
 
 
 @slow_but("point", POINTS, lambda point: point in QUICK)

@@ -81,6 +81,7 @@ def test_copies_of_a_program_train_what_it_has_made() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_launchers_ranks_run_one_after_another(tmp_path: Path) -> None:
     """Each has the outcome; callbacks are rank 0's."""
     write_file(plan(), str(tmp_path / "plan.json"))

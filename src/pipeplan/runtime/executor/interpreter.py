@@ -93,10 +93,14 @@ class Executor:
         before = [slots.count]
         for step in self.program.steps:
             taker, made = program.rank if step.message is None else step.peer, step.message is None
-            takes = [(own, program.keys(message), slots.take(message, own, taker)) for message, own in step.takes]
+            takes = [
+                (own, program.keys(message), slots.take(message, own, taker, program.piece(message.target, taker)))
+                for message, own in step.takes
+            ]
             gives = [
-                (own, program.keys(message, made=made), slots.put(message, own, made=made))
+                (own, program.keys(message, made=made), slots.put(message, own, made=made, piece=piece))
                 for message, own in step.gives
+                for piece in [program.piece(message.source if made else message.target, program.rank)]
             ]
             given.append((step, takes, gives))
             before.append(slots.count)

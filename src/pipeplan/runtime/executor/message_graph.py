@@ -298,7 +298,7 @@ class SampleOwnership:
         """The samples of an action that a rank works on, or of a whole micro-batch that may have run in parts."""
         group = self._plan.stages[stage]
         begin, end = self._samples(group, microbatch, part)
-        replica = group.devices.index(rank) // group.shards
+        replica = group.devices.index(rank) // (group.shards * group.context)
         if part is None and microbatch < self._num_parted:
             order = _half_by_half(begin, end)
             begin, end = replica_samples((0, len(order)), group.replicas, replica)

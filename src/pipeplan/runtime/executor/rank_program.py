@@ -158,7 +158,8 @@ class StagePart:
     ``inputs`` and ``outputs`` give, for each stage on the other end, the blocks whose outputs come in or go out;
     ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``split`` is whether the stage runs I
     and W instead of B. ``shares`` says for each of the blocks what this rank has of it, ``meshes`` how the ranks of
-    its replica, ``group``, stand for it; this one is number ``place`` of them.
+    its replica, ``group``, stand for it; this one is number ``place`` of them. Of those that have the same and other
+    pieces of every sequence, ``context``, it is number ``piece``.
     ``again`` says for each of them what backward computes again, and ``cores`` are those of which the plan knows an
     attention core.
     ``buckets`` are of how many blocks gradients are summed together while it still makes those of blocks before them,
@@ -181,6 +182,8 @@ class StagePart:
     meshes: tuple[Mesh, ...] = ()
     group: tuple[int, ...] = ()
     place: int = 0
+    context: tuple[int, ...] = ()
+    piece: int = 0
     parameter_bytes: int = 0
     waiting_bytes: int = 0
     cores: frozenset[str] = frozenset()
@@ -221,6 +224,7 @@ class Program:
     of messages. ``stages`` and ``custom_ops`` are those that run here, by the plan's index. With a ``loop``, ``steps``
     are what it is made of, while ``texts`` and ``mini_batch`` are of everything that it runs. ``divisions`` are all of
     the plan's, in the same order on every rank. ``stage_of`` has the blocks that one stage of the plan alone has.
+    ``pieces`` [stage][rank] are which pieces of every sequence ranks have, of stages where not all have all.
     """
 
     rank: int
@@ -238,6 +242,11 @@ class Program:
     divisions: tuple[Division, ...] = ()
     stage_of: Mapping[str, int] = field(default_factory=dict)
     slices: Mapping[Message, Slices] = field(default_factory=dict)
+    pieces: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+
+    def piece(self, stage: int, rank: int) -> int:
+        """Which pieces of every sequence a rank has in a stage."""
+        return self.pieces[stage][rank] if stage in self.pieces else 0
 
     def num_gradients(self, stage: int) -> int:
         """How many steps of an iteration add to gradients of a stage's parameters."""
@@ -455,6 +464,11 @@ class _Lowering:
             divisions=tuple(_divisions(plan)),
             stage_of=_stage_of(plan),
             slices=self._slices,
+            pieces={
+                index: {rank: _piece_of(stage, rank) for rank in stage.devices}
+                for index, stage in enumerate(plan.stages)
+                if stage.context > 1
+            },
         )
 
     def _in_slices(self, index: int) -> tuple[dict[str, frozenset[int]], dict[str, int]]:
@@ -482,6 +496,8 @@ class _Lowering:
             meshes=_meshes_of(stage),
             group=_group_of(stage, self._rank),
             place=stage.devices.index(self._rank) % stage.shards,
+            context=_context_of(stage, self._rank),
+            piece=_piece_of(stage, self._rank),
             again=stage.again,
             cores=_cores_of(stage),
             buckets=tuple(each.blocks for each in stage.buckets),
@@ -622,9 +638,23 @@ def _cores_of(stage: Stage) -> frozenset[str]:
 
 
 def _group_of(stage: Stage, rank: int) -> tuple[int, ...]:
-    """The devices of a rank's replica."""
+    """The devices that split what a rank has: of its replica those with the same pieces of sequences."""
     first = stage.devices.index(rank) // stage.shards * stage.shards
     return stage.devices[first : first + stage.shards]
+
+
+def _context_of(stage: Stage, rank: int) -> tuple[int, ...]:
+    """The devices of a rank's replica with the same share, in the order of their pieces; none where all have all."""
+    if stage.context == 1:
+        return ()
+    replica, own = divmod(stage.devices.index(rank), stage.shards * stage.context)
+    first = replica * stage.shards * stage.context + own % stage.shards
+    return stage.devices[first : first + stage.shards * stage.context : stage.shards]
+
+
+def _piece_of(stage: Stage, rank: int) -> int:
+    """Which pieces of every sequence a rank has."""
+    return stage.devices.index(rank) // stage.shards % stage.context
 
 
 def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
@@ -633,11 +663,12 @@ def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
 
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
     """What a rank has of a stage's blocks. Devices that share only samples have the same share."""
-    group = _group_of(stage, rank)
-    return tuple(
+    group, context = _group_of(stage, rank), _context_of(stage, rank)
+    found = (
         _share(block, mesh, group, group.index(rank))
         for block, mesh in zip(stage.blocks, _meshes_of(stage), strict=True)
     )
+    return tuple(replace(share, context=context) for share in found)
 
 
 def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
@@ -665,6 +696,7 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
         for first in range(0, len(stage.devices), stage.shards):
             group = stage.devices[first : first + stage.shards]
             found |= {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
+        found |= {_context_of(stage, rank) for rank in stage.devices if stage.context > 1}
     return frozenset(found)
 
 

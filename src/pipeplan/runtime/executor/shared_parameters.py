@@ -330,7 +330,7 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
     blocks_of: dict[int, set[str]] = defaultdict(set)
     for share, rank in holders:
         partners = tuple(range(share.count)) if share.partners else ()  # whoever they are
-        alike = replace(share, partners=partners, places=())
+        alike = replace(share, partners=partners, places=(), context=())
         ranks_of[share.block][alike].add(rank)
         blocks_of[rank].add(share.block)
     shapes = model.parameter_shapes()

@@ -63,9 +63,13 @@ class MiniBatch:
     num_predictions: float
     draw: tuple[int, int] = (0, 0)
 
-    def seed_of(self, block: str, samples: Numbers) -> int:
-        """The seed of a block's random numbers: the same on every rank, with any stages, and for all shards."""
-        digest = hashlib.sha256(f"{self.draw}/{block}/{samples[0]}".encode()).digest()
+    def seed_of(self, block: str, samples: Numbers, piece: int = 0) -> int:
+        """The seed of a block's random numbers: the same on every rank, with any stages, and for all shards.
+
+        But of sequences that devices share, pieces have numbers of their own.
+        """
+        named = f"{self.draw}/{block}/{samples[0]}" + (f"/{piece}" if piece else "")
+        digest = hashlib.sha256(named.encode()).digest()
         return int.from_bytes(digest[:7], "big")
 
     def rows(self, name: str, samples: Numbers) -> Tensor:
@@ -398,7 +402,7 @@ class StageRunner:
             arguments = [values.taken(source, block) for source, _ in spec.inputs]
             arguments += [self.layouts.sample(block, samples.rows(name, rows)) for name in spec.samples]
             at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
-            _begin_random_numbers(samples.seed_of(block, rows), at.device)
+            _begin_random_numbers(samples.seed_of(block, rows, self.part.piece), at.device)
             with self.autocast() if self.autocast is not None else nullcontext():
                 run = partial(recomputed, module) if again is True else module
                 with RecomputedCores() if again == "selective" else nullcontext() as cores:

@@ -23,7 +23,8 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.message_graph import Message, Numbers, Slices, TensorKey
 from pipeplan.runtime.executor.rank_program import StagePart
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.sharding import Shards, slice_of
+from pipeplan.runtime.parallel.context import own_pieces
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards, slice_of
 from pipeplan.workload.kinds import Role, role_of
 from pipeplan.workload.mesh import PLACES, SAMPLES, SHARDS, MeshAxis
 
@@ -166,7 +167,7 @@ class TensorSlots:
     ) -> None:
         self._tensors, self._slices, self._made = tensors, slices or {}, set[int]()
         self._specs = {message: tuple(specs[name] for name in names) for message, names in tensors.items()}
-        self._places: dict[tuple[Message, int], tuple[int, int]] = {}
+        self._places: dict[tuple[Message, int, int], tuple[int, int]] = {}
         self._sizes: list[int] = []
         self._last: dict[int, Taking] = {}
 
@@ -175,27 +176,30 @@ class TensorSlots:
         """How many things have been put."""
         return len(self._sizes)
 
-    def put(self, message: Message, samples: Numbers, *, made: bool = False) -> int:
-        """The slot for what a message brings for these samples; or for what it is made of, on a rank that makes it."""
+    def put(self, message: Message, samples: Numbers, *, made: bool = False, piece: int = 0) -> int:
+        """The slot for what a message brings for these samples; or for what it is made of, on a rank that makes it.
+
+        Of sequences that devices share it is one ``piece``: a rank may make one, and be sent another.
+        """
         slot = self.count
         self._made |= {slot} if made and message in self._slices else set()
         self._sizes.append(len(samples))
-        self._places.update({(message, sample): (slot, place) for place, sample in enumerate(samples)})
+        self._places.update({(message, sample, piece): (slot, place) for place, sample in enumerate(samples)})
         return slot
 
-    def take(self, message: Message, samples: Numbers, rank: int = 0) -> Taking:
-        """How to get at the tensors of a message for these samples and the rank that is to have them.
+    def take(self, message: Message, samples: Numbers, rank: int = 0, piece: int = 0) -> Taking:
+        """How to get at the tensors of a message for these samples and the rank that is to have them, or its piece.
 
         Raises UsageError where some are not there.
         """
-        missing = next((sample for sample in samples if (message, sample) not in self._places), None)
+        missing = next((sample for sample in samples if (message, sample, piece) not in self._places), None)
         if missing is not None:
             raise UsageError(
                 f"stage {message.target} takes what stage {message.source} makes of sample {missing}, which is not "
                 "there by then; instructions bring what their devices have when they run: change their devices, or "
                 "needs"
             )
-        runs = tuple(_runs([self._places[message, sample] for sample in samples]))
+        runs = tuple(_runs([self._places[message, sample, piece] for sample in samples]))
         parts = tuple((end - begin) / self._sizes[slot] for slot, begin, end in runs)
         pieces = tuple(self._pieces(message, slot, rank) for slot, _, _ in runs)
         is_whole = parts == (1.0,) and all(count == 1 for _, count in pieces[0])
@@ -261,7 +265,8 @@ class StageLayouts:
 
     ``place`` is that of this rank among those that stand along an axis, with which it can exchange; ``divided`` are
     blocks that take slices of the sequence of other blocks, but what they take of the mini-batch whole; ``streams`` are
-    how many sequences a block's output has, one behind the other.
+    how many sequences a block's output has, one behind the other. Of every sequence of the mini-batch this rank has the
+    pieces that ``context`` says, and all that blocks give each other is of these.
     """
 
     taken: Mapping[str, TensorLayout] = field(default_factory=dict)
@@ -269,6 +274,7 @@ class StageLayouts:
     divided: frozenset[str] = frozenset()
     place: Callable[[MeshAxis], Shards] = _nobody
     streams: Callable[[str], int] = lambda _: 1
+    context: Shards = WHOLE
 
     @classmethod
     def of(cls, part: StagePart, model: Model, along: Callable[[tuple[int, ...]], Shards]) -> StageLayouts:
@@ -283,7 +289,8 @@ class StageLayouts:
             taken[block] = TensorLayout(samples, takes, places)
             is_loss = block in divided and model.block(block).loss  # which is the same on all of them
             given[block] = TensorLayout(samples, gives, _ALONE if is_loss else places)
-        return cls(taken, given, frozenset(divided), lambda axis: along(part.line(axis)), model.streams_of)
+        context = along(part.context) if part.context else WHOLE
+        return cls(taken, given, frozenset(divided), lambda axis: along(part.line(axis)), model.streams_of, context)
 
     def in_slices(self, count: int, shards: int) -> TensorLayout:
         """A tensor of whose slices each of so many shards has one: neighbours the same, if there are fewer."""
@@ -302,7 +309,7 @@ class StageLayouts:
 
     def sample(self, block: str, rows: Tensor) -> Tensor:
         """What a block takes of a tensor of the mini-batch, whose rows are this rank's; indices have no features."""
-        layout = self.taken.get(block, WHOLE_TENSOR)
+        layout, rows = self.taken.get(block, WHOLE_TENSOR), own_pieces(rows, self.context)
         divides = layout.places.size > 1 and block not in self.divided
         mine = self.place(layout.places).sliced(rows, 1) if divides else rows
         return self.place(layout.features).sliced(mine) if rows.is_floating_point() else mine

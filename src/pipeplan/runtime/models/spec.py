@@ -17,6 +17,7 @@ from torch import Generator, Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.parallel.context import CONTEXT
 from pipeplan.runtime.parallel.sharding import (
     WHOLE,
     ParameterPart,
@@ -45,11 +46,13 @@ class Collective:
     """What one device's share of a split block needs of the others: ``bytes_per_sample`` of the array it is about.
 
     It is of F, I or W in ``phase``; B counts as the latter two. All-gather and reduce-scatter count the whole array.
+    The others are those that split the block, or those that share sequences (``over``).
     """
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
     phase: Literal["F", "I", "W"]
     bytes_per_sample: int
+    over: Literal["shards", "context"] = "shards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +147,9 @@ class Model:
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
     None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, if these
     are known, ``spread(num_devices)`` with one device's part of all experts, which multiplies as many words as it
-    sends to the others. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of,
+    sends to the others. ``in_context(count)`` gives it as so many devices run it that have an early and a late piece of
+    each sequence: blocks of the same names and parameters, whose ``split`` builds what exchanges the rest along the
+    axis of context. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of,
     if any. ``aliases`` are further names of tensors, and those that ``names`` have. ``decoder`` is there for a causal
     language model that is known to be one. Raises UsageError where names do not fit.
     """
@@ -164,6 +169,7 @@ class Model:
     parted: Callable[[int], Model] | None = None
     decoder: CausalDecoder | None = None
     spread: Callable[[int], Model] | None = None
+    in_context: Callable[[int], Model] | None = None
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()
@@ -199,6 +205,17 @@ class Model:
         return (
             f"{counts} of {self.name} run in evaluation mode: nothing is dropped, running statistics stay as they are"
         )
+
+    def shared_by(self, context: int) -> Model:
+        """As so many devices run it that share sequences. Raises UsageError where it does not say how."""
+        if context == 1:
+            return self
+        if self.in_context is None:
+            raise UsageError(
+                f"model {self.name!r} does not say how {context} devices share its sequences (context parallelism), as "
+                "GPT of the zoo, cut into halves of layers, and Hugging Face decoders do; search with --cp 1"
+            )
+        return self.in_context(context)
 
     @property
     def runs_split(self) -> bool:
@@ -327,8 +344,11 @@ class Model:
             raise UsageError(f"it cannot be split by {' and '.join(axes)} at once")
         return {name: known[name] for name in axes}
 
-    def require_splittable(self, id_: str, mesh: Mesh) -> None:
-        """Check that a block can be split over a mesh of devices, without making its parameters. Raises UsageError."""
+    def require_splittable(self, id_: str, mesh: Mesh, context: int = 1) -> None:
+        """Check that a block can be split over a mesh of devices, without making its parameters. Raises UsageError.
+
+        So many meshes share sequences, by what the model is in that context.
+        """
         spec, (inner, _) = self.block(id_), mesh.plane_without((SAMPLES, PLACES), 0)
         if mesh.size_of(SAMPLES) > 1 and not (spec.sources or spec.samples):
             raise UsageError(f"{self._cannot(id_, mesh)}it takes no samples that they could share")
@@ -338,11 +358,14 @@ class Model:
             whole = spec.build()
             for index in {0, inner.size - 1}:  # the largest share and the smallest
                 share = Share(id_, index, tuple(range(inner.size)) if inner.size > 1 else (), inner.axes)
+                share = replace(share, context=tuple(range(context)) if context > 1 else ())
                 self._share(share, whole, _alone(share))
 
     def _share(self, share: Share, whole: nn.Module, shards: Shards) -> nn.Module:
         try:
-            splits = self._splits_of(share) | ({PLACES: self.block(share.block).splits[PLACES]} if share.places else {})
+            spec, splits = self.block(share.block), self._splits_of(share)
+            splits |= {PLACES: spec.splits[PLACES]} if share.places else {}
+            splits |= {CONTEXT: spec.split} if share.context and not splits and spec.split is not None else {}
             if not splits:
                 return whole
             made = next(iter(splits.values())).build(shards)
@@ -423,13 +446,15 @@ def tied_groups(named: Iterable[tuple[str, str, Tensor]]) -> tuple[tuple[tuple[s
 def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
     """The place of a share's rank on all axes of its mesh; ``along`` is its place in a line of ranks."""
     axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
-    found = {name: along(share.along(name)) for name in axes} | ({PLACES: along(share.places)} if share.places else {})
+    found = {name: along(share.along(name)) for name in axes}
+    found |= {name: along(line) for name, line in ((PLACES, share.places), (CONTEXT, share.context)) if line}
     return replace(found.get(SHARDS, WHOLE), along=found)
 
 
 def _alone(share: Share) -> Shards:
     """A share's place without the others."""
-    return placed(share, lambda line: Shards(len(line), line.index(share.partners[share.index])))
+    own = share.partners[share.index] if share.partners else 0
+    return placed(share, lambda line: Shards(len(line), line.index(own) if own in line else 0))
 
 
 # Made-up samples ---------------------------------------------------------------------------------------------------

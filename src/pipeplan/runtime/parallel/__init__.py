@@ -17,7 +17,8 @@ class Share:
 
     ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
     a mesh of these ``axes``, names and sizes, where it is not only split in the usual way. ``places`` are those that
-    have the same share and other positions of a sequence, in order, this one among them.
+    have the same share and other positions of a sequence, in order, this one among them, ``context`` those that have it
+    and other pieces of every sequence that the stage is given.
     """
 
     block: str
@@ -25,6 +26,7 @@ class Share:
     partners: tuple[int, ...] = ()
     axes: tuple[tuple[str, int], ...] = ()
     places: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()
 
     @property
     def count(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeplan.runtime.parallel.context import CONTEXT, causal_attention
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.split_layers import cross_entropy
 
@@ -70,6 +71,17 @@ def _even_gradient(shards: Shards, whole: Tensor, count: int) -> Tensor:
     return shards.evened(whole)
 
 
+def _of_values(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return value.new_empty((*query.shape[:-1], value.shape[-1]))
+
+
+def _in_context(
+    shards: Shards, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, place: int, count: int
+) -> Tensor:
+    context = shards.along.get(CONTEXT, Shards(count, place))
+    return causal_attention(query, key, value, context, scale=scale, window=window if window > 0 else None)
+
+
 def _word_losses(shards: Shards, logits: Tensor, targets: Tensor, words: int, count: int) -> Tensor:
     return cross_entropy(logits, targets, words, shards)
 
@@ -83,6 +95,11 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] 
     "even_gradient": ("Tensor whole, int count", _alike, _even_gradient),
     "own_words": ("Tensor indices, int words, int count", _alike, _own_words),
     "sum_words": ("Tensor found, Tensor indices, int words, int count", _alike, _sum_words),
+    "context_attention": (
+        "Tensor query, Tensor key, Tensor value, float scale, int window, int place, int count",
+        _of_values,
+        _in_context,
+    ),
     "word_losses": ("Tensor logits, Tensor targets, int words, int count", _of_targets, _word_losses),
 }
 """What each takes, ending with the number of devices; a tensor like its result, of no numbers, for it is only ever

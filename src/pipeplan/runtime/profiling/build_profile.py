@@ -9,11 +9,11 @@ import hashlib
 import platform
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from pipeplan._version import __version__
 from pipeplan.costs.blocks import require_row
-from pipeplan.costs.communication import Exchange, Prices
+from pipeplan.costs.communication import Exchange, Prices, time_of_groups
 from pipeplan.costs.recipes import unnamed_bytes
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Source, TiedParameter
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_per_sample
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
+from pipeplan.runtime.profiling.shared_sequences import alone_in_context
 
 Kind = tuple[int, int, int, str]
 """Shards, context and id of the block that is measured for all like it."""
@@ -250,8 +251,12 @@ STATE_NOTES = ("Weight gradients of linear and embedding layers are deferred to 
 
 _FLOAT32_BYTES = 4
 
-Price = Callable[[Collective, int, int], int]
-"""Time in ns of a collective, by the numbers of samples and of devices."""
+
+class CollectivePrice(Protocol):
+    """Time in ns of a collective."""
+
+    def __call__(self, collective: Collective, samples: int, devices: int, apart: int = 1) -> int:
+        """By the numbers of samples and of devices, which stand so far apart."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -273,11 +278,17 @@ def on_threads(count: int | None) -> Iterator[None]:
 
 
 def splits_of(
-    model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: Cluster | None, context: Sequence[int] = (1,)
+    model: Model,
+    shards: Sequence[int],
+    dtype: torch.dtype,
+    cluster: Cluster | None,
+    context: Sequence[int] = (1,),
+    *,
+    alone: bool = False,
 ) -> tuple[ModelShare, ...]:
     """The model of one device for each number of devices, and of those that share sequences. Raises UsageError.
 
-    Sequences are also whole.
+    Sequences are also whole. What is measured ``alone`` has attention of a part over whole ones.
     """
     counts = sorted(set(shards))
     if not counts or counts[0] < 1:
@@ -301,10 +312,15 @@ def splits_of(
     if many:
         said = ", ".join(f"--context {part} with --shards {count}" for part, count in many)
         warnings.warn(f"left out, as the cluster has fewer devices: {said}", stacklevel=2)
+
+    def made(whole: Model, part: int, count: int) -> Model:
+        share = _share_of(whole, count)
+        return alone_in_context(model, share, part, count) if alone and part > 1 else share
+
     return tuple(
         ModelShare(count, each, _apart(block_graph_of(each, dtype), part), part)
         for part, whole in ((part, _part_of(model, part)) for part in parts)
-        for count, each in ((count, _share_of(whole, count)) for count in counts if (part, count) not in many)
+        for count, each in ((count, made(whole, part, count)) for count in counts if (part, count) not in many)
     )
 
 
@@ -360,7 +376,7 @@ def profile_of_kinds(
     splits: Sequence[ModelShare],
     unsplit: BlockGraph,
     rows: Iterable[tuple[Kind, CostRow]],
-    price: Price,
+    price: CollectivePrice,
     source: Source,
     recipe: Recipe,
     step_bytes_per_s: int | None,
@@ -410,22 +426,28 @@ def source_of(method: Literal["measured", "estimated"], device: str, dtype: torc
     )
 
 
-def priced_by(prices: Prices | None, dtype: torch.dtype) -> Price:
-    """What collectives cost, whose bytes are those of float32; nothing without prices."""
-    if prices is None:
-        return lambda collective, samples, devices: 0
+def priced_by(prices: Prices | None, dtype: torch.dtype, cluster: Cluster | None = None) -> CollectivePrice:
+    """What collectives cost, whose bytes are those of float32; nothing without prices.
 
-    def price(collective: Collective, samples: int, devices: int) -> int:
+    On a ``cluster`` devices may stand some apart: those that share sequences, as many as split each block.
+    """
+    if prices is None:
+        return lambda collective, samples, devices, apart=1: 0
+
+    def price(collective: Collective, samples: int, devices: int, apart: int = 1) -> int:
         size = collective.bytes_per_sample * samples * dtype.itemsize // _FLOAT32_BYTES
-        return round(prices(Exchange(collective.operation, size), devices))
+        exchange, width = Exchange(collective.operation, size), devices * apart
+        if apart > 1 and cluster is not None:
+            return round(time_of_groups(cluster, exchange, [range(first, width, apart) for first in range(apart)]))
+        return round(prices(exchange, devices))
 
     return price
 
 
-def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: Price) -> CostRow:
+def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: CollectivePrice) -> CostRow:
     """The row with the time that its collectives take in F, in I and in W; in B those of both."""
     forward, input_grad, weight_grad = (
-        sum(price(each, row.microbatch_size, row.shards) for each in collectives if each.phase == phase)
+        sum(price(each, row.microbatch_size, *_among(each, row)) for each in collectives if each.phase == phase)
         for phase in ("F", "I", "W")
     )
     again = forward * row.recompute
@@ -436,6 +458,11 @@ def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: Pr
         "weight_grad_ns": (row.weight_grad_ns or 0) + weight_grad,
     }
     return row.model_copy(update=times)
+
+
+def _among(collective: Collective, row: CostRow) -> tuple[int, int]:
+    """How many devices it is of, and how far apart these stand."""
+    return (row.shards, 1) if collective.over == "shards" else (row.context, row.shards)
 
 
 def profile_of(

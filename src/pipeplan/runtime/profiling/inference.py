@@ -28,9 +28,9 @@ from pipeplan.runtime.models.spec import BlockSpec, CausalDecoder, Model
 from pipeplan.runtime.profiling.build_profile import (
     BlockGraph,
     BlockNode,
+    CollectivePrice,
     Kind,
     ModelShare,
-    Price,
     dtype_of,
     kinds_of,
     priced_by,
@@ -230,7 +230,7 @@ class _KernelPrices:
     weights: WeightFormat | None
     kernel_ns: Callable[[Kernel], float]
     products_ns: Callable[[Kernel], float]
-    price: Price
+    price: CollectivePrice
     prices: Prices
 
     def rows(
@@ -313,7 +313,7 @@ def _chosen(kernel: Kernel, spec: BlockSpec, tokens: int, all_tokens: int) -> Ke
     return replace(kernel, moved_bytes=moved, expert_bytes=kept, product=product)
 
 
-def _exchanged(spec: BlockSpec, samples: int, shards: int, price: Price) -> int:
+def _exchanged(spec: BlockSpec, samples: int, shards: int, price: CollectivePrice) -> int:
     """Ns of the collectives of a forward."""
     return sum(price(each, samples, shards) for each in spec.collectives if role_of(each.phase) is Role.FORWARD)
 
@@ -383,7 +383,7 @@ def measure_inference(
     return _profile(model, unsplit, found, measured_source(dtype, where, " ".join(notes)), asked, decoder, None)
 
 
-def _add_measured(splits: Sequence[ModelShare], benches: Benches, price: Price, found: _Found) -> None:
+def _add_measured(splits: Sequence[ModelShare], benches: Benches, price: CollectivePrice, found: _Found) -> None:
     of_kind: dict[Kind, list[ForwardBench]] = defaultdict(list)
     for bench in benches.all:
         assert isinstance(bench, ForwardBench)

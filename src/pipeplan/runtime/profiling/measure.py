@@ -50,6 +50,7 @@ def profile_model(
     warmup: int = 3,
     max_spread: float | None = None,
     shards: Sequence[int] = (1,),
+    context: Sequence[int] = (1,),
     expert: Sequence[int] = (1,),
     recompute: bool = False,
     cluster: Cluster | None = None,
@@ -77,6 +78,8 @@ def profile_model(
         warmup: runs of each before them.
         max_spread: go on, up to 5 times ``repeats``, with blocks whose spread is above it.
         shards: devices that split each block; one device's share is measured alone.
+        context: devices that share the sequence of each sample, of which one's pieces are measured alone, with
+            attention over the whole; sequences are also whole.
         expert: devices that share experts, each with whole ones of its own, of which one device's are measured alone,
             with as many words as it sends to the others. They are also split as all else.
         recompute: rows with activation checkpointing of each block, too.
@@ -100,7 +103,7 @@ def profile_model(
     sizes, runs = sorted(set(microbatch_sizes)), RunCounts(repeats, warmup, max_spread)
     recipe = recipe or profiled_recipe(MEASURED, str(dtype).removeprefix("torch."))[1]
     where = require_usable(sizes, runs, device)
-    splits = splits_of(model, shards, dtype, cluster)
+    splits = splits_of(model, shards, dtype, cluster, context, alone=True)
     unsplit = unsplit_of(splits, model, dtype)
     bare_profile(model, unsplit)  # before anything runs
     spreads = spreads_of(model, unsplit.blocks, expert, 1.0)
@@ -132,7 +135,7 @@ def profile_model(
         *_findings(benches.all, missing),
     ]
     notes += [f"{text[0].upper()}{text[1:]}." for text in (model.remark, losses.text) if text]
-    price = priced_by(None if cluster is None else prices_in(cluster), dtype)
+    price = priced_by(None if cluster is None else prices_in(cluster), dtype, cluster)
     rate = measured_rate(unsplit, recipe, dtype, where, repeats=repeats, warmup=warmup)
     rows = [(bench.key.kind, bench.row()) for bench in benches.all]
     of_kind: dict[Kind, list[CostRow]] = defaultdict(list)
@@ -171,9 +174,11 @@ def _question(
 ) -> dict[str, str]:
     """All that a row depends on beside its block and size, by the words an error uses for it."""
     source, experts = measured_source(dtype, device), sorted({split.expert for split in splits} - {1})
+    contexts = sorted({split.context for split in splits if split.expert == 1} - {1})
     return {
         "model": splits[0].model.name,
-        "--shards": ",".join(str(split.shards) for split in splits if split.expert == 1),
+        "--shards": ",".join(str(split.shards) for split in splits if split.expert == split.context == 1),
+        **({"--context": ",".join(map(str, contexts))} if contexts else {}),
         **({"--expert": ",".join(map(str, experts))} if experts else {}),
         "--recompute": str(recompute).lower(),
         "--dtype": source.dtype,
@@ -224,6 +229,12 @@ def _notes(
     if max(split.shards for split in splits) > 1:
         links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
         yield f"Split blocks: one device's share was measured alone; collectives are {links}."
+    if contexts := sorted({split.context for split in splits if split.expert == 1} - {1}):
+        links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
+        yield (
+            f"Sequences over {', '.join(map(str, contexts))} devices: an early and a late piece were measured alone, "
+            f"with attention over the whole; gathered keys and values, and their gradients, are {links}."
+        )
     if experts := sorted({split.expert for split in splits} - {1}):
         links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
         yield (

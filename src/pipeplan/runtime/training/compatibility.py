@@ -234,12 +234,13 @@ def _bytes(spec: TensorSpec, samples: int, dtype: torch.dtype) -> int:
 def require_splittable(plan: Plan, model: Model) -> None:
     """Check that the model's blocks can be split as the plan says. Raises UsageError, which names block and stage."""
     for index, stage in enumerate(plan.stages):
-        for number, block in enumerate(stage.blocks) if stage.shards > 1 else ():
+        for number, block in enumerate(stage.blocks) if stage.shards * stage.context > 1 else ():
             try:
-                model.require_splittable(block, stage.mesh_of(number))
+                model.require_splittable(block, stage.mesh_of(number), stage.context)
             except UsageError as error:
                 raise UsageError(
-                    f"stages[{index}] splits its blocks over {stage.shards} devices, and {error}; {_remedy(stage)}"
+                    f"stages[{index}] splits its blocks over {stage.shards * stage.context} devices, and {error}; "
+                    f"{_remedy(stage)}"
                 ) from None
 
 

@@ -323,12 +323,11 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
     Raises:
         UsageError: the plan contradicts them, or is of a training that ranks cannot do.
     """
-    shared = next((number for number, stage in enumerate(plan.stages) if stage.context > 1), None)
-    if shared is not None and isinstance(options, TrainOptions):
+    alone = next((n for n, stage in enumerate(plan.stages) if not stage.blocks), None)
+    if alone is not None and max(each.context for each in plan.stages) > 1 and isinstance(options, TrainOptions):
         raise UsageError(
-            f"stages[{shared}] of the plan has context {plan.stages[shared].context}: that many devices share each "
-            "sequence (context parallelism), which run cannot do yet; search with --cp 1 for a plan to train with, or "
-            "replay this one with --emulate"
+            f"stages[{alone}] of the plan is of instructions, which know nothing of the pieces of sequences that "
+            "devices of other stages have (context parallelism); search with --cp 1"
         )
     spread = next((number for number, stage in enumerate(plan.stages) if stage.expert > 1), None)
     if spread is not None and isinstance(options, TrainOptions):

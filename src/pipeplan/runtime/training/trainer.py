@@ -197,6 +197,8 @@ def _found(model: Model, options: TrainOptions) -> Finding | str:
 class Trainer:
     """One rank of a training run: its stages, parameters and optimizer.
 
+    Where devices share sequences, blocks are those of ``run_as``, of pieces, and all else is of the whole ``model``.
+
     Construction is collective: all ranks compare what they run, then connect. Raises UsageError where plan, model or
     options do not fit together, or differ between ranks, and RankError where connecting fails. ``remarks`` are what a
     user should know of them before the first step, on rank 0.
@@ -206,19 +208,19 @@ class Trainer:
         progress.begin(Phase.LOADING)
         options = options.by_plan(plan)
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
+        self.run_as = model.shared_by(max(stage.context for stage in plan.stages))
         self.dtype = dtype = dtype_of(options)
         self.inference = plan.is_inference
-        programs = programs_of(
-            plan, [block.id for block in model.blocks], model.edges, model.name, model.divides_shards
-        )
-        require_splittable(plan, model)
+        blocks, run_as = [block.id for block in model.blocks], self.run_as
+        programs = programs_of(plan, blocks, run_as.edges, model.name, run_as.divides_shards)
+        require_splittable(plan, run_as)
         if options.instructions is not None:
             found_at(options.instructions, "--instructions")
         custom_ops = custom_ops_of(plan)
         self.program = programs[self.rank]
         self.device = rank_device(options.device, options.transport, options.num_threads)
         self.autocast = autocast_of(options)
-        specs = travelling(self.program, model, dtype, self.autocast)
+        specs = travelling(self.program, run_as, dtype, self.autocast)
         lines = self.program.lines.union(part.devices for part in self.program.custom_ops.values())
         lines = lines.union(division.ranks for division in self.program.divisions)
         self.groups = ProcessGroups(lines, progress)
@@ -231,7 +233,7 @@ class Trainer:
             self.remarks: list[str] = []
             self.stopping = 0
             if self.rank == 0:
-                sizes = warning_of_sizes(plan, programs, model, specs, dtype)
+                sizes = warning_of_sizes(plan, programs, run_as, specs, dtype)
                 self.as_planned = sizes is None
                 self.remarks += filter(None, (warning_of_format(plan, options), sizes))
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
@@ -241,7 +243,7 @@ class Trainer:
             self.groups.connect(options.transport, timeout)
             divisions = self.program.divisions
             self.shared = SharedParameters(
-                *(model, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions),
+                *(run_as, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions),
                 self.program.stage_of,
             )
             require_equal_copies(self.all_ranks.gather(self.shared.copies()))
@@ -403,7 +405,7 @@ class Trainer:
         shares = dict.fromkeys(share for part in self.program.stages.values() for share in part.shares)
         seed, device, dtype = self.options.seed, self.device, self.kept_dtype
         return {
-            share: self.model.build_share(share, seed, self.groups.shards(share), dtype=dtype, device=device)
+            share: self.run_as.build_share(share, seed, self.groups.shards(share), dtype=dtype, device=device)
             for share in shares
         }
 
@@ -443,14 +445,14 @@ class Trainer:
 
     def _owned(self) -> list[OwnedParameter]:
         """This rank's parameters, each once, tied ones by the first of the names they have in the model."""
-        first = {holder: group[0] for group in self.model.tied for holder in group}
-        shapes = self.model.parameter_shapes()
+        first = {holder: group[0] for group in self.run_as.tied for holder in group}
+        shapes = self.run_as.parameter_shapes()
         stored = {id(each) for each in self.shared.counted(self.unique_parameters())}
         found: dict[int, OwnedParameter] = {}
         for share, module in self.modules.items():
             for name, parameter in module.named_parameters():
                 holder = first.get((share.block, name), (share.block, name))
-                part, own, rows = self.model.part_of(share, name), self.sharded.own(parameter), None
+                part, own, rows = self.run_as.part_of(share, name), self.sharded.own(parameter), None
                 if own is not parameter:
                     rows = self.sharded.rows[id(parameter)].place
                 kept = self.masters.of(own)
@@ -481,9 +483,9 @@ class Trainer:
 
     def _stage(self, index: int) -> StageRunner:
         part = self.program.stages[index]
-        specs = {block: self.model.block(block) for block in part.blocks}
+        specs = {block: self.run_as.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
-        layouts = StageLayouts.of(part, self.model, self.groups.along)
+        layouts = StageLayouts.of(part, self.run_as, self.groups.along)
         halves = any(step.action.stage == index and len(step.samples) > 1 for step in self.program.steps)
         summed = replace(part, buckets=()) if halves else part  # backward passes blocks twice where forward did
         state = self.exchanged[index] = self.sharded.stage(summed, self.program.num_gradients(index))

@@ -18,8 +18,12 @@ from pipeplan.graphs import connected_parts
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
 from pipeplan.runtime.models.spec import Grain
 
+ATTENTION = {"scaled_dot_product_attention", "context_attention"}
+"""Cores of attention: torch's, and that of devices that share sequences."""
+
 HEAVY = {
-    "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "embedding",
+    *ATTENTION,
+    "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding",
     "embedding_bag", "conv1d", "conv2d", "conv3d", "convolution", "cross_entropy_loss", "lstm", "gru", "_grouped_mm",
     "grouped_mm_fallback", "word_losses",
 }  # fmt: skip

@@ -15,6 +15,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture.block_module import BlockRecipe, BlockWriter
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
 from pipeplan.runtime.models.capture.grouping import (
+    ATTENTION,
     HEAVY,
     VIEWS,
     OpGroup,
@@ -193,7 +194,7 @@ def operator_of(group: OpGroup, crossing: Sequence[OpNode], grain: Grain) -> str
 def _has_more_than_attention(group: OpGroup) -> bool:
     """Whether another part of a layer than the one that attends has products, too."""
     parts = [(_part(op, group), op.operator) for op in group.operations]
-    attending = {part for part, name in parts if name in ("scaled_dot_product_attention", "softmax")}
+    attending = {part for part, name in parts if name in {*ATTENTION, "softmax"}}
     return "" not in attending and sum(name in _PRODUCTS for part, name in parts if part not in attending) > 1
 
 
@@ -206,7 +207,7 @@ def _operator_of(group: OpGroup, crossing: Sequence[OpNode]) -> str:
     names = [op.operator for op in group.operations]
     if _LOSSES & set(names):
         return "head" if _PRODUCTS & set(names) else "loss"
-    if "scaled_dot_product_attention" not in names and {"topk", *_GROUPED} & set(names):
+    if ATTENTION.isdisjoint(names) and {"topk", *_GROUPED} & set(names):
         return "moe"
     if _attends(names):
         return "cross-attention" if _attends_to_another(group, crossing) else "attention"
@@ -220,7 +221,7 @@ def _operator_of(group: OpGroup, crossing: Sequence[OpNode]) -> str:
 
 
 def _attends(names: Sequence[str]) -> bool:
-    return "scaled_dot_product_attention" in names or ("softmax" in names and sum(n in _PRODUCTS for n in names) > 2)
+    return not ATTENTION.isdisjoint(names) or ("softmax" in names and sum(n in _PRODUCTS for n in names) > 2)
 
 
 def _attends_to_another(group: OpGroup, crossing: Sequence[OpNode]) -> bool:
@@ -233,7 +234,7 @@ def _attends_to_another(group: OpGroup, crossing: Sequence[OpNode]) -> bool:
     return False
 
 
-_SCORES = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum"}
+_SCORES = {*ATTENTION, "matmul", "bmm", "baddbmm", "einsum"}
 """What multiplies queries and keys."""
 
 
@@ -297,7 +298,7 @@ def _experts(group: OpGroup) -> dict[str, int]:
 def _shown_by(op: OpNode, operator: str) -> dict[str, int]:
     name = op.operator
     weight = next((source for source in op.sources if source.kind == "parameter" and len(source.shape) == 2), None)
-    if name == "scaled_dot_product_attention":
+    if name in ATTENTION:
         return {"heads": op.sources[0].shape[1]}
     if name == "softmax" and len(op.shape) == 4 and operator.endswith(("attention", "layer")):
         return {"heads": op.shape[1]}

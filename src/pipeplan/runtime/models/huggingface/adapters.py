@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import Texts, next_tokens, stacked, token_batch
+from pipeplan.runtime.parallel.context import own_positions
 from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.places import traced
+from pipeplan.runtime.parallel.sharding import Shards
 
 _IGNORED = -100
 _MASKED_EVERY = 7  # BERT masks 15 % of the words
@@ -127,18 +130,35 @@ class _Adapter(nn.Module):
 class WordsModel(_Adapter):
     """A language model, causal or masked, and the loss of the words it predicts.
 
-    A share with logits of some of the words has ``split_words``: how many there are, and over how many devices.
+    A share with logits of some of the words has ``split_words``: how many there are, and over how many devices. One
+    with pieces of its sequences (:func:`in_pieces`) has ``pieces``: over how many devices, and for which of these.
     """
 
     split_words: tuple[int, int] | None = None
+    pieces: tuple[int, int] | None = None
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Tokens and targets [samples, sequence]; no loss where a target is -100."""
-        logits = self.model(input_ids=tokens, use_cache=False).logits
+        logits = self.model(input_ids=tokens, use_cache=False, **self._positions(tokens)).logits
         if self.split_words is None:
             return _summed_loss(logits, targets)
         rows = traced("word_losses", targets.flatten(), *self.split_words)(precise(logits).flatten(0, 1))
         return rows.sum()
+
+    def _positions(self, tokens: Tensor) -> dict[str, Tensor]:
+        """Where tokens are in their sequences, if not from the beginning on."""
+        if self.pieces is None:
+            return {}
+        return {"position_ids": own_positions(tokens.shape[1], Shards(*self.pieces), tokens.device)[None]}
+
+
+def in_pieces(share: WordsModel, count: int, index: int) -> None:
+    """Let a causal language model take the pieces of sequences that one of so many devices has.
+
+    Its attention meets keys and values of the others (:mod:`pipeplan.runtime.parallel.context`).
+    """
+    for each in share.modules():
+        each.pieces = (count, index)  # type: ignore[assignment]  # an attribute of transformers' modules
 
 
 class WritingModel(_Adapter):
@@ -277,6 +297,9 @@ def _attention(
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    pieces = getattr(module, "pieces", None)
+    if pieces is not None:
+        return _of_pieces(query, key, value, sliding_window, *pieces, **options), None
     if sliding_window is not None and sliding_window < key.shape[2]:
         attention_mask = _window(sliding_window, key.shape[2], key.device)
     if options.get("softcap") is not None:
@@ -284,6 +307,27 @@ def _attention(
         return _capped(query, key, value, mask, options["scaling"], options["softcap"]), None
     made: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
     return made
+
+
+def _of_pieces(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    count: int,
+    index: int,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> Tensor:
+    """The same for the pieces of sequences that one of so many devices has. Raises UsageError for capped scores."""
+    if softcap is not None:
+        raise UsageError("its scores are capped, and devices that share sequences know no such attention")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    given = (query, key, value, scale, window or 0, index, count)
+    made: Tensor = torch.ops.pipeplan.context_attention(*given)
+    return made.transpose(1, 2).contiguous()
 
 
 def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, cap: float) -> Tensor:

@@ -58,6 +58,7 @@ from pipeplan.runtime.models.spec import (
     shards_named,
     with_positions,
 )
+from pipeplan.runtime.parallel.context import require_pieces
 from pipeplan.runtime.parallel.places import Exchanges, positions_at
 from pipeplan.runtime.parallel.sharding import require_even
 
@@ -455,6 +456,7 @@ def load_configuration(
     loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
     known: dict[str, Any] = {"settings": settings, "made_up": True, "decoder": _decoder(whole, grain, model)}
     known["spread"] = partial(_spread, whole, grain)
+    known["in_context"] = partial(_in_context, whole, grain) if _shares_sequences(whole, grain) else None
     model = replace(model, sharded=sharded, texts=texts_of(whole.contents), loss_of=loss_of, **known)
     return _named_as_in_transformers(_split_for_runs(model, whole, grain))
 
@@ -531,7 +533,19 @@ def _window_of(config: Any, block: str) -> int | None:
     return _count_of(config, "attention_chunk_size") if kind == "chunked_attention" else None
 
 
-def _split_for_runs(model: Model, whole: LoadedModel, grain: Grain) -> Model:
+def _shares_sequences(whole: LoadedModel, grain: Grain) -> bool:
+    """Whether devices can share its sequences: of a causal language model whose attention is the one of here."""
+    return whole.family.is_decoder and whole.family.attention == ATTENTION and whole.runs_split and grain != "operator"
+
+
+def _in_context(whole: LoadedModel, grain: Grain, count: int) -> Model:
+    """The model as so many devices run it that have an early and a late piece of each sequence. Raises UsageError."""
+    require_pieces(whole.sequence, count, whole.name)
+    part = replace(whole, sequence=whole.sequence // count)
+    return _named_as_in_transformers(_split_for_runs(_captured(part, grain), part, grain, count))
+
+
+def _split_for_runs(model: Model, whole: LoadedModel, grain: Grain, context: int = 1) -> Model:
     """The model, whose blocks say how a stage of several devices runs them, if that is known."""
     if not whole.runs_split or grain == "operator":
         return model
@@ -545,6 +559,7 @@ def _split_for_runs(model: Model, whole: LoadedModel, grain: Grain) -> Model:
         lambda share: _captured(whole, grain, share),
         whole.require_even,
         divides=not whole.writes,
+        context=context,
     )
     return replace(model, blocks=tuple(map(shares.split, model.blocks)))
 

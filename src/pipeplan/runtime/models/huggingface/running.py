@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import parameters_of
-from pipeplan.runtime.models.huggingface.adapters import WordsModel
+from pipeplan.runtime.models.huggingface.adapters import WordsModel, in_pieces
 from pipeplan.runtime.models.huggingface.families import (
     ROWS,
     WORDS,
@@ -36,6 +36,7 @@ from pipeplan.runtime.models.huggingface.families import (
     share_of,
 )
 from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel.context import context_of
 from pipeplan.runtime.parallel.places import Change, DividedPlaces, Exchanges, by_samples, traced
 from pipeplan.runtime.parallel.sharding import Cut, Shards, Split, range_of
 
@@ -46,7 +47,7 @@ class RunningShares:
 
     ``capture`` cuts a share into blocks; ``require(count)`` refuses numbers of devices that cannot have shares.
     Where the ``sequence`` divides by their number so do devices outside of products, as the family has it, but not
-    without ``divides``.
+    without ``divides``. So many devices share sequences as ``context`` says, each with pieces as long as ``sequence``.
     """
 
     module: WordsModel
@@ -57,7 +58,8 @@ class RunningShares:
     capture: Callable[[nn.Module], Model]
     require: Callable[[int], None]
     divides: bool = True
-    _known: dict[tuple[int, int], Model] = field(default_factory=dict)
+    context: int = 1
+    _known: dict[tuple[int, int, int], Model] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def split(self, block: BlockSpec) -> BlockSpec:
@@ -92,16 +94,17 @@ class RunningShares:
 
     def _built(self, id_: str, shards: Shards) -> nn.Module:
         """A device's share of a block. Raises UsageError."""
-        made = self._model(shards.count, shards.index).block(id_).build()
+        made = self._model(shards.count, shards.index, context_of(shards).index).block(id_).build()
         made.shards = shards  # type: ignore[assignment]  # a captured block's
         return made
 
-    def _model(self, count: int, index: int) -> Model:
+    def _model(self, count: int, index: int, piece: int) -> Model:
         with self._lock, torch.device("cpu"):
-            if (count, index) not in self._known:
-                self.require(count)
-                self._known[count, index] = self.capture(self._share(count, index))
-            return self._known[count, index]
+            if (count, index, piece) not in self._known:
+                if count > 1:
+                    self.require(count)
+                self._known[count, index, piece] = self.capture(self._share(count, index, piece))
+            return self._known[count, index, piece]
 
     @cached_property
     def _shapes(self) -> nn.Module:
@@ -111,9 +114,11 @@ class RunningShares:
             known[id(each)] = nn.Parameter(each.detach().to("meta"), each.requires_grad)
         return copy.deepcopy(self.module, known)
 
-    def _share(self, count: int, index: int) -> nn.Module:
+    def _share(self, count: int, index: int, piece: int) -> nn.Module:
         share = share_of(self._shapes, self.ways, count, index)
         assert isinstance(share, WordsModel)
+        if self.context > 1:
+            in_pieces(share, self.context, piece)
         if count == 1:
             return share
         divides = self.divides and self.sequence % count == 0

@@ -36,6 +36,7 @@ from pipeplan.runtime.models.zoo.layers import (
     word_embedding,
     word_head,
 )
+from pipeplan.runtime.parallel.context import context_of, own_positions, require_pieces
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import FEATURES, Tile, WordEmbedding, draw, hidden_of
 from pipeplan.workload.mesh import PLACES
@@ -268,7 +269,12 @@ class GPTSize(ZooSize):
         if self.writes:
             return ZooSize.model(self, name)
         at, placed = partial(self._writing, name, False), partial(self._writing, name, True)
-        return replace(ZooSize.model(self, name), decoder=CausalDecoder(at, placed, self.positions))
+        shared = partial(self._in_context, name)
+        return replace(ZooSize.model(self, name), decoder=CausalDecoder(at, placed, self.positions), in_context=shared)
+
+    def _in_context(self, name: str, count: int) -> Model:
+        require_pieces(self.sequence, count, name)
+        return replace(self, sequence=self.sequence // count).model(name)
 
     def _writing(self, name: str, placed: bool, count: int) -> Model:
         return replace(self, sequence=count, writes=True, placed=placed).model(name)
@@ -305,7 +311,7 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, size: GPTSize, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.places = shards if size.stack.divides(shards) else WHOLE
+        self.places, self.context = shards if size.stack.divides(shards) else WHOLE, context_of(shards)
         self.token = WordEmbedding(size.vocabulary, size.hidden, shards, divided=self.places.count > 1)
         self.position = nn.Embedding(size.positions, size.hidden // hidden_of(shards).count)
         draw(self.position.weight, 0.02)
@@ -313,10 +319,11 @@ class TokenEmbedding(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """[samples, sequence] to [samples, sequence, hidden], or this device's part of sequence and hidden.
 
-        Without ``positions`` [samples, sequence] texts begin with these tokens.
+        Without ``positions`` [samples, sequence] texts begin with these tokens, or have other pieces elsewhere.
         """
         if positions is None:
-            positions = torch.arange(*self.places.range(tokens.shape[1]), device=tokens.device)
+            begin, end = self.places.range(tokens.shape[1])
+            positions = own_positions(tokens.shape[1], self.context, tokens.device)[begin:end]
         result: Tensor = self.token(tokens) + self.position(positions)
         return result
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Model
+from pipeplan.runtime.parallel.context import causal_attention, context_of
 from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, require_even
 from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy, draw
@@ -151,12 +152,15 @@ class LayerStack:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention, causal or not, with its LayerNorm and residual; devices have shares of the heads."""
+    """Self-attention, causal or not, with its LayerNorm and residual; devices have shares of the heads.
+
+    Causal, it may have the pieces of a sequence that :func:`context_of` its shards says, and of others keys and values.
+    """
 
     def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.causal, self.shards, self.divided = stack.causal, shards, stack.divides(shards)
-        self.heads = stack.heads_of(shards)
+        self.heads, self.context = stack.heads_of(shards), context_of(shards)
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
         self.qkv = linear(stack.hidden, 3 * stack.hidden // shards.count, biased=stack.biased)
         self.project = row_linear(stack.hidden, stack, shards)
@@ -165,7 +169,10 @@ class SelfAttention(nn.Module):
         """[samples, sequence, hidden] to the same, or this device's slice of the sequence to the same."""
         qkv = self.qkv(into_split(self.norm(x), self.shards, self.divided)).unflatten(-1, (3, self.heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        if self.context.count > 1:
+            mixed = causal_attention(query, key, value, self.context)
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         result: Tensor = x + self.project(mixed.transpose(1, 2).flatten(2))
         return result
 

@@ -1,0 +1,110 @@
+"""Causal attention of two devices that share sequences: pipeplan's beside that of torch's ``context_parallel``.
+
+    python benchmarks/context_parallel.py            # prints the table of docs/benchmarks/runs.md; three minutes
+    python benchmarks/context_parallel.py --pairs 40 --sequence 2048
+
+Both give each device an early and a late piece, and gather keys and values. ``context_parallel`` itself has no
+attention on a CPU: what it raises there is printed. So what it calls, ``_templated_ring_attention`` and its backward,
+is given torch's attention for CPUs here. Forward and backward of the two take turns (``beside.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from beside import HEADER, NUM_RANKS, arguments, cells, in_turn, job_of, printed, told_by
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as of_torch
+
+from pipeplan.runtime.executor.process_groups import RankGroup
+from pipeplan.runtime.launch.job import RankContext
+from pipeplan.runtime.parallel.context import causal_attention, own_pieces
+from pipeplan.runtime.parallel.sharding import Shards
+
+SEQUENCES, HEADS, SIZE = (256, 1024, 4096), 4, 64
+
+ATEN = torch.ops.aten
+
+
+class RingOfTorch(torch.autograd.Function):
+    """torch's ring, with its attention for CPUs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        op: Any = ATEN._scaled_dot_product_flash_attention_for_cpu
+        made, sums = of_torch._templated_ring_attention(_everyone(), 2, op, query, key, value, is_causal=True)[:2]
+        ctx.save_for_backward(query, key, value, made, sums)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        query, key, value, made, sums = ctx.saved_tensors
+        op: Any = ATEN._scaled_dot_product_flash_attention_for_cpu_backward
+        how: dict[str, Any] = {"dropout_p": 0.0, "is_causal": True}
+        given = (gradients[0], "grad_out", query, key, value, made, sums)
+        found = of_torch._templated_ring_attention_backward(_everyone(), 2, op, *given, **how)
+        return found[0], found[1], found[2]
+
+
+def _everyone() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def refused_by_torch(query: Tensor, length: int) -> str:
+    """What the public function says on a CPU."""
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    try:
+        with context_parallel(mesh, buffers=[torch.zeros(1, length)], buffer_seq_dims=[1]):
+            F.scaled_dot_product_attention(query, query, query, is_causal=True)
+    except Exception as error:  # whatever it raises is what is to be seen
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return "nothing: it runs"
+
+
+def beside_torch(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
+    """How long forwards and backwards of both took, and how far what they make is apart."""
+    length, place = job["length"], context.rank
+    group = RankGroup(tuple(range(NUM_RANKS)), context.progress, dist.group.WORLD)
+    shards = Shards(NUM_RANKS, place, group)
+    draw = torch.Generator().manual_seed(0)
+    whole = [torch.randn((1, HEADS, length, SIZE), generator=draw) for _ in range(4)]
+    *own, gradient = (own_pieces(each, shards, 2) for each in whole)
+    last: dict[str, list[Tensor]] = {}
+
+    def step(name: str, attend: Callable[..., Tensor]) -> None:
+        given = [each.clone().requires_grad_() for each in own]
+        made = attend(*given)
+        last[name] = [made.detach(), *torch.autograd.grad(made, given, gradient)]
+
+    steps = {
+        "pipeplan": lambda: step("ours", lambda q, k, v: causal_attention(q, k, v, shards)),
+        "torch": lambda: step("theirs", RingOfTorch.apply),
+    }
+    found = in_turn(steps, job)
+    pairs = zip(last["ours"], last["theirs"], strict=True)
+    apart = max(float((a - b).abs().max()) for a, b in pairs)
+    return found | {"apart": apart, "refused": refused_by_torch(own[0], length)}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sequence", type=int, action="append")
+    given = parser.parse_args()
+    rows, refused = [], ""
+    for length in given.sequence or SEQUENCES:
+        told = told_by("context_parallel:beside_torch", job_of(given, length=length))
+        rows.append([str(length), *cells(told)])
+        refused = told["refused"]
+    printed(given, ["sequence", *HEADER], rows)
+    print(f"\ncontext_parallel on a CPU: {refused}")
+
+
+if __name__ == "__main__":
+    main()

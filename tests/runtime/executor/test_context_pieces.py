@@ -1,0 +1,180 @@
+"""Devices that share sequences train as an unsplit run, in fp64, on real processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipeplan.checker import check
+from pipeplan.errors import UsageError
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel import context as context_module
+from pipeplan.runtime.parallel.attention_cores import RecomputedCores
+from pipeplan.runtime.parallel.context import causal_attention, own_pieces, own_positions
+from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.training.options import TrainOptions
+from runtime_support.hugging_face import SEED, SEQUENCE, text, training_of
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
+from runtime_support.threads import together
+from support.marks import asked_for, slow_but
+
+
+@functools.cache
+def model_of(name: str) -> Model:
+    return load_model(name) if name == "gpt2-tiny" else load_model(text(name), sequence=SEQUENCE, seed=SEED)
+
+
+def plan_of(name: str, *groups: tuple[int, ...], split: bool = False, **more: Any) -> Plan:
+    """Stages of a model on these devices, with sequences in two pieces."""
+    model = model_of(name)
+    ids = [block.id for block in model.blocks]
+    bounds = [round(number * len(ids) / len(groups)) for number in range(len(groups) + 1)]
+    shards = more.pop("shards", 1)
+    stages = [
+        PlacedStage(
+            blocks=tuple(ids[bounds[number] : bounds[number + 1]]),
+            devices=devices,
+            shards=shards,
+            context=2,
+            replicas=len(devices) // (2 * shards),
+            microbatch_size=2,
+            **more,
+        )
+        for number, devices in enumerate(groups)
+    ]
+    return placed_plan(model, stages, num_microbatches=3, microbatch_size=2, split=split)
+
+
+PIPELINE, TENSOR, DATA = ((0, 1), (3, 2)), ((0, 2, 1, 3),), ((2, 0, 1, 3),)
+CASES: dict[str, Callable[[], Plan]] = {
+    **{
+        f"{name} {what} {'split' if split else 'full'}": partial(plan_of, name, *groups, split=split, **more)
+        for name in ("gpt2-tiny", "llama", "mixtral", "mistral")
+        for split in (False, True)
+        for what, groups, more in (
+            ("pipeline", PIPELINE, {}),
+            ("tensor", TENSOR, {"shards": 2}),
+            ("data", DATA, {}),
+            ("data zero 1", DATA, {"zero": 1}),
+        )
+    },
+    "gpt2-tiny two stages on one set": partial(plan_of, "gpt2-tiny", (0, 1, 2, 3), (1, 0, 3, 2), split=True),
+    "gpt2-tiny recomputed": partial(plan_of, "gpt2-tiny", *PIPELINE, recompute=True),
+    "llama zero 3": partial(plan_of, "llama", *DATA, zero=3),
+}
+"""Sequences shared by pairs of devices, which are stages of a pipeline, split each block, or are replicas."""
+
+QUICK = (
+    "gpt2-tiny pipeline split",
+    "gpt2-tiny tensor full",
+    "gpt2-tiny data zero 1 split",
+    "gpt2-tiny two stages on one set",
+    "llama tensor split",
+    "mixtral pipeline full",
+)
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    model = name.partition(" ")[0]
+    return CASES[name](), replace(TRAINING, model=model) if model == "gpt2-tiny" else training_of(model)
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Reports:
+    return reports_of({name: case_of(name) for name in asked_for(request, CASES)})
+
+
+@slow_but("name", CASES, QUICK.__contains__, lambda name: name not in QUICK)
+def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
+    """Losses, norms, gradients and parameters of two clipped steps on four processes."""
+    plan, options = case_of(name)
+    check(plan).require(name)
+    assert isinstance(options, TrainOptions)
+    assert_as_unsplit(model_of(name.partition(" ")[0]), options, reports[name])
+
+
+@pytest.mark.parametrize(
+    ("count", "window", "heads", "size"), [(2, None, 2, 8), (3, 5, 4, 6), (2, 7, 2, 8)], ids=["all", "near", "pieces"]
+)
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_attention_of_pieces_is_that_of_whole_sequences(
+    count: int, window: int | None, heads: int, size: int, again: bool
+) -> None:
+    """Outputs and gradients; of keys and values only what is a device's own is kept for backward."""
+    torch.manual_seed(0)
+    places = 12
+    shapes = [(2, 4, places, 8), (2, heads, places, 8), (2, heads, places, size)]
+    whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    weights = torch.randn(2, 4, places, size, dtype=torch.float64)
+    distance = torch.arange(places)[:, None] - torch.arange(places)[None, :]
+    mask = (distance >= 0) & (distance < (window or places))
+    expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, scale=0.3, enable_gqa=True)
+    gradients = torch.autograd.grad((expected * weights).sum(), whole)
+
+    def work(context: Shards) -> list[torch.Tensor]:
+        own = [own_pieces(each.detach(), context, 2).requires_grad_() for each in whole]
+        with RecomputedCores() if again else nullcontext() as cores:
+            made = causal_attention(*own, context, scale=0.3, window=window)
+        assert not again or cores.count == 1
+        assert not again or made.grad_fn is not None
+        return [made, *torch.autograd.grad((made * own_pieces(weights, context, 2)).sum(), own)]
+
+    for index, found in enumerate(together(count, work)):
+        for own, each in zip(found, (expected, *gradients), strict=True):
+            torch.testing.assert_close(own, own_pieces(each, Shards(count, index), 2), rtol=1e-12, atol=1e-12)
+
+
+def test_gathered_keys_and_values_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward gathers them once more, for both pieces, and then sums their gradients."""
+    gathered = list[StorageWeakRef]()
+    in_order = context_module._in_order
+
+    def watched(pieces: torch.Tensor, count: int) -> torch.Tensor:
+        made = in_order(pieces, count)
+        gathered.append(StorageWeakRef(made.untyped_storage()))
+        return made
+
+    monkeypatch.setattr(context_module, "_in_order", watched)
+
+    def work(context: Shards) -> int:
+        own = torch.randn(1, 1, 8, 4, dtype=torch.float64, requires_grad=True)
+        made = causal_attention(own, own, own, context)
+        assert all(each.expired() for each in gathered)
+        before = context.collectives._calls  # type: ignore[union-attr]  # a group of threads
+        made.sum().backward()
+        calls: int = context.collectives._calls - before  # type: ignore[union-attr]
+        return calls
+
+    assert together(2, work) == [2, 2]
+    assert len(gathered) == 4
+    assert all(each.expired() for each in gathered)
+
+
+def test_pieces_have_the_same_work() -> None:
+    """Every place once, and as many pairs of a query and a key on each device."""
+    count, length = 4, 32
+    own = [own_positions(length // count, Shards(count, index)) for index in range(count)]
+    assert torch.cat(own).sort().values.tolist() == list(range(length))
+    assert len({int((each + 1).sum()) for each in own}) == 1
+    whole = torch.arange(length)[None]
+    assert all(torch.equal(own_pieces(whole, Shards(count, n))[0], each) for n, each in enumerate(own))
+
+
+def test_models_that_cannot_share_sequences_are_refused_by_name() -> None:
+    """Those of which nobody knows how, and sequences without an early and a late piece for each device."""
+    with pytest.raises(UsageError, match=r"does not say how 2 devices share its sequences.*--cp 1"):
+        load_model("mmt-tiny").shared_by(2)
+    with pytest.raises(UsageError, match="sequences of 12, of which 4 devices cannot have an early and a late piece"):
+        model_of("llama").shared_by(4)
