@@ -451,12 +451,12 @@ def profile_backends(
 
 def _group_benches(model: Model, profile: Profile, backends: Mapping[str, Backend], device: str, **how: Any) -> Any:
     """What measures groups of a model by backends, in the profile's number format."""
-    from pipeplan.runtime.backends.building import Builder
+    from pipeplan.runtime.backends.building import GroupBuilder
     from pipeplan.runtime.profiling.build_profile import dtype_of
     from pipeplan.runtime.profiling.groups import GroupBenches
 
     dtype, training = dtype_of(profile.source.dtype), not profile.is_inference
-    builders = {name: Builder.of(name, each.module) for name, each in backends.items()}
+    builders = {name: GroupBuilder.of(name, each.module) for name, each in backends.items()}
     tolerances = {name: each.tolerance for name, each in backends.items()}
     measured: dict[str, Any] = {"dtype": dtype, "device": device, "training": training, **how}
     return GroupBenches(model, builders=builders, tolerances=tolerances, **measured)

@@ -234,6 +234,11 @@ def read_modules(path: str) -> Modules:
     return _read(path, Modules)
 
 
+def read_cover(path: str) -> Cover:
+    """Read and validate a file of kernel backends by block; ``-`` is stdin. Raises FileError."""
+    return _read(path, Cover)
+
+
 def read_placement(path: str) -> Placement:
     """Read and validate a placement file; ``-`` is stdin. Raises FileError."""
     return _read(path, Placement)

@@ -13,7 +13,7 @@ import torch
 from pipeplan.errors import ExecutionError
 from pipeplan.files import CostRow, Profile, parse
 from pipeplan.kernels.backend import known_backends
-from pipeplan.runtime.backends.building import Builder
+from pipeplan.runtime.backends.building import GroupBuilder
 from pipeplan.runtime.models.load import load_where_even
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.groups import GroupBenches
@@ -60,7 +60,7 @@ def benches(*names: str, training: bool) -> GroupBenches:
         training=training,
         repeats=2,
         warmup=0,
-        builders={name: Builder.of(name, known[name].module) for name in names},
+        builders={name: GroupBuilder.of(name, known[name].module) for name in names},
         tolerances={name: known[name].tolerance for name in names},
     )
 
@@ -155,6 +155,6 @@ def test_shapes_that_differ_are_refused() -> None:
         def build(name: str, module: torch.nn.Module, inputs: object, training: bool) -> object:
             return lambda *taken: module(*taken)[:, 1:]
 
-    measured._builders = {"eager": Builder("eager", Shorter)}  # type: ignore[arg-type]
+    measured._builders = {"eager": GroupBuilder("eager", Shorter)}  # type: ignore[arg-type]
     with pytest.raises(ExecutionError, match="other shapes"):
         measured.measure(["layer0.ffn"], 1, "eager")

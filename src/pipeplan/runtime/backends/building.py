@@ -50,14 +50,14 @@ class GroupModule(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Builder:
+class GroupBuilder:
     """What builds groups for one backend."""
 
     name: str
     module: ModuleType
 
     @classmethod
-    def of(cls, name: str, rules: str) -> Builder:
+    def of(cls, name: str, rules: str) -> GroupBuilder:
         """That of a backend, whose rules are in a module: a user's own, or the one beside them here.
 
         Raises:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeplan.errors import ExecutionError
 from pipeplan.files import CostRow, Profile
-from pipeplan.runtime.backends.building import Builder, BuiltGroup, GroupModule
+from pipeplan.runtime.backends.building import BuiltGroup, GroupBuilder, GroupModule
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import Bench, RowKey
@@ -150,7 +150,7 @@ class GroupBenches:
         training: bool,
         repeats: int,
         warmup: int,
-        builders: Mapping[str, Builder],
+        builders: Mapping[str, GroupBuilder],
         tolerances: Mapping[str, float],
     ) -> None:
         self._model, self._dtype, self._device = model, dtype, torch.device(device)
