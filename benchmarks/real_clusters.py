@@ -1,9 +1,10 @@
 """What `search` finds for real models on clusters of eight accelerators a node, beside what else there is.
 
-Each case is one model on some devices, 4 Mi tokens a step. For each: the search; every cell of the uniform grid
-(tensor, data and pipeline sizes, virtual stages, micro-batch, ZeRO level; 1F1B, interleaved and zero-bubble schedules),
-cut evenly, recomputing what it must, and simulated; ``frontier --plans``; and published configurations of the same
-model on as many devices of the same kind. All have the same costs, estimated with what predicts published runs.
+Each case is one model on some devices, 4 Mi tokens a step; on thousands of devices 16 Mi. For each: the search, and
+its plan's file, read, checked and simulated; every cell of the uniform grid (tensor, data and pipeline sizes, virtual
+stages, micro-batch, ZeRO level; 1F1B, interleaved and zero-bubble schedules), cut evenly, recomputing what it must, and
+simulated; ``frontier --plans``; and published configurations of the same model on as many devices of the same kind. All
+have the same costs, estimated with what predicts published runs.
 On demand: two workers beside one; and, in deterministic time, the search without each of its steps, and without all
 that give stages devices of their own.
 
@@ -39,7 +40,7 @@ import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs.throughput import Yardstick
 from pipeplan.errors import PipeplanError
-from pipeplan.files import read_cluster, read_profile
+from pipeplan.files import Plan, read_cluster, read_plan, read_profile
 from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_choices
 from pipeplan.planning.frontier import frontier_request, search_frontier
 from pipeplan.planning.request import Request
@@ -47,10 +48,14 @@ from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.planning.uniform_space import BoundedChoice
 from pipeplan.schedule.state import ScheduleStep
+from pipeplan.simulator.simulation import simulate
 from pipeplan.time_limit import Limit
 
 TOKENS = 4 * 2**20
 """Of a step."""
+
+MANY, MANY_TOKENS = 4096, 16 * 2**20
+"""From so many devices on a step has so many tokens."""
 
 SAMPLED = 50
 """One in so many cells that are not simulated is, to see that its bound holds."""
@@ -70,11 +75,6 @@ class Model:
     shards: str = "1,2,4,8"
     context: str = "1"
     expert: str = "1"
-
-    @property
-    def samples(self) -> int:
-        """Of a step."""
-        return TOKENS // self.sequence
 
 
 GPT3 = "GPT2Config(n_embd=12288, n_layer=96, n_head=96, vocab_size=51200, n_positions=2048)"
@@ -108,6 +108,11 @@ class Case:
         return f"{self.model} on {self.devices} {self.kind.upper()}s"
 
     @property
+    def samples(self) -> int:
+        """Of a step."""
+        return (TOKENS if self.devices < MANY else MANY_TOKENS) // MODELS[self.model].sequence
+
+    @property
     def stem(self) -> str:
         return f"{self.model}-{self.devices}-{self.kind}"
 
@@ -122,6 +127,11 @@ CASES = (
     *(Case("mixtral-8x22b", devices) for devices in (64, 512)),
     Case("deepseek-v3", 512),
     Case("gpt3-175b", 64, "a100"),
+    *(
+        Case(model, devices)
+        for model in ("llama3-70b", "llama3-405b", "gpt3-175b", "deepseek-v3")
+        for devices in (4096, 16384)
+    ),
 )
 
 PRESETS = {"h100": "h100-80gb", "a100": "a100-80gb"}
@@ -167,8 +177,7 @@ class State:
 
     def request(self, case: Case, **others: Any) -> Request:
         """What is asked of a case."""
-        model = MODELS[case.model]
-        asked = {"mini_batch": model.samples, "time_limit": self.limit} | others
+        asked = {"mini_batch": case.samples, "time_limit": self.limit} | others
         return Request.of(read_profile(str(self.profile(case))), cluster=read_cluster(str(self.cluster(case))), **asked)
 
     def profile(self, case: Case) -> Path:
@@ -253,7 +262,7 @@ def child(state: State, case: Case, off: Sequence[str], workers: int, *, determi
     layouts = dict.fromkeys(
         (stage.shards, _context(stage.context, stage.expert), stage.replicas, stage.zero) for stage in plan.stages
     )
-    rates = Yardstick.of_plan(plan).throughput(plan.mini_batch, predicted.iteration_ns, len(plan.devices))
+    rates = Yardstick.of_plan(plan).throughput(plan.mini_batch, predicted.iteration_ns, plan.num_devices)
     print(
         json.dumps(
             {
@@ -275,10 +284,27 @@ def child(state: State, case: Case, off: Sequence[str], workers: int, *, determi
                 "microbatch_size": plan.microbatch_size // plan.stages[0].replicas,
                 "scheduler": plan.provenance.scheduler,
                 "valid": not problems,
+                **_written(state, case, plan),
                 "notes": list(result.notes),
             }
         )
     )
+
+
+def _written(state: State, case: Case, plan: Plan) -> dict[str, Any]:
+    """The plan's file, and seconds to read, check and simulate it."""
+    path = state.folder / f"{case.stem}.plan.json"
+    pipeplan.write(plan, path)
+    begun, took = state.clock(), dict[str, float]()
+    ways: dict[str, Callable[[], object]] = {
+        "read": lambda: read_plan(str(path)),
+        "check": lambda: check(plan),
+        "simulate": lambda: simulate(plan).figures(),
+    }
+    for what, done in ways.items():
+        done()
+        took[f"{what}_s"], begun = state.clock() - begun, state.clock()
+    return {"programs": len(plan.devices), "plan_bytes": path.stat().st_size, **took}
 
 
 def grid(state: State, case: Case) -> dict[str, Any]:
@@ -361,12 +387,11 @@ def _simulated(request: Request, each: BoundedChoice) -> tuple[int | None, str]:
 
 def front(state: State, case: Case) -> dict[str, Any]:
     """The shortest plan of ``frontier --plans`` with the same time."""
-    model = MODELS[case.model]
     if state.how:
         return searched(state, case, "--frontier")
     said = [
         *("frontier", str(state.profile(case)), "--cluster", str(state.cluster(case)), "--plans"),
-        *("--mini-batch", str(model.samples), "--time-limit", f"{state.limit:g}s", "--json"),
+        *("--mini-batch", str(case.samples), "--time-limit", f"{state.limit:g}s", "--json"),
     ]
     begun = time.monotonic()
     done = subprocess.run([sys.executable, "-m", "pipeplan", *said], capture_output=True, text=True)
@@ -380,7 +405,7 @@ def front(state: State, case: Case) -> dict[str, Any]:
 def front_child(state: State, case: Case) -> None:
     """The same by the process's own work, printed."""
     profile, cluster = read_profile(str(state.profile(case))), read_cluster(str(state.cluster(case)))
-    asked = frontier_request(profile, cluster=cluster, mini_batch=MODELS[case.model].samples, time_limit=state.limit)
+    asked = frontier_request(profile, cluster=cluster, mini_batch=case.samples, time_limit=state.limit)
     begun = state.clock()
     try:
         points = search_frontier(asked, within=state.within).points

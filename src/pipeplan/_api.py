@@ -291,7 +291,12 @@ def measured_run(simulation: Simulation, paths: Sequence[str]) -> tuple[Simulati
     from pipeplan.files.run_logs import RunLog, read_run
     from pipeplan.simulator.measured import compared, compared_with_log
 
-    run = read_run(paths, len(simulation.plan.devices))
+    if simulation.plan.players:  # what ran did so device by device
+        from pipeplan.files.folded import unfolded
+        from pipeplan.simulator.simulation import simulate
+
+        simulation = simulate(unfolded(simulation.plan), simulation.workload.num_microbatches)
+    run = read_run(paths, simulation.plan.num_devices)
     measured = compared_with_log(simulation, run) if isinstance(run, RunLog) else compared(simulation, run)
     return replace(simulation, measured=measured), run
 
@@ -409,17 +414,29 @@ def profile_inference(
     contexts: Sequence[int] = (),
     *,
     shards: Sequence[int] = (1,),
+    dcp: Sequence[int] = (1,),
     dtype: str | None = None,
     threads: int | None = None,
+    processes: int | None = None,
+    named: tuple[str, dict[str, Any]] | None = None,
+    cluster: Cluster | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
     **how: Any,
 ) -> Profile:
-    """Measure forwards: :func:`pipeplan.runtime.profiling.inference.measure_inference`, also for errors."""
-    from pipeplan.runtime.profiling.build_profile import dtype_of, on_threads
-    from pipeplan.runtime.profiling.inference import InferenceRequest, measure_inference
+    """Measure forwards: :func:`pipeplan.runtime.profiling.inference.measure_inference`, also for errors; with ``dcp``
+    also steps whose caches lie in pieces, and with ``processes`` in so many at once, which load the model as ``named``.
+    """
+    from pipeplan.runtime.decoding.piece_rows import MeasuredForwards, measure_at_once
+    from pipeplan.runtime.profiling.build_profile import on_threads
+    from pipeplan.runtime.profiling.inference import InferenceRequest
 
     asked = InferenceRequest(tuple(batches), tuple(contexts), tuple(shards))
+    asked.decoder_of(model)
+    forwards = MeasuredForwards(asked, tuple(dcp), dtype=dtype or "float32", **how)
+    if processes is not None and named is not None:
+        return measure_at_once(processes, forwards, *named, cluster, threads=threads, progress=progress)
     with on_threads(threads):
-        return measure_inference(model, asked, dtype=dtype_of(dtype or "float32"), **how)
+        return forwards.profile(model, cluster, progress)
 
 
 def profile_backends(
@@ -583,9 +600,9 @@ def run(
     options = _settled(options, plan)
     if options.has_objects or "OMP_NUM_THREADS" not in os.environ:
         cores = 1 if options.has_objects else (os.cpu_count() or 1)  # a copy has no pool of threads
-        options = replace(options, num_threads=max(1, cores // len(plan.devices)))
+        options = replace(options, num_threads=max(1, cores // plan.num_devices))
     others = OthersUse()
-    result = run_local(options.job, plan, options, on_event, on_look, *_copied(options, len(plan.devices)))
+    result = run_local(options.job, plan, options, on_event, on_look, *_copied(options, plan.num_devices))
     return _outcome(plan, options, result, others.cores())
 
 

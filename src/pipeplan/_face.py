@@ -811,6 +811,7 @@ def profile(
     inference: bool = False,
     batch: Counts = 1,
     context: Counts = 1,
+    dcp: Counts = 1,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -818,6 +819,7 @@ def profile(
     optimizer: Optimizer | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     threads: int | None = None,
+    processes: int | None = None,
     repeats: int = 10,
     warmup: int = 3,
     seed: int = 0,
@@ -847,6 +849,8 @@ def profile(
         batch: of inference, requests at once, as ``microbatch`` is of training.
         context: numbers of devices that share each sequence; whole sequences are always included. Of inference tokens
             of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
+        dcp: of inference, numbers of devices that share caches along their tokens, whose decode steps are measured as
+            runs make them.
         recompute: include costs with activation checkpointing.
         dtype: number format; by default that of ``precision``, else float32.
         precision: number formats of weights, gradients and state; by default those of a plain loop in ``dtype``.
@@ -854,6 +858,7 @@ def profile(
         optimizer: the optimizer whose state takes memory; by default AdamW.
         device: where to measure.
         threads: threads of CPU operators; by default torch's choice.
+        processes: of inference, how many started here measure at once, as a run's do; the model is given by its name.
         repeats: timed runs of each block and size.
         warmup: untimed runs before them.
         seed: random seed of parameters and samples.

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pipeplan.checker.exchanges import check_exchanges
 from pipeplan.checker.facts import RULES, Facts, Figures, Findings, Report, Violation, check_figures, figures_of
 from pipeplan.checker.forwards import given_spans
-from pipeplan.checker.inputs import check_cluster, check_profile
+from pipeplan.checker.inputs import check_cluster, check_places, check_profile
 from pipeplan.checker.loop import check_loop
 from pipeplan.checker.programs import Messages, check_messages, check_waits, read_programs
 from pipeplan.checker.repetend import check_repetend
@@ -19,6 +19,8 @@ from pipeplan.checker.structure import check_structure
 from pipeplan.checker.timeline import Links, check_inputs, check_links, check_memory, check_timeline
 from pipeplan.costs.devices import other_device
 from pipeplan.files import Cluster, Plan, Profile
+from pipeplan.files.folded import in_place_0
+from pipeplan.workload.folding import of_devices
 
 __all__ = ["RULES", "Figures", "Report", "Violation", "check"]
 
@@ -60,12 +62,13 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
     figures = figures_of(facts, rate, peaks, busy, sums)
     check_figures(facts, figures, findings)
     if profile is not None:
-        check_profile(plan, profile, cluster, findings)
+        check_profile(in_place_0(plan), profile, cluster, findings)
     if cluster is not None:
-        check_cluster(plan, cluster, peaks, findings)
+        check_places(plan, cluster, findings)
+        check_cluster(in_place_0(plan), cluster, of_devices(plan.players, peaks), findings)
     remark = None
     if cluster is not None:
         device = plan.provenance.device if profile is None else profile.source.device
-        remark = other_device(device, cluster, len(plan.devices))
+        remark = other_device(device, cluster, plan.num_devices)
     remarks = () if remark is None else (remark,)
     return Report(tuple(findings.problems), sum(findings.counts.values()), figures, remarks)

@@ -19,6 +19,7 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Plan
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Hop, Loop, Stage
+from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.samples import Slots
 
@@ -39,6 +40,20 @@ def period_of(source: Stage, target: Stage) -> int:
 def copies_of(stage: Stage) -> dict[int, int]:
     """{device: the copy of the stage that stands there}: of replica r with context c those from number r * c on."""
     return {device: index // stage.shards for index, device in enumerate(stage.devices)}
+
+
+def one_place(stage: Stage, players: int) -> Stage:
+    """Of a stage on programs that so many devices play each, those in one place: for each other all there are.
+
+    They are some of its replicas, or, where all stages are split alike, one part of one replica.
+    """
+    if players == 1:
+        return stage
+    if stage.shards * stage.context * stage.replicas == len(stage.devices) * players and stage.replicas % players == 0:
+        return replace(stage, replicas=stage.replicas // players, microbatch_size=stage.microbatch_size // players)
+    return replace(
+        stage, shards=1, context=1, replicas=1, microbatch_size=stage.microbatch_size // stage.replicas, zero_group=None
+    )
 
 
 def deliveries_of(source: Stage, target: Stage) -> Deliveries:
@@ -420,9 +435,10 @@ def figures_of(
         per_copy = Fraction(sum(facts.busy_whole()) * unroll, facts.num_microbatches)
         steady = float(1 - per_copy / (len(busy) * copy_ns))
     return Figures(
-        num_devices=len(plan.devices),
+        num_devices=plan.num_devices,
         num_actions=facts.num_actions,
-        num_transfers=sum(
+        num_transfers=plan.players_each
+        * sum(
             len(facts.repeated(facts.messages(dependency, hop)))
             for dependency in plan.dependencies
             for hop in dependency.hops
@@ -436,7 +452,7 @@ def figures_of(
         bubble_rate_span=_bubble_rate_span(facts, busy),
         bubble_rate_steady=steady,
         period_ns=None if copy_ns is None else float(copy_ns / unroll),
-        peak_memory_bytes=peaks,
+        peak_memory_bytes=tuple(of_devices(plan.players, peaks)) if peaks else (),
     )
 
 

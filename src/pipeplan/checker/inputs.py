@@ -45,7 +45,7 @@ from pipeplan.workload.kinds import (
     Role,
     is_instruction,
 )
-from pipeplan.workload.mesh import SAMPLES, HeldPart, Mesh
+from pipeplan.workload.mesh import EXPERTS, SAMPLES, HeldPart, Mesh
 
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
 
@@ -73,7 +73,8 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
         if profile.tokens_per_sample is None:
             findings.add("profile", "decode", "the profile has no tokens_per_sample, and so nothing of a single token")
             return
-        check_decode_costs(plan, plan.decode, profile, findings)
+        timed = _knows_links(plan, cluster)
+        check_decode_costs(plan, plan.decode, profile, cluster, findings, timed=timed)
         profile = of_tokens(profile)
     known = _Known.of(profile, apart=not plan.read_sha256)
     _check_block_order(plan, known, findings)
@@ -210,6 +211,24 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
             beside = f" beside its reserve of {reserve}" if (reserve := cluster.reserve_bytes[device]) else ""
             text = f"takes {peak} bytes, {peak - memory} more than the {memory} of the cluster's device{beside}"
             findings.add("cluster", f"devices[{device}]", text)
+
+
+def check_places(plan: Plan, cluster: Cluster, findings: Findings) -> None:
+    """Messages between two programs take the same way for the players in each place."""
+    seen = set[tuple[int, int]]()
+    for number, dependency in enumerate(plan.dependencies if plan.players else ()):
+        for index, hop in enumerate(dependency.hops):
+            pair = hop.source_device, hop.target_device
+            if pair in seen:
+                continue
+            seen.add(pair)
+            ends = zip(*(plan.players[each].devices for each in pair), strict=True)
+            first, *others = [cluster.level_between(*both) for both in ends]
+            odd = next((place for place, level in enumerate(others, 1) if level != first), None)
+            if odd is not None:
+                names = ["none" if level is None else repr(level.name) for level in (first, others[odd - 1])]
+                text = f"goes over level {names[0]} in place 0 of its programs, and over {names[1]} in place {odd}"
+                findings.add("cluster", f"dependencies[{number}].hops[{index}]", text)
 
 
 def _check_fingerprint(what: str, found: str, stated: str, findings: Findings, key: str = "") -> None:
@@ -386,11 +405,12 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
             findings.add("profile", f"stages[{number}].zero", text)
     expected = MemoryBytes()
     for place, block in enumerate(stage.blocks):
-        own = _of_experts(block, stage, known)
+        experts = stage.mesh_of(place).size_of(EXPERTS) if stage.configurations else stage.expert
+        own = _of_experts(block, experts, known)
         rest = known.kept[block] - own if own.total else known.kept[block]
         expected += share(rest, held.get(place, held[0])[0].num_parts)  # all are cut alike where none says how
         if own.total:
-            expected += _share(own, stage.expert, _as_on_experts(stage), known)
+            expected += _share(own, experts, _as_on_experts(stage), known)
     for tied in profile.tied:
         before: set[tuple[HeldPart, ...]] = set()
         for place in (place for place, block in enumerate(stage.blocks) if block in tied.blocks):
@@ -425,10 +445,10 @@ def _parts_of_each(parts: int, zero: int, sharers: int, cast: bool) -> dict[Memo
 _NOTHING = MemoryBytes()
 
 
-def _of_experts(block: str, stage: Stage, known: _Known) -> MemoryBytes:
-    """What training keeps of a block's experts, where the stage has them apart: else nothing is."""
+def _of_experts(block: str, experts: int, known: _Known) -> MemoryBytes:
+    """What is kept of a block's experts, where so many devices share them: of one nothing is apart."""
     found = known.blocks[block]
-    if stage.expert == 1 or not found.expert_parameters:
+    if experts == 1 or not found.expert_parameters:
         return _NOTHING
     part = found.expert_parameters, found.parameters + found.frozen_parameters
     return MemoryBytes((kind, size * part[0] // part[1]) for kind, size in known.kept[block].items())
@@ -445,7 +465,7 @@ def _on_experts(stage: Stage, known: _Known) -> Stage:
     """The same with what a device keeps of experts, where the stage has them apart: else of nothing."""
     side, kept = _as_on_experts(stage), _NOTHING
     for block in stage.blocks if stage.expert > 1 else ():
-        kept += _share(_of_experts(block, stage, known), stage.expert, side, known)
+        kept += _share(_of_experts(block, stage.expert, known), stage.expert, side, known)
     return side.with_state(kept)
 
 
@@ -674,7 +694,7 @@ def _check_buckets(
     for place, bucket in enumerate(stage.buckets[: len(rows)]):
         begin, size, of_experts = end - bucket.blocks, 0, 0
         for index in range(begin, end):
-            apart_of_it = _of_experts(stage.blocks[index], stage, known)[GRADIENTS]
+            apart_of_it = _of_experts(stage.blocks[index], stage.expert, known)[GRADIENTS]
             of_experts += -(-apart_of_it // stage.expert)
             size += -(-(known.kept[stage.blocks[index]][GRADIENTS] - apart_of_it) // stage.shards)
             for tied in profile.tied:
@@ -775,7 +795,7 @@ def _exchanged(stage: Stage, block: str, known: _Known, *, of_experts: bool = Fa
     Levels 2 and 3 reduce gradients block by block, and level 3 gathers the copy; where parameters are cast at each use
     all of it is made for that, and the block's workspace counts it. Experts that devices share are apart.
     """
-    own, found = _of_experts(block, stage, known), known.blocks[block]
+    own, found = _of_experts(block, stage.expert, known), known.blocks[block]
     running = running_bytes(found, known.recipe)
     apart = running * found.expert_parameters // max(1, found.parameters + found.frozen_parameters) if own.total else 0
     kept, running = (own, apart) if of_experts else (known.kept[block] - own, running - apart)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Collection
 
 from pipeplan.checker.decoding import check_steps
-from pipeplan.checker.facts import Findings, copies_of, deliveries_of, goes_with, period_of, shares_evenly
+from pipeplan.checker.facts import Findings, copies_of, deliveries_of, goes_with, one_place, period_of, shares_evenly
 from pipeplan.checker.forwards import check_gives_back
 from pipeplan.files import Plan
 from pipeplan.files.placement import configuration_problem
@@ -215,6 +215,7 @@ def _check_deliveries(plan: Plan, number: int, dependency: Dependency, findings:
         return
     if source.route != target.route or not (same_samples and shares_evenly(source) and shares_evenly(target)):
         return
+    source, target = (one_place(stage, plan.players_each) for stage in (source, target))
     needed, period, makers = deliveries_of(source, target), period_of(source, target), copies_of(source)
     brought: dict[tuple[int, int], str] = {}
     for index, hop in enumerate(dependency.hops):

@@ -209,6 +209,13 @@ def _read_text(path: str) -> str:
 )
 @click.option("--batch", type=COUNTS, default="1", help="With --inference: requests at once.")
 @click.option(
+    "--dcp",
+    type=COUNTS,
+    default="1",
+    help="With --inference --context: numbers of devices that share caches along their tokens; decode steps with a "
+    "piece of each are measured as run makes them.",
+)
+@click.option(
     "--weights",
     type=OneOf(["int8", "int4", "fp8"]),
     help="With --inference --estimate: format of the layers' weights.  [default: that of --dtype]",
@@ -288,7 +295,12 @@ def _read_text(path: str) -> str:
     help="Measure nothing: read link times from the output of nccl-tests, as text or JSON. May be repeated.",
 )
 @click.option("--communication", is_flag=True, help="Measure links, under torchrun or with --processes.")
-@click.option("--processes", type=click.IntRange(2, 64), help="Number of local processes to measure links between.")
+@click.option(
+    "--processes",
+    type=click.IntRange(2, 64),
+    help="Number of local processes to measure links between; with --inference, number of processes that measure at "
+    "once, as a run's do.",
+)
 @click.option("--min-bytes", type=BYTES, default="1KiB", help="Smallest message.")
 @click.option("--max-bytes", type=BYTES, default="64MiB", help="Largest message.")
 @click.option(
@@ -369,7 +381,7 @@ _USES = {
         {"name", "output"},
         _MODEL
         | {"threads", "repeats", "warmup", "seed", "cluster", "expert", "as_json", "weights", "kv_cache_dtype"}
-        | {"backends", "backend_rules", "measure_limit"},
+        | {"backends", "backend_rules", "measure_limit", "dcp", "processes"},
     ),
 }
 """What says which use is meant -> the parameters it needs, and those it may have."""
@@ -653,6 +665,17 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
             raise UsageError("--etp splits experts in training; with --inference each device has whole ones")
         if not estimates and max(given["expert"]) > 1:
             raise UsageError("--expert of --inference is of estimates; add --estimate and --device PRESET")
+        if max(given["dcp"]) > 1 and given["context"] == (1,):
+            raise UsageError("--dcp is of decode steps; give --context, the tokens of their texts, too")
+        if max(given["dcp"]) > 1 and given["device"] == "cuda":
+            raise UsageError("--dcp measures decode steps as run makes them, on CPUs only so far; leave --device out")
+        if given["processes"] and not isinstance(given["name"], str):
+            raise UsageError(
+                "processes started here load the model themselves; give its name, as of the zoo or pkg.mod:factory"
+            )
+    elif given["dcp"] != (1,) or (not estimates and given["processes"]):
+        flag = "--processes" if given["processes"] else "--dcp"
+        raise UsageError(f"{flag} is of a profile of inference here; add --inference")
     elif given["batch"] != (1,):
         raise UsageError("--batch is of --inference; for training give --microbatch")
     elif given["weights"] or given["kv_cache_dtype"] != "auto":
@@ -668,7 +691,9 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
     remarks, estimates = _Remarks(tell, progress), given["estimate"] or given["device"] not in ("cpu", "cuda")
     model, shards = _model(given, remarks.keep, meta=estimates)
     of_estimates = ("weights", "kv_cache_dtype", "expert", "load_factor", "kernels")
-    names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed")
+    names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed", "dcp", "processes")
+    loaded = {name: given[name] for name in ("sequence", "grain")} | {"shards": shards}
+    named: dict[str, Any] = {} if estimates else {"named": (given["name"], loaded)}
     profile = (_api.estimate_inference if estimates else _api.profile_inference)(
         model,
         given["batch"],
@@ -677,6 +702,7 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
         **{name: given[name] for name in (*names, "dtype", "device")},
+        **named,
     )
     remarks.say()
     return profile

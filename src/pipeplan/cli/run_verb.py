@@ -424,7 +424,7 @@ def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, 
 
 def _crowded(outcome: RunOutcome, *, local: bool) -> str:
     """That cores are shared, if they are: clauses, each with its semicolon."""
-    processes = len(outcome.plan.devices) if local else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    processes = outcome.plan.num_devices if local else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     cores = os.cpu_count() or 1
     crowded = processes > cores and outcome.options.device == "cpu"
     shared = f"{processes} processes on {cores} cores; " if crowded else ""

@@ -19,6 +19,7 @@ from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.files import Block, Cluster, Edge, Placement, Profile
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, is_in_line, slots_of
+from pipeplan.workload.folding import Fold
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.samples import carried
 
@@ -176,11 +177,16 @@ def _gathering_ns(stage: Stage, sent: _Sent, cluster: Cluster) -> int:
 
 
 def dependencies(
-    crossings: Crossings, placement: Placement, operations: Sequence[Operation], cluster: Cluster | None
+    crossings: Crossings,
+    placement: Placement,
+    operations: Sequence[Operation],
+    cluster: Cluster | None,
+    fold: Fold | None = None,
 ) -> tuple[Dependency, ...]:
     """Within a stage F before B or I, I before W; between stages of a route outputs down the edges, gradients up.
 
     Where stages are run in line each also waits for its neighbour, by a message of no bytes where no edge joins them.
+    With a ``fold`` stages are on programs, and messages between those: of one place of their players.
     """
     stages, num_routes = crossings.stages, placement.num_routes
     back = {operation.stage: operation.kind for operation in operations if operation.role in BACKWARD_ROLES}
@@ -193,7 +199,9 @@ def dependencies(
 
     def joined(ends: tuple[str, str], sender: int, receiver: int, sent: Sequence[_Sent]) -> Dependency:
         slices = max((each.kept for each in sent), default=1)
-        hops = _hops(stages[sender], stages[receiver], num_routes, sent, cluster)
+        maker, taker = (stages[each] if fold is None else fold.in_place_0(stages[each]) for each in (sender, receiver))
+        hops = _hops(maker, taker, num_routes, sent, cluster, stages[sender].context)
+        hops = hops if fold is None else tuple(map(fold.hop, hops))
         return Dependency(source=ends[0], target=ends[1], hops=hops, slices=slices)
 
     for (source, target), edges in checked(sorted(crossing.items()), 16):
@@ -211,7 +219,7 @@ def dependencies(
 def returned(source: Stage, target: Stage, token_bytes: int, cluster: Cluster | None) -> tuple[Hop, ...]:
     """What a decode step's last stage sends back to the first: so few bytes that they occupy no link."""
     token = _Sent(Edge(source="token", target="next token", bytes_per_sample=token_bytes), 1, 1)
-    hops = _hops(source, target, 1, [token], cluster)
+    hops = _hops(source, target, 1, [token], cluster, source.context)
     return tuple(replace(hop, latency_ns=hop.duration_ns, occupancy_ns=0) for hop in hops)
 
 
@@ -226,14 +234,17 @@ def beside(hops: Iterable[Hop], samples: int, tokens: int, cluster: Cluster | No
 
 
 def _hops(
-    source: Stage, target: Stage, num_routes: int, sent: Sequence[_Sent], cluster: Cluster | None
+    source: Stage, target: Stage, num_routes: int, sent: Sequence[_Sent], cluster: Cluster | None, context: int = 1
 ) -> tuple[Hop, ...]:
-    """A message from each device to each that works on the samples and does not hold them already."""
+    """A message from each device to each that works on the samples and does not hold them already.
+
+    Each carries one of ``context`` parts of a sequence.
+    """
     by_target: dict[int, list[Hop]] = defaultdict(list)
     in_slices = any(each.kept > 1 for each in sent)
     for (sender, receiver), samples in _carried(source, target, num_routes, in_slices=in_slices).items():
         size = max(samples.values())
-        hop = _hop(sender, receiver, sent, size, source.context, cluster)
+        hop = _hop(sender, receiver, sent, size, context, cluster)
         period = _period(source, target)
         first, last = min(samples), max(samples)
         if len(samples) < period:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -48,6 +48,7 @@ from pipeplan.workload.elements import (
     TiedState,
     recompute_of,
 )
+from pipeplan.workload.folding import Fold, ways_to_fold
 from pipeplan.workload.kinds import STATE_KINDS, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.workload import Workload
 
@@ -234,9 +235,15 @@ def _columns_of(
         for id_, each in zip(ids, again, strict=True)
     ]
     states, place_of = profile.once("columns", lambda: (States.of(profile.blocks, profile.recipe), _places(profile)))
+    numbers: dict[tuple[str, Again, int], int] = {}
+    runs = zip(ids, again, taken, strict=True)
+    kinds = [numbers.setdefault((alike[id_], each, held), len(numbers)) for id_, each, held in runs]
+    firsts = [by_id[id_] for id_, _, _ in numbers]
     how: dict[str, Any] = {"zero": zero, "exchanging": exchanging, "experts": experts, "speed": speed}
-    how["states"] = states.of_some([place_of[id_] for id_ in ids])
-    return Columns.of(chosen, again, taken, microbatch_size, shards, context=context, **how)
+    how["states"] = states.of_some([place_of[id_] for id_, _, _ in numbers])
+    own = [each for _, each, _ in numbers], [each for _, _, each in numbers]
+    found = Columns.of(firsts, *own, microbatch_size, shards, context=context, **how)
+    return None if found is None else found.of_some(kinds)
 
 
 def _places(profile: Profile) -> dict[str, int]:
@@ -318,6 +325,13 @@ def _counted_again(edges: Iterable[tuple[Edge, int]], microbatch_size: int) -> i
     return sum(size(own, parts) - size(distinct(own), parts) for parts, own in shared.items())
 
 
+FOLD_FROM = 64
+"""Workloads on more devices have programs that several devices play, where these are alike."""
+
+FOLD_LEAST = 4
+"""Players of each program, at least: fewer are not worth it."""
+
+
 def build_workload(
     profile: Profile,
     placement: Placement,
@@ -334,6 +348,7 @@ def build_workload(
     speeds: Sequence[float] | None = None,
     names: Sequence[str] | None = None,
     whole_messages: bool = False,
+    fold_least: int = FOLD_LEAST,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
 
@@ -343,6 +358,7 @@ def build_workload(
     than the profile says: a split backward is two launches. ``given`` are costs of actions of stages, by number, that
     are not the profile's: of those whose blocks have configurations. ``whole_messages``: no message is a slice of its
     sequence, for instructions are to see all of it. ``speeds`` and ``names`` of kinds [device] go before the cluster's.
+    On more than :data:`FOLD_FROM` devices it is folded, where each program has ``fold_least`` players (0: it is not).
 
     Raises:
         UsageError: a missing cost row, a stage with configurations whose costs are not given, a mini-batch that stages
@@ -383,28 +399,58 @@ def build_workload(
     reserve = known if reserve_bytes is None else reserve_bytes
     called = () if cluster is None else cluster.names
     contention = 0.0 if cluster is None else cluster.contention_among([range(placement.num_devices)])
+
+    def device(number: int) -> Device:
+        return Device(
+            name=called[number] if called else "device",
+            memory_bytes=memory[number],
+            reserve_bytes=reserve[number],
+            contention=contention,
+        )
+
+    said: dict[str, Any] = {
+        "name": profile.name,
+        "placement": placement.strategy,
+        "num_microbatches": num_microbatches,
+        "microbatch_size": microbatch_size,
+        "operations": operations,
+        "num_routes": placement.num_routes,
+    }
+    joined = partial(dependencies, placement=placement, operations=operations, cluster=cluster)
+    foldable = placement.num_devices > FOLD_FROM and not (profile.is_inference or whole_messages)
+    least = fold_least if foldable else 0
+    for count in ways_to_fold(stages, placement.num_devices) if least else ():
+        fold = Fold.of(stages, count) if count >= least else None
+        on_programs = None if fold is None else _on_programs(fold, stages, tied, device)
+        if fold is None or on_programs is None:
+            continue
+        waits = joined(Crossings(profile, on_programs["stages"], whole_messages), fold=fold)
+        pairs = ((hop.source_device, hop.target_device) for each in waits for hop in each.hops)
+        if cluster is None or fold.alike(pairs, [level.group_size for level in cluster.levels]):
+            workload = Workload(**said, **on_programs, dependencies=waits)
+            _require_sums(profile.where, workload)
+            return workload
     workload = Workload(
-        name=profile.name,
-        placement=placement.strategy,
-        num_microbatches=num_microbatches,
-        microbatch_size=microbatch_size,
-        devices=tuple(
-            Device(
-                name=called[index] if called else "device",
-                memory_bytes=memory[index],
-                reserve_bytes=reserve[index],
-                contention=contention,
-            )
-            for index in range(placement.num_devices)
-        ),
+        **said,
+        devices=tuple(map(device, range(placement.num_devices))),
         stages=tuple(stages),
-        operations=operations,
-        dependencies=dependencies(Crossings(profile, stages, whole_messages), placement, operations, cluster),
-        num_routes=placement.num_routes,
+        dependencies=joined(Crossings(profile, stages, whole_messages)),
         tied=tuple(tied),
     )
     _require_sums(profile.where, workload)
     return workload
+
+
+def _on_programs(
+    fold: Fold, stages: Sequence[Stage], tied: Sequence[TiedState], device: Callable[[int], Device]
+) -> dict[str, Any] | None:
+    """Devices, stages and what these share on programs; None where players of one program are not alike."""
+    found = [fold.tied(each) for each in tied]
+    devices = [device(own.first) for own in fold.players]
+    if None in found or any(device(d) != devices[program] for d, program in fold.programs.items()):
+        return None
+    on = tuple(map(fold.stage, stages))
+    return {"devices": tuple(devices), "stages": on, "tied": tuple(found), "players": fold.players}
 
 
 def _with_shared(

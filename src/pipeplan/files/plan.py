@@ -14,7 +14,14 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Annotated, Any, Literal, overload
 
-from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, model_serializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    model_serializer,
+    model_validator,
+)
 
 from pipeplan.files.base import (
     MIGRATIONS,
@@ -26,6 +33,7 @@ from pipeplan.files.base import (
     current_version,
     said_only,
 )
+from pipeplan.files.packed import PackedProgram, packed, unpacked
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import INFERENCE, TRAINING, FlopsPerSample, Mode, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
@@ -45,6 +53,7 @@ from pipeplan.workload.elements import (
     Nanoseconds,
     Operation,
     OperationId,
+    Players,
     Printable,
     Repetend,
     Stage,
@@ -61,6 +70,7 @@ from pipeplan.workload.elements import (
     slots_of,
     speeds_of,
 )
+from pipeplan.workload.folding import devices_of, of_devices, split_alike, stage_problem
 from pipeplan.workload.kinds import GRADIENT_ROLES, MASTER, PARAMETERS, PARTED_ROLES, Role
 from pipeplan.workload.network_jobs import gradient_sums
 from pipeplan.workload.samples import Slots
@@ -248,6 +258,14 @@ class Plan(File):
         Field(description="what training keeps of every parameter; null: of version 1, which says only bytes"),
     ] = None
     devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
+    players: Annotated[
+        Items[Players],
+        said_only(
+            (),
+            "for each of devices, those that play its program, equally many: numbers of devices elsewhere in the plan "
+            "are then numbers of programs; none: each device has its own",
+        ),
+    ] = ()
     stages: Annotated[Items[Stage], Field(min_length=1)]
     modules: Annotated[
         dict[Name, Items[Name]],
@@ -268,7 +286,11 @@ class Plan(File):
             description="in each action, for each block, beside the profile's time", json_schema_extra={SAID_ONLY: True}
         ),
     ] = 0
-    programs: Annotated[Items[Items[ActionText]], Field(description="per device, compute and communication")]
+    programs: Annotated[
+        Items[Items[ActionText]],
+        BeforeValidator(unpacked, json_schema_input_type=Items[Items[ActionText] | PackedProgram]),
+        Field(description="per device, compute and communication; with players in short, where that can be"),
+    ]
     repetend: Repetend | None = None
     loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
     decode: Annotated[Decode | None, said_only(None, "where it is a loop of decode steps, what that is for")] = None
@@ -276,7 +298,7 @@ class Plan(File):
     provenance: Provenance = Provenance()
 
     def __repr__(self) -> str:
-        figures = f"{len(self.devices)} devices, {self.num_microbatches} micro-batches"
+        figures = f"{self.num_devices} devices, {self.num_microbatches} micro-batches"
         return f"<Plan {self.name!r}: {self.placement}, {figures}, iteration {format_ns(self.predicted.iteration_ns)}>"
 
     def written_by(self, command: str) -> Plan:
@@ -293,6 +315,8 @@ class Plan(File):
         found: dict[str, Any] = written(self)
         if self.loop is None:
             found.pop("loop", None)
+        if self.players and "programs" in found:
+            found["programs"] = [packed(program) or list(program) for program in self.programs]
         if not self.sum_order:
             found.pop("sum_order", None)
         if not self.launch_overhead_ns:
@@ -340,6 +364,7 @@ class Plan(File):
             if device.usable_bytes is not None and device.usable_bytes < 0:
                 raise ValueError(f"devices[{number}] reserves {device.reserve_bytes} of {device.memory_bytes} bytes")
         self._require_one_per_device("programs", len(self.programs))
+        self._require_players()
         for number in range(len(self.stages)):
             self._require_stage(number)
         self._require_blocks_first()
@@ -367,10 +392,11 @@ class Plan(File):
                 )
         if len(set(stage.devices)) != len(stage.devices):
             raise ValueError(f"stages[{number}].devices name a device twice")
-        if problem := group_problem(stage.shards, stage.context, stage.replicas, len(stage.devices)):
+        size = len(stage.devices) * self.players_each
+        if problem := group_problem(stage.shards, stage.context, stage.replicas, size):
             raise ValueError(f"stages[{number}]: {problem}")
         own = bool(stage.configurations), stage.expert_shards
-        if problem := expert_problem(stage.expert, len(stage.devices), *own):
+        if problem := expert_problem(stage.expert, size, *own):
             raise ValueError(f"stages[{number}]: {problem}")
         if problem := sharing_problem(stage.zero, stage.zero_group, stage.copies, bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")
@@ -399,6 +425,50 @@ class Plan(File):
         if problem := buckets_problem(stage.buckets, len(stage.blocks), duration):
             raise ValueError(f"stages[{number}].buckets {problem}")
         self._require_exchanges(number)
+
+    def _require_players(self) -> None:
+        """Each device plays one program, as many devices as any other, and groups of them are of whole programs."""
+        if not self.players:
+            return
+        self._require_one_per_device("players", len(self.players))
+        each = self.players_each
+        played = dict[int, int]()
+        for number, own in enumerate(self.players):
+            if problem := own.problem:
+                raise ValueError(f"players[{number}] {problem}")
+            if own.count != each:
+                raise ValueError(
+                    f"players[{number}] are {own.count} devices, players[0] {each}: every program is played by as many"
+                )
+            if self.num_devices > MAX_DEVICES:
+                raise ValueError(f"players are {self.num_devices} devices, more than the {MAX_DEVICES} of a plan")
+            for device in own.devices:
+                if (other := played.setdefault(device, number)) != number:
+                    raise ValueError(f"players[{number}] and players[{other}] both have device {device}")
+        missing = next((device for device in range(self.num_devices) if device not in played), None)
+        if missing is not None:
+            raise ValueError(
+                f"players: device {missing} plays no program, while device {max(played)} plays one of "
+                f"{self.num_devices} devices"
+            )
+        if self.is_inference or self.decode is not None:
+            raise ValueError("players are for plans of training")
+        self._require_groups_of_players(each)
+
+    def _require_groups_of_players(self, each: int) -> None:
+        """Stages stand on whole replicas, or all alike; what goes between them is between players of one place."""
+        alike = split_alike(self.stages)
+        sizes = {stage.microbatch_size for stage in self.stages}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"players: stages have micro-batches of {min(sizes)} and of {max(sizes)}; give all one size"
+            )
+        for number, stage in enumerate(self.stages):
+            if stage.configurations or not stage.blocks:
+                what = "configurations" if stage.configurations else "an instruction"
+                raise ValueError(f"stages[{number}] has {what}, and its devices are not alike: leave out players")
+            if problem := stage_problem(stage, each, alike=alike):
+                raise ValueError(f"stages[{number}]: {problem}")
 
     def _require_exchanges(self, number: int) -> None:
         """Actions that exchange state are of stages that divide it, and that share their devices as a whole or not."""
@@ -636,7 +706,17 @@ class Plan(File):
     @property
     def device_speeds(self) -> list[float]:
         """[device] how much it computes in the time in which one that the profile's times are of computes 1."""
-        return speeds_of(self.stages, len(self.devices))
+        return of_devices(self.players, speeds_of(self.stages, len(self.devices)))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices, of which there may be more than programs."""
+        return len(self.devices) * self.players_each
+
+    @property
+    def players_each(self) -> int:
+        """How many devices play each program; 1 where every device has its own."""
+        return self.players[0].count if self.players else 1
 
     @property
     def mini_batch(self) -> int:
@@ -738,11 +818,16 @@ class Plan(File):
         """
         return Placement(
             strategy=self.placement,
-            num_devices=len(self.devices),
+            num_devices=self.num_devices,
             num_routes=self.num_routes,
             stages=tuple(
                 PlacedStage(
-                    **{name: getattr(stage, name) for name in PlacedStage.model_fields if name != "expert_shards"},
+                    **{
+                        name: getattr(stage, name)
+                        for name in PlacedStage.model_fields
+                        if name not in ("devices", "expert_shards")
+                    },
+                    devices=self.group_of(stage),
                     expert_shards=stage.expert_shards if stage.expert > 1 else None,
                 )
                 for stage in self.stages
@@ -776,6 +861,10 @@ class Plan(File):
         """Bytes of parameters as a device has them: of the copy that computes, or of those that are cast to it."""
         cast = self.recipe is not None and self.recipe.name == AUTOCAST
         return stage.state[PARAMETERS] + stage.state[MASTER] * cast
+
+    def group_of(self, stage: Stage) -> tuple[int, ...]:
+        """The devices of a stage, replica after replica."""
+        return devices_of(self.players, stage.devices) if self.players else stage.devices
 
     def operation(self, id_: str) -> Operation:
         """The operation with this id, such as ``2F``."""

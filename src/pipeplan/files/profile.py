@@ -199,6 +199,10 @@ class PhaseRow(FileModel):
     what it needs beside that while it runs; the cache is in neither.
 
     With ``expert`` e the block's experts are on e devices, each of which has as many requests of its own.
+
+    With ``dcp`` c the attention core is of one of c pieces of the caches of c times as many requests, those of a device
+    and of the others that have pieces (decode context parallelism). What these exchange is packed, unpacked and merged
+    in that time, but takes none on its way; ``by_queries``: of queries alone, and new keys and values for their keeper.
     """
 
     phase: Phase
@@ -206,6 +210,8 @@ class PhaseRow(FileModel):
     context_tokens: Annotated[Count, Field(description="tokens of each request's text, those of this step included")]
     shards: Annotated[Count, Field(description="devices that split the block")] = 1
     expert: Annotated[Count, said_only(1, "devices that share the block's experts, each with whole ones")] = 1
+    dcp: Annotated[Count, said_only(1, "devices that have pieces of the same caches, split along their tokens")] = 1
+    by_queries: Annotated[bool, said_only(False, "of these all get queries alone; only with dcp")] = False
     forward_ns: Nanoseconds
     core_ns: Annotated[Nanoseconds, said_only(0, "of these the attention core, which reads the cache")] = 0
     activation_bytes: Bytes = 0
@@ -217,12 +223,17 @@ class PhaseRow(FileModel):
     def _core_is_part(self) -> PhaseRow:
         if self.core_ns > self.forward_ns:
             raise ValueError(f"core_ns {self.core_ns} is part of forward_ns, and more than its {self.forward_ns}")
+        if self.dcp > 1 and self.phase != "decode":
+            raise ValueError(f"dcp {self.dcp} is of decode, not of {self.phase}")
+        if self.by_queries and self.dcp == 1:
+            raise ValueError("by_queries is of rows with dcp 2 or more")
         return self
 
     @property
-    def key(self) -> tuple[str, int, int, int, int]:
-        """What the row is for: phase, tokens of the text, requests, shards, expert."""
-        return (self.phase, self.context_tokens, self.microbatch_size, self.shards, self.expert)
+    def key(self) -> tuple[str, int, int, int, int, int, bool]:
+        """What the row is for: phase, tokens of the text, requests, shards, expert, dcp, by_queries."""
+        case = self.shards, self.expert, self.dcp, self.by_queries
+        return (self.phase, self.context_tokens, self.microbatch_size, *case)
 
 
 class Block(Parts):
@@ -770,6 +781,9 @@ class Profile(File):
         copied = super().model_copy(update=update, deep=deep)
         if update:
             copied._of_kinds = {}
+            if not deep:  # what is worked out of fields that are the same, which takes a while of thousands of blocks
+                same = (name for name, fields in _WORKED_OUT.items() if fields.isdisjoint(update))
+                copied.__dict__.update((name, self.__dict__[name]) for name in same if name in self.__dict__)
         return copied
 
     def __repr__(self) -> str:
@@ -879,5 +893,16 @@ class Profile(File):
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Micro-batch sizes for which every block has a row, ascending."""
-        sizes = [{row.microbatch_size for row in block.rows()} for block in self.blocks]
+        sizes = [{row.microbatch_size for row in block.rows()} for block in self.kinds]
         return tuple(sorted(set.intersection(*sizes)))
+
+
+_WORKED_OUT = {
+    "by_id": {"blocks"},
+    "alike": {"blocks"},
+    "kinds": {"blocks"},
+    "edges_into": {"edges"},
+    "edges_from": {"edges"},
+    "_order": {"blocks", "edges"},
+}
+"""{what a profile works out once: the fields of which}."""

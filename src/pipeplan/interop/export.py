@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pipeplan.catalog import ExportTarget, export_target, names
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan
+from pipeplan.files.folded import unfolded
 from pipeplan.interop.layers import PlanLayers
 from pipeplan.interop.ranks import PlanRanks
 from pipeplan.interop.settings import divides_sequence
@@ -67,6 +68,7 @@ def exported(plan: Plan, to: str, template: Sequence[str] = (), base: str | None
             f"plan {plan.name!r} is a loop of decode steps, whose tokens return to the first stage, which "
             f"{target.title} has no words for; choose vllm, sglang or tensorrt-llm, or pipeplan run --prompt-file"
         )
+    plan = unfolded(plan)
     written = write(plan, target, Asked(template, base))
     notes = written.notes if written.ranks is None else (*written.notes, *_notes(plan, written.ranks, target))
     return Export(to, written.text, notes, written.beside, written.files)

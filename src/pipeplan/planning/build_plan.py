@@ -37,10 +37,11 @@ from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.folding import of_devices
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import num_sliced, repetend_at, repetend_of, repetend_of_loop
-from pipeplan.workload.steady_state.loop import LoopCut
+from pipeplan.workload.steady_state.loop import LoopCut, shortened
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
 from pipeplan.workload.tail import Tail, tail_at
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
@@ -78,6 +79,11 @@ def assemble(
     workload = graph.workload
     orders = with_links(graph, orders)
     starts = earliest_starts(graph, orders)
+    if loop is None and workload.players and _written(workload) > MOST_WRITTEN:
+        run = shortened(graph, orders, starts, MOST_REPEATED)
+        if run is not None:
+            graph, orders, starts, loop, cut = run.graph, run.orders, run.starts, run.loop, None
+            workload = graph.workload
     later = 0 if loop is None else loop.skipped_ns
     graph = graph.summed_best(starts, later)
     workload, figures = graph.workload, rates(graph, orders, starts, loop)
@@ -116,6 +122,14 @@ def assemble(
             ),
             provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
         )
+
+
+MOST_WRITTEN, MOST_REPEATED = 10_000, 8
+"""Beyond so many entries of programs of many devices what repeats is written once: rounds of so few micro-batches."""
+
+
+def _written(workload: Workload) -> int:
+    return workload.entries * workload.num_microbatches
 
 
 _REMEDIES = {
@@ -505,11 +519,11 @@ class Result(Displayed):
             "bubble_rate": predicted.bubble_rate,
             "bubble_rate_span": predicted.bubble_rate_span,
             "bubble_rate_steady": predicted.bubble_rate_steady,
-            "peak_memory_bytes": [memory.peak_bytes for memory in predicted.memory],
+            "peak_memory_bytes": of_devices(self.plan.players, [memory.peak_bytes for memory in predicted.memory]),
             "num_microbatches": self.plan.num_microbatches,
             "microbatch_size": self.plan.microbatch_size,
             "samples_per_replica": list(self.schedule.workload.samples_per_replica),
-            "num_devices": len(self.plan.devices),
+            "num_devices": self.plan.num_devices,
             "idle_devices": list(self.plan.workload.idle_devices),
             "placement": self.plan.placement,
             **({"zero": level} if (level := max(stage.zero for stage in self.plan.stages)) else {}),

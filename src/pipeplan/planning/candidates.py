@@ -16,7 +16,7 @@ import numpy as np
 from pipeplan.costs import UNLIMITED, StageCost, build_workload, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.blocks import splitting_remedy
-from pipeplan.costs.stages import shared_in
+from pipeplan.costs.stages import FOLD_LEAST, shared_in
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
@@ -34,6 +34,7 @@ from pipeplan.planning.request import SUBMODULES, Batch, Request, first_layers_o
 from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
+from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.search import MOST_ENTRIES
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
@@ -412,20 +413,25 @@ def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
     return able if only.zero_groups else [zero for zero in able if zero.group in (1, replicas)]
 
 
-def even_cuts(request: Request, before_next: Callable[[], None] = lambda: None) -> Iterator[PlacementCandidate]:
+def even_cuts(
+    request: Request,
+    before_next: Callable[[], None] = lambda: None,
+    wanted: Callable[[Choice], bool] = lambda choice: True,
+) -> Iterator[PlacementCandidate]:
     """Chains cut evenly by time, in the order in which they are likely to fit and to be quick: the quickest to plan.
 
     Where blocks may be split, those come first that usually take least time, of the longest pipelines and then of all.
     Else those with fewest stages, each on as many replicas, then those that recompute: of these every size of
     micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, or the
     schedule that is asked for; it takes a time linear in blocks and devices. ``before_next`` is called whenever one has
-    been tried, or does not fit, and before another is looked for.
+    been tried, or does not fit, and before another is looked for. Only what is ``wanted``, at the moment when it is its
+    turn, is cut.
     """
     request = request.levelled
     blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
     known: dict[Pricing, tuple[list[StageCost], int]] = {}
-    for choice in checked(_followed(_plain(request), before_next), 1):
+    for choice in checked(_followed(filter(wanted, checked(_plain(request), 16)), before_next), 1):
         if choice.usual in (None, USUAL[0]) and choice.strategy == "one-to-one":
             if choice.pricing not in known:
                 costs = blocks.costs(choice.pricing)
@@ -483,7 +489,7 @@ def _plain(request: Request) -> Iterator[Choice]:
         many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
         for each in chain.from_iterable(_written_first(request, _uniform_of(same, *which)) for which in tables):
-            suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
+            suits = each.choice.strategy in able and (name != "auto" or _is_first(request, each.choice))
             suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS
             if suits and each.choice not in seen:
                 seen.add(each.choice)
@@ -491,7 +497,7 @@ def _plain(request: Request) -> Iterator[Choice]:
     elif name != "auto" or request.placement not in ("auto", "one-to-one"):
         groups = [list(alike) for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas)]
         if is_large(request):
-            groups.sort(key=lambda alike: min(map(_written, alike)))
+            groups.sort(key=lambda alike: min(_written(request, each) for each in alike))
         for alike in groups:
             yield from _best_size_first(request, alike)
     else:
@@ -506,6 +512,12 @@ def _plain(request: Request) -> Iterator[Choice]:
             yield from _best_size_first(request, sizes)
 
 
+def _is_first(request: Request, choice: Choice) -> bool:
+    """Whether a row is one to begin with: that of 1F1B, or what is usual for another strategy that is asked for."""
+    named = request.placement != "auto" and choice.usual is not None and choice.usual.strategy != USUAL[0].strategy
+    return named or choice.usual == USUAL[0]
+
+
 def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[BoundedChoice]:
     """The rows of a large request, where a schedule is asked for by name, with those first that are quick to write.
 
@@ -516,13 +528,31 @@ def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[
         return rows
     limits = [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
-    return sorted(rows, key=lambda each: (each.least_bytes > room, _written(each.choice)))
+    return sorted(rows, key=lambda each: (each.least_bytes > room, *_written(request, each.choice)))
 
 
-def _written(choice: Choice) -> int:
-    """How many times fourfold of :data:`MOST_ENTRIES` the programs of all devices have, messages among them."""
-    entries = 2 * choice.actions_looked_at * choice.width * choice.replicas
-    return max(0, math.ceil(math.log(entries / MOST_ENTRIES, 4)))
+def _written(request: Request, choice: Choice) -> tuple[int, int]:
+    """How many times fourfold of :data:`MOST_ENTRIES` the programs of all devices have, messages among them: where a
+    part repeats, and where nothing does."""
+    looked_at = replace(choice, positions=_positions(request, choice)).actions_looked_at
+    every = 2 * choice.width * choice.replicas
+    repeated, whole = (
+        max(0, math.ceil(math.log(every * actions / MOST_ENTRIES, 4)))
+        for actions in (looked_at, num_actions(request, choice))
+    )
+    return repeated, whole
+
+
+def _positions(request: Request, choice: Choice) -> int:
+    """Groups of devices, of so many replicas each, that a choice has stages on."""
+    return choice.positions or max(1, request.num_devices // (choice.replicas * choice.width))
+
+
+def num_actions(request: Request, choice: Choice) -> int:
+    """So many at least has a run of it in which nothing repeats: forwards and backwards of every stage."""
+    routes = 1 + STRATEGIES[choice.strategy].two_ways
+    stages = _positions(request, choice) * choice.per_position * routes
+    return (1 if request.profile.is_inference else 2) * stages * choice.batch.num_microbatches // routes
 
 
 _MANY_KINDS = 1_000
@@ -647,10 +677,10 @@ def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bo
 
 
 def _by_name(request: Request) -> list[str]:
-    """Those for which the schedule that is asked for is usual, or else all."""
+    """Those for which the schedule is that is asked for, or else all."""
     every = list(_strategies(request))
-    own = [usual.strategy for usual in USUAL if usual.name == request.scheduler]
-    return [each for each in every if each in own] or every
+    known = CLASSIC.get(request.scheduler)
+    return [each for each in every if known is not None and each in known.strategies] or every
 
 
 def any_stages(request: Request) -> bool:
@@ -858,6 +888,7 @@ def workload_of(request: Request, candidate: PlacementCandidate, *, split_backwa
         reserve_bytes=request.reserve,
         given=candidate.given,
         whole_messages=bool(request.rules and request.rules.instructions),
+        fold_least=FOLD_LEAST if request.folds and not (request.rules and request.rules.names_devices) else 0,
     )
 
 
@@ -985,11 +1016,11 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
 
 def _profiled(request: Request, replicas: int, spread: bool, split: SplitSizes | None = None) -> tuple[int, int]:
     """The least and most samples per device for which every block has costs as placed; none: (1, 0)."""
-    blocks, own = request.profile.blocks, split or SplitSizes.asked(request)
+    blocks, own = request.profile.kinds, split or SplitSizes.asked(request)
     ways = [split.shards if split else shards_of(request, replicas, spread, block) for block in blocks]
     sizes = [
         [row.microbatch_size for row in block.rows(*own[1:]) if row.shards == way]
-        for block, way in zip(request.profile.blocks, ways, strict=True)
+        for block, way in zip(blocks, ways, strict=True)
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
 

@@ -217,6 +217,7 @@ def compare(
         SearchTimeoutError: no time to find what fits on any placement.
         UsageError: no placement is possible, or the rules have instructions.
     """
+    request = replace(request, folds=False)  # rows are of devices
     if rules is not None and rules.order and request.replicas is None:
         request = replace(request, replicas=1)  # an order has none, and belongs beside schedules of the same stages
     if request.planner == EVERY_PLANNER:
@@ -404,7 +405,7 @@ class _RowsSoFar:
         if (placement, batch, recompute) in self._timed:
             return
         self._timed.add((placement, batch, recompute))
-        placed = replace(asked, placement=placement, batch=batch, num_devices=len(plan.devices), chunks=None, sizes=())
+        placed = replace(asked, placement=placement, batch=batch, num_devices=plan.num_devices, chunks=None, sizes=())
         candidate = PlacementCandidate(placement, batch, recompute, "compared")
         if self.limit.interrupted:
             limit = Limit(_LAST_SECONDS if alone else 0.0)

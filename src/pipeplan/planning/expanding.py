@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from pipeplan.costs import build_workload
 from pipeplan.costs.joining import JoinedProfile
+from pipeplan.costs.stages import FOLD_LEAST
 from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.planning.request import Request
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import SEARCHING, first_look, search_schedule
 from pipeplan.schedule.state import Schedule
-from pipeplan.workload.elements import Stage
+from pipeplan.workload.elements import Players, Stage
+from pipeplan.workload.folding import devices_of
 from pipeplan.workload.memory import fits
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -65,9 +68,9 @@ def _as_proved(grouped: Schedule, found: Schedule) -> Schedule:
 def _workload(request: Request, joined: JoinedProfile, grouped: Workload) -> Workload:
     placement = Placement(
         strategy=grouped.placement,
-        num_devices=len(grouped.devices),
+        num_devices=grouped.num_devices,
         num_routes=grouped.num_routes,
-        stages=tuple(_stage(joined, stage) for stage in grouped.stages),
+        stages=tuple(_stage(joined, stage, grouped.players) for stage in grouped.stages),
     )
     return build_workload(
         joined.whole,
@@ -79,11 +82,13 @@ def _workload(request: Request, joined: JoinedProfile, grouped: Workload) -> Wor
         cluster=request.cluster,
         memory_bytes=request.whole_memory,
         reserve_bytes=request.reserve,
+        fold_least=FOLD_LEAST if grouped.players else 0,
     )
 
 
-def _stage(joined: JoinedProfile, stage: Stage) -> PlacedStage:
+def _stage(joined: JoinedProfile, stage: Stage, players: Sequence[Players]) -> PlacedStage:
     said = {name: getattr(stage, name) for name in PlacedStage.model_fields}
+    said["devices"] = devices_of(players, stage.devices) if players else stage.devices
     said["blocks"] = joined.blocks(stage.blocks)
     said["recompute"] = joined.again(stage.blocks, stage.again)
     return PlacedStage(**said)

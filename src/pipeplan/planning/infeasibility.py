@@ -101,7 +101,8 @@ class _Fit:
             for index, stage in enumerate(self.schedule.workload.stages)
             if self.device in stage.devices
         ]
-        return f"device {self.device} ({'; '.join(stages[:3])}{'; ...' if len(stages) > 3 else ''})"
+        device = self.schedule.workload.first_playing(self.device)
+        return f"device {device} ({'; '.join(stages[:3])}{'; ...' if len(stages) > 3 else ''})"
 
 
 def most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:

@@ -247,7 +247,7 @@ class Request:
     longer than, where it fits (:mod:`pipeplan.planning.start`). Where blocks are kept together ``profile`` is of groups
     of blocks, and ``joined`` knows the blocks of each. ``only`` is what the target of the plan can run, ``free`` the
     same request without it. ``imported`` says whose stages these are where another tool's were read, and nothing is
-    searched.
+    searched. ``folds``: many devices that are alike may share programs.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -291,6 +291,7 @@ class Request:
     device_counts: tuple[int, ...] = ()
     splitting: Splitting | None = None
     uniform: bool = False
+    folds: bool = True
     samples_assumed: bool = False
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
@@ -453,7 +454,7 @@ class Request:
             UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
         if start is not None:
-            devices = len(start.devices) if devices is None and cluster is None else devices
+            devices = start.num_devices if devices is None and cluster is None else devices
             if mini_batch is None and num_microbatches is None:
                 mini_batch = start.mini_batch
         free, settled, serving = None, dict[str, Any](), others.pop("serving", OPEN)

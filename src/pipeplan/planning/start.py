@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from pipeplan.costs.stages import FOLD_LEAST
 from pipeplan.costs.zero import AUTO
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Placement, Plan
+from pipeplan.files.folded import folded_plan, unfolded
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.request import Batch, Request
@@ -70,7 +72,7 @@ def require_start(request: Request, start: Plan) -> None:
     """
     given = request.placement
     asked: dict[str, tuple[object, object]] = {
-        "--devices": (request.num_devices, len(start.devices)),
+        "--devices": (request.num_devices, start.num_devices),
         "--mini-batch": (request.batch.mini_batch, start.mini_batch),
     }
     if request.only is None:  # the schedules of a target are its own
@@ -120,8 +122,8 @@ def _tried(request: Request, start: Plan, steps: Sequence[SearchStep]) -> tuple[
     """The plan's trial, and its orders with the request's times and memory; None if that does not fit."""
     batch = Batch(start.num_microbatches, start.microbatch_size)
     candidate = PlacementCandidate(start.placed, batch, recompute=False, source="start")
-    replayed = _replayed(request, start)
     trial = Trial.of(request, candidate, steps)
+    replayed = _replayed(request, folded_plan(start, FOLD_LEAST) if trial.ways[0].players else unfolded(start))
     splits = replayed.workload.splits_backward
     way = next((way for way in trial.ways if way.splits_backward == splits), None)
     if way is None:

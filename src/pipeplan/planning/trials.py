@@ -45,6 +45,7 @@ from pipeplan.time_limit import shielded
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Stage
+from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS
 from pipeplan.workload.one_microbatch import device_groups
 from pipeplan.workload.task_graph import Orders
@@ -93,7 +94,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
         for hop in dependency.hops:
             ends = group_of[hop.source_device], group_of[hop.target_device]
             if ends[0] != ends[1]:
-                traffic[ends] += hop.bytes * len(workload.messages(dependency, hop))
+                traffic[ends] += hop.bytes * len(workload.messages(dependency, hop)) * workload.players_each
     sync = [0] * len(sizes)
     for stage in workload.stages:
         if stage.copies > 1:
@@ -101,7 +102,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
     static = [workload.static_bytes(group_of.index(group)) for group in range(len(sizes))]
     try:
         found = mapped(
-            [sizes[group] for group in range(len(sizes))],
+            [sizes[group] * workload.players_each for group in range(len(sizes))],
             traffic,
             cluster.first(request.num_devices),
             sync=sync,
@@ -110,7 +111,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
     except PipeplanError:  # what does not fit is said where it is searched
         return None
     places = [iter(devices) for devices in found]
-    device_of = [next(places[group]) for group in group_of]
+    device_of = [next(places[group]) for group in of_devices(workload.players, group_of)]
     if device_of == list(range(len(device_of))):
         return None
     stages = tuple(

@@ -55,7 +55,7 @@ def print_answer(
     console = console_for(file)
     name, ended = result.plan.name, _heading(request, simulation, result)
     heading = [
-        *idle_devices(simulation.workload.idle_devices, len(simulation.workload.devices), console.width),
+        *idle_devices(simulation.workload.idle_devices, simulation.workload.num_devices, console.width),
         flowed(Text.assemble((name, "bold"), f": {ended}"), console.width),
     ]
     most = LINES - sum(1 + text.plain.count("\n") for text in heading)
@@ -83,7 +83,7 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
         searched = ended == "optimal" or not isinstance(request.placement, Placement)
         ended = f"{made}, {'on the ' * (ended != 'optimal')}{ended}" if searched else f"{made},"
     who = f", stages by --planner {request.planner}" if request.planner != "auto" else ""
-    return f"{ended} for {counted(len(simulation.workload.devices), 'device')}{memory}{who}"
+    return f"{ended} for {counted(simulation.workload.num_devices, 'device')}{memory}{who}"
 
 
 def _rows(request: Request, result: Result, simulation: Simulation, written: str | None, keep: str) -> Iterator[Row]:
@@ -150,12 +150,12 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     samples = counted(workload.mini_batch, "sample")
     alone = one_device_ns(request.block_profile, workload)
     faster = alone / simulation.iteration_ns if alone else 0.0  # more than there are devices: other costs per sample
-    known = 0 < faster <= len(workload.devices)
+    known = 0 < faster <= workload.num_devices
     times = f"; {faster:.1f} times as fast as one device" if known else ""
     return [
         (f"{estimated}{format_ns(simulation.iteration_ns)} per iteration of {samples}", 0),
         (f"{', ' if rates else ''}{rates}", 0),
-        (times if len(workload.devices) > 1 else "", 4),
+        (times if workload.num_devices > 1 else "", 4),
     ]
 
 
@@ -200,26 +200,26 @@ def _away(gap: float) -> str:
 def memory_clauses(simulation: Simulation) -> list[Clause]:
     """The device that has least left, then the one that has most."""
     peaks = [memory.peak_bytes for memory in simulation.memory]
-    devices = simulation.workload.devices
+    devices, first = simulation.workload.devices, simulation.workload.first_playing
     limits = [device.usable_bytes for device in devices]
     left = {device: limit - peaks[device] for device, limit in enumerate(limits) if limit is not None}
     if not left:
         fullest = peaks.index(max(peaks))
-        return [(f"at most {format_bytes(peaks[fullest])}, on device {fullest}; no limit given", 0)]
+        return [(f"at most {format_bytes(peaks[fullest])}, on device {first(fullest)}; no limit given", 0)]
     fullest = min(left, key=lambda device: (left[device], device))
     least, emptiest = left[fullest], max(left, key=lambda device: (left[device], -device))
     reserve, whole = devices[fullest].reserve_bytes, devices[fullest].memory_bytes or 0
-    taken = f"device {fullest} with {format_bytes(peaks[fullest])} of {format_bytes(whole - reserve)}"
+    taken = f"device {first(fullest)} with {format_bytes(peaks[fullest])} of {format_bytes(whole - reserve)}"
     beside = f", {format_bytes(whole)} less {format_bytes(reserve)} in reserve" if reserve else ""
     if least < 0:
         return [(f"does not fit: {taken}{beside}, {format_bytes(-least)} too much", 0)]
     limit = "" if limits[emptiest] == limits[fullest] else f" of {format_bytes(limits[emptiest] or 0)}"
-    other = f"; emptiest device {emptiest} with {format_bytes(peaks[emptiest])}{limit}"
+    other = f"; emptiest device {first(emptiest)} with {format_bytes(peaks[emptiest])}{limit}"
     return [
         (f"fits: fullest {taken}", 0),
         (beside, 2),
         (f" ({format_bytes(least)} left)", 0),
-        (other if left[emptiest] > least else "; all others alike" if len(left) > 1 else "", 3),
+        (other if left[emptiest] > least else "; all others alike" if simulation.workload.num_devices > 1 else "", 3),
     ]
 
 
@@ -243,7 +243,7 @@ def idle_clauses(simulation: Simulation) -> list[Clause]:
     said = [" ".join(share) for share in shares]
     parts = f", {shares[0][1]}" if len(shares) == 1 else f": {', '.join(said[:_REASONS])}"
     longest = max(rates.idle_ns)
-    where = [device for device, time in enumerate(rates.idle_ns) if time == longest]
+    where = simulation.workload.playing(device for device, time in enumerate(rates.idle_ns) if time == longest)
     name = "device" if len(where) == 1 else "devices"
     clauses: list[Clause] = [(whole + parts, 0), ("".join(f", {reason}" for reason in said[_REASONS:]), 2)]
     if longest > min(rates.idle_ns):

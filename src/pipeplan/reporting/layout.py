@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO
 from xml.sax.saxutils import escape
@@ -241,14 +241,16 @@ def idle_devices(idle: Sequence[int], count: int, width: int, where: str = "") -
     return [flowed(Text(text, "bold yellow"), width)] if idle else []
 
 
-def shared_rows(title: str, columns: Sequence[Column], most: int) -> list[Column]:
+def shared_rows(
+    title: str, columns: Sequence[Column], most: int, of: Callable[[Sequence[int]], Sequence[int]] = list
+) -> list[Column]:
     """The columns with equal rows once, after a key column of the numbers that each row is for.
 
-    Of more than ``most`` rows that differ some are left, as :func:`shown_rows` has it.
+    Of more than ``most`` rows that differ some are left, as :func:`shown_rows` has it. What is numbered is ``of`` rows.
     """
     groups = groups_of_equal(zip(*(column.cells for column in columns), strict=True))
     rows = shown_rows(len(groups), most)
-    names = [more(row) if isinstance(row, range) else number_ranges(groups[row]) for row in rows]
+    names = [more(row) if isinstance(row, range) else number_ranges(of(groups[row])) for row in rows]
     return [
         Column(title, names, words=any(len(name) > _LONG_NAME for name in names), key=True),
         *(

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from pipeplan.planning.alternatives import Explanation
 from pipeplan.planning.build_plan import Result
+from pipeplan.reporting.decoding import way_of
 from pipeplan.reporting.layout import (
     Column,
     console_for,
@@ -109,8 +110,9 @@ class Bottleneck:
 def bottleneck(workload: Workload) -> str:
     """The bottleneck in one line."""
     found = Bottleneck.of(workload)
+    device = workload.first_playing(found.device)
     return (
-        f"bottleneck: {found.name} on device {found.device}, {format_ns(found.work_ns)} of work per micro-batch, "
+        f"bottleneck: {found.name} on device {device}, {format_ns(found.work_ns)} of work per micro-batch, "
         f"{found.above:.1%} above the mean of all devices"
     )
 
@@ -189,8 +191,8 @@ def _stage_tables(workload: Workload, width: int) -> list[Table]:
 
 def _devices_of(workload: Workload, stages: Sequence[int]) -> str:
     """All devices of some stages, and how many each has if there is more than one stage with more than one."""
-    devices = sorted({device for stage in stages for device in workload.stages[stage].devices})
-    each = len(workload.stages[stages[0]].devices)
+    devices = workload.playing({device for stage in stages for device in workload.stages[stage].devices})
+    each = len(workload.stages[stages[0]].devices) * workload.players_each
     return number_ranges(devices) + (f", {each} each" if len(stages) > 1 and each > 1 else "")
 
 
@@ -318,7 +320,7 @@ def print_simulation(simulation: Simulation, file: TextIO | None = None, width: 
 def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> list[RenderableType]:
     """The parts of the report, for a console of ``width`` columns."""
     return [
-        *idle_devices(simulation.workload.idle_devices, len(simulation.workload.devices), width),
+        *idle_devices(simulation.workload.idle_devices, simulation.workload.num_devices, width),
         flowed(_headline(simulation), width),
         labelled(_figures(simulation), width),
         *_devices(simulation, width),
@@ -334,7 +336,7 @@ def _headline(simulation: Simulation) -> Text:
     count = workload.num_microbatches
     about = [
         plan.placement,
-        counted(len(workload.devices), "device"),
+        counted(workload.num_devices, "device"),
         f"{counted(count, 'micro-batch', 'es')} of {workload.microbatch_words}{parts_words(workload)}",
     ]
     if plan.provenance.scheduler:
@@ -377,7 +379,7 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
         rows.append(("period", f"{time or 'reaches no steady state'}, bound {bound}"))
         rows.append(("repetend", f"unroll {repetend.unroll}, span {repetend.span}"))
     if (decode := simulation.plan.decode) is not None and (token_ns := simulation.token_ns) is not None:
-        groups = f"{counted(decode.batch, 'request')} in {counted(decode.groups, 'group')} ({decode.kv})"
+        groups = f"{counted(decode.batch, 'request')} in {counted(decode.groups, 'group')}; {way_of(decode)}"
         rows.append(("token", f"{format_ns(token_ns)} from one of a request to its next, of {groups}"))
     if simulation.loop is not None:
         loop, written = simulation.loop, simulation.graph.workload.num_microbatches
@@ -395,7 +397,7 @@ def _devices(simulation: Simulation, width: int) -> list[Table]:
     """Times and memory of devices, alike ones in one row, in one table where it is wide enough."""
     first, *more = _memory_columns(simulation)
     columns = [*_time_columns(simulation), replace(first, apart=True), *more]
-    return tables(shared_rows("device", columns, _MAX_ROWS), width)
+    return tables(shared_rows("device", columns, _MAX_ROWS, simulation.workload.playing), width)
 
 
 def _time_columns(simulation: Simulation) -> list[Column]:
@@ -450,7 +452,8 @@ def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_T
     """
     groups = groups_of_equal(map(tuple, simulation.orders))
     rows = shown_rows(len(groups), most)
-    names = [more(row) if isinstance(row, range) else number_ranges(groups[row]) for row in rows]
+    own = simulation.workload.playing
+    names = [more(row) if isinstance(row, range) else number_ranges(own(groups[row])) for row in rows]
     label = max(6, *map(len, names))
     parts = windows(simulation, max(20, width - label - 2))
     text = Text(no_wrap=True, overflow="ignore")
@@ -536,7 +539,9 @@ def _critical_path(simulation: Simulation, arrow: str) -> Text:
     on_device, transfers = simulation.path_times()
     makespan = simulation.written_ns
     longest = sorted(on_device.items(), key=lambda item: (-item[1], item[0]))[:3]
-    shares = [f"{time / makespan:.1%} on device {device}" for device, time in longest]
+    shares = [
+        f"{time / makespan:.1%} on device {simulation.workload.first_playing(device)}" for device, time in longest
+    ]
     if len(on_device) > len(longest):
         rest = sum(on_device.values()) - sum(time for _, time in longest)
         shares.append(f"{rest / makespan:.1%} on {counted(len(on_device) - len(longest), 'other device')}")

@@ -13,6 +13,7 @@ from pipeplan.costs.launches import with_launches
 from pipeplan.costs.zero import IN_ACTIONS, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
+from pipeplan.files.folded import folded_workload, unfolded
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.workload import Workload
@@ -20,6 +21,23 @@ from pipeplan.workload.workload import Workload
 _Variant = bool
 """Whether backward is split."""
 _Message = tuple[int, str, int]  # source stage, payload, target stage
+
+
+def with_costs_of(plan: Plan, profile: Profile | None, cluster: Cluster | None) -> tuple[Plan, Workload]:
+    """A plan and its work, with what a profile says of it and a cluster of its links, where they are given.
+
+    A folded plan whose devices would no longer be alike is unfolded. Raises UsageError as the functions below.
+    """
+    if profile is None and cluster is None:
+        return plan, plan.workload
+    devices = unfolded(plan)
+    if profile is not None:
+        workload = recosted(devices, profile, cluster)
+    else:
+        assert cluster is not None
+        workload = relinked(devices, cluster)
+    found = folded_workload(workload, plan.players_each) if plan.players else workload
+    return (plan, found) if found.players == plan.players else (devices, workload)
 
 
 def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
@@ -204,6 +222,7 @@ class _Built:
                 speeds=None if cluster else speeds,
                 names=None if cluster else [device.name for device in plan.devices],
                 whole_messages=any(not stage.blocks for stage in plan.stages),
+                fold_least=0,
             )
             cuts = [stage.cuts for stage in plan.stages if stage.blocks]
             self._workloads[variant] = with_late_inputs(profile, built, cluster, cuts) if any(cuts) else built

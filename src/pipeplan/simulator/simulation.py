@@ -24,13 +24,14 @@ from pipeplan.simulator.metrics import (
     puts_off_weight_grads,
     rates,
 )
-from pipeplan.simulator.recost import recosted, relinked
+from pipeplan.simulator.recost import with_costs_of
 from pipeplan.simulator.waits import Waits, waits_of
 from pipeplan.units import format_ns
 from pipeplan.workload.action import StateAction, operation_of
 from pipeplan.workload.bounds import weak_iteration_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
 from pipeplan.workload.exchanges import networks_at, text_of, texts_around
+from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import CACHE, REDUCE_GRAD, RESHARD, Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.samples import texts_of
@@ -341,7 +342,7 @@ class Simulation(Displayed):
             "placement": plan.placement,
             "scheduler": plan.provenance.scheduler,
             **({"choices": dict(plan.provenance.choices)} if plan.provenance.choices else {}),
-            "num_devices": len(plan.devices),
+            "num_devices": plan.num_devices,
             "idle_devices": list(self.workload.idle_devices),
             "num_microbatches": self.workload.num_microbatches,
             "microbatch_size": self.workload.microbatch_size,
@@ -360,7 +361,7 @@ class Simulation(Displayed):
             "bubble_rate": rates.bubble_rate,
             "bubble_rate_span": rates.bubble_rate_span,
             "bubble_rate_steady": self.bubble_rate_steady,
-            "peak_memory_bytes": [memory.peak_bytes for memory in self.memory],
+            "peak_memory_bytes": of_devices(plan.players, [memory.peak_bytes for memory in self.memory]),
             **self._decoding(),
             "fits": self.overflow is None,
             "search_seconds": None,
@@ -427,11 +428,7 @@ def simulate(
         UsageError: the plan cannot be replayed for this number of micro-batches, profile or cluster.
         InvalidPlanError: the plan's programs are not orders of its actions, or wait for each other.
     """
-    workload = plan.workload
-    if profile is not None:
-        workload = recosted(plan, profile, cluster)
-    elif cluster is not None:
-        workload = relinked(plan, cluster)
+    plan, workload = with_costs_of(plan, profile, cluster)
     total = num_microbatches or plan.num_microbatches
     as_planned = workload == plan.workload and total == plan.num_microbatches
     run = _run(plan, workload, total)

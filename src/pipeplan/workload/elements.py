@@ -7,6 +7,7 @@ Nothing reads them here: files enforce them where they are read or written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -496,6 +497,85 @@ def odd_neighbour(stage: Stage, stages: Iterable[Stage]) -> int | None:
     return next(
         (n for n, each in enumerate(stages) if not own.isdisjoint(each.devices) and own != {*each.devices}), None
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Players(Element):
+    """Devices that play one program, each in a place of its own: those from ``first`` on, in ``counts`` of ``steps``.
+
+    With counts 4, 2 and steps 8, 1 they are first, first + 1, first + 8, first + 9 and so on: the last count is of
+    neighbours, each before it of such groups. Steps fall, and a group ends before the next one begins.
+    """
+
+    first: Index
+    counts: Annotated[Items[Count], MinLen(1)]
+    steps: Annotated[Items[Count], MinLen(1)]
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return math.prod(self.counts)
+
+    def device(self, place: int) -> int:
+        """The device in a place."""
+        found = self.first
+        for count, step in zip(reversed(self.counts), reversed(self.steps), strict=True):
+            place, own = divmod(place, count)
+            found += own * step
+        return found
+
+    def place(self, device: int) -> int | None:
+        """The place of a device; None where it is none of them."""
+        left, found = device - self.first, 0
+        for count, step in zip(self.counts, self.steps, strict=True):
+            own, left = divmod(left, step)
+            if not 0 <= own < count:
+                return None
+            found = found * count + own
+        return found if left == 0 else None
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """All of them, place by place."""
+        found = [self.first]
+        for count, step in zip(self.counts, self.steps, strict=True):
+            found = [begin + own * step for begin in found for own in range(count)]
+        return tuple(found)
+
+    @classmethod
+    def of(cls, devices: Sequence[int]) -> Players | None:
+        """As the fewest counts; None where they stand otherwise."""
+        counts, steps, heads = list[int](), list[int](), list(devices)
+        while len(heads) > 1:
+            step = heads[1] - heads[0]
+            run = next((n for n in range(1, len(heads)) if heads[n] - heads[n - 1] != step), len(heads))
+            counts, steps, heads = [run, *counts], [step, *steps], heads[::run]
+        if not counts:
+            counts, steps = [1], [1]
+        if min(steps) < 1 or math.prod(counts) != len(devices):
+            return None
+        found = cls(first=devices[0], counts=tuple(counts), steps=tuple(steps))
+        return None if found.problem or found.devices != tuple(devices) else found
+
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the numbers, if anything."""
+        if len(self.counts) != len(self.steps):
+            return f"has {len(self.counts)} counts and {len(self.steps)} steps; each count has one"
+        reach = 1
+        for count, step in zip(reversed(self.counts), reversed(self.steps), strict=True):
+            if step < reach:
+                return f"has a step of {step} devices, in which a group of {reach} has no room"
+            reach = step * (count - 1) + reach
+        return None
+
+
+def program_of(players: Sequence[Players], device: int) -> tuple[int, int]:
+    """The program that a device plays, and its place there. Raises ValueError where it plays none."""
+    for program, own in enumerate(players):
+        if (place := own.place(device)) is not None:
+            return program, place
+    raise ValueError(f"device {device} plays none of {len(players)} programs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

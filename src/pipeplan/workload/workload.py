@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, compress
@@ -22,7 +22,18 @@ from typing import NamedTuple
 from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import longest_paths
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, TiedState, slots_of, speeds_of
+from pipeplan.workload.elements import (
+    Dependency,
+    Device,
+    Hop,
+    Operation,
+    Players,
+    Stage,
+    TiedState,
+    slots_of,
+    speeds_of,
+)
+from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import (
     ACTIVATIONS,
     GRADIENT_ROLES,
@@ -91,7 +102,8 @@ class Workload:
 
     ``operations`` are ordered so that dependencies point forward. ``tied`` is what stages share of their state.
     ``sum_order`` are the numbers of :attr:`gradient_sums` in the order in which networks run them; empty: as they
-    become ready.
+    become ready. With ``players`` it is folded (:mod:`pipeplan.workload.folding`): ``devices``, and what stands on
+    them, are programs, each of which as many devices play.
     """
 
     name: str
@@ -105,6 +117,27 @@ class Workload:
     num_routes: int = 1
     tied: tuple[TiedState, ...] = ()
     sum_order: tuple[int, ...] = ()
+    players: tuple[Players, ...] = ()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of which there may be more than programs."""
+        return len(self.devices) * self.players_each
+
+    @property
+    def players_each(self) -> int:
+        """How many devices play each program; 1 where every device has its own."""
+        return self.players[0].count if self.players else 1
+
+    def playing(self, programs: Iterable[int]) -> list[int]:
+        """The devices that play these programs, ascending; without players programs are devices."""
+        if not self.players:
+            return sorted(programs)
+        return sorted(chain.from_iterable(self.players[program].devices for program in programs))
+
+    def first_playing(self, program: int) -> int:
+        """The first device that plays a program."""
+        return self.players[program].first if self.players else program
 
     def with_microbatches(self, num_microbatches: int) -> Workload:
         """The same for another number of micro-batches."""
@@ -113,7 +146,7 @@ class Workload:
     @property
     def device_speeds(self) -> list[float]:
         """[device] how much it computes in the time in which one that the profile's times are of computes 1."""
-        return speeds_of(self.stages, len(self.devices))
+        return of_devices(self.players, speeds_of(self.stages, len(self.devices)))
 
     @property
     def mini_batch(self) -> int:

@@ -115,7 +115,7 @@ def predicted_run(
     curves = memory_curves(simulation.graph, simulation.starts) if memory else None
     lanes = tuple(
         TimelineLane(
-            _name("device", devices),
+            _name("device", simulation.workload.playing(devices)),
             _about(simulation, leader, devices),
             tuple(_bars(simulation, leader)),
             tuple(devices),
@@ -148,8 +148,9 @@ def _name(what: str, devices: Sequence[int]) -> str:
 
 def _about(simulation: Simulation, leader: int, devices: Sequence[int]) -> str:
     """Busy and idle time and peak memory."""
+    playing = simulation.workload.playing(devices)
     return (
-        f"device{'s' * (len(devices) > 1)} {number_ranges(devices)}: busy "
+        f"device{'s' * (len(playing) > 1)} {number_ranges(playing)}: busy "
         f"{format_ns(simulation.rates.busy_ns[leader])}, idle {format_ns(simulation.rates.idle_ns[leader])}, peak "
         f"memory {format_bytes(simulation.memory[leader].peak_bytes)}"
     )
@@ -204,7 +205,8 @@ def _links(simulation: Simulation) -> Iterator[TimelineLane]:
 
     Links whose messages take no time have none.
     """
-    leaders, ends = simulation.workload.leaders, dict[tuple[int, int], tuple[int, int]]()
+    leaders, first = simulation.workload.leaders, simulation.workload.first_playing
+    ends = dict[tuple[int, int], tuple[int, int]]()
     bars: dict[tuple[int, int], list[Bar]] = {}
     sizes: dict[tuple[int, int], int] = {}
 
@@ -214,14 +216,16 @@ def _links(simulation: Simulation) -> Iterator[TimelineLane]:
 
     for each in device_messages(simulation, is_drawn):
         pair = each.source_device, each.target_device
-        name = f"{each.name} to device {each.target_device}, {format_bytes(each.size_bytes)}"
+        name = f"{each.name} to device {first(each.target_device)}, {format_bytes(each.size_bytes)}"
         bar = Bar(each.written_ns, each.duration_ns, each.begin_ns, each.payload, False, each.number, name)
         bars.setdefault(pair, []).append(bar)
         sizes[pair] = sizes.get(pair, 0) + each.size_bytes
     for pair in sorted(pair for pair, own in bars.items() if any(bar.duration_ns for bar in own)):
         own = sorted(bars[pair], key=lambda bar: bar.start_ns)
-        about = f"{counted(len(own), 'message')} from device {pair[0]} to device {pair[1]}, {format_bytes(sizes[pair])}"
-        yield TimelineLane(f"link {pair[0]} to {pair[1]}", about, tuple(own), pair)
+        ends_of = first(pair[0]), first(pair[1])
+        between = f"from device {ends_of[0]} to device {ends_of[1]}"
+        about = f"{counted(len(own), 'message')} {between}, {format_bytes(sizes[pair])}"
+        yield TimelineLane(f"link {ends_of[0]} to {ends_of[1]}", about, tuple(own), pair)
 
 
 def measured_run(

@@ -195,4 +195,4 @@ class _WaitTexts:
 
     def _label(self, task: int) -> str:
         device = self._graph.workload.holders[self._graph.operation_of[task]][0]
-        return f"{self._simulation.label(task)} on device {device}"
+        return f"{self._simulation.label(task)} on device {self._graph.workload.first_playing(device)}"

@@ -53,7 +53,7 @@ def timeline_svg(simulation: Simulation) -> str:
     plan, workload, rates = simulation.plan, simulation.workload, simulation.rates
     figures = [
         plan.placement,
-        f"{len(workload.devices)} devices",
+        f"{workload.num_devices} devices",
         f"{workload.num_microbatches} micro-batches",
         f"makespan {format_ns(rates.makespan_ns)}",
         f"bubble rate {rates.bubble_rate:.2%} of the iteration, {rates.bubble_rate_span:.2%} by busiest device span",

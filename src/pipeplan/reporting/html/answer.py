@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pipeplan.files import Plan
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.reporting.answer import idle_clauses, memory_clauses, plan_clauses
+from pipeplan.reporting.decoding import decode_clauses
 from pipeplan.reporting.html.source import ReportSource, ShownPlan
 from pipeplan.reporting.html.tables import ReportTable, TableCell, TableRow, count, ns, share, size, text
 from pipeplan.reporting.layout import Clause
@@ -38,10 +39,19 @@ def answer(report: ReportSource, shown: ShownPlan) -> list[tuple[str, str]]:
         ("idle", _joined(idle_clauses(simulation))),
         ("busiest", _busiest(shown)),
         ("waits most", _waits(shown)),
-        ("10 % more memory", _more_memory(report.frontier, shown.plan, simulation.iteration_ns)),
+        _memory_or_tokens(report, shown),
         ("prediction", _prediction(shown)),
         ("made by", shown.plan.provenance.command or "a command that the plan does not say"),
     ]
+
+
+def _memory_or_tokens(report: ReportSource, shown: ShownPlan) -> tuple[str, str]:
+    """What more memory would bring; of decode steps, whose memory is for requests, what is served."""
+    simulation = shown.simulation
+    if shown.plan.decode is not None:
+        token_ns = simulation.token_ns
+        return "tokens", decode_clauses(shown.plan, None if token_ns is None else round(token_ns))
+    return "10 % more memory", _more_memory(report.frontier, shown.plan, simulation.iteration_ns)
 
 
 def _joined(clauses: Sequence[Clause]) -> str:
@@ -78,15 +88,16 @@ def _busiest(shown: ShownPlan) -> str:
     ]
     stages = [number for number, stage in enumerate(workload.stages) if device in stage.devices]
     alike = [other for other, time in enumerate(busy) if time == busy[device]]
-    others = f" (as {counted(len(alike) - 1, 'other')})" if len(alike) > 1 else ""
+    more = len(alike) * workload.players_each - 1
+    others = f" (as {counted(more, 'other')})" if more else ""
     which = f"stage{'s' * (len(stages) > 1)} {number_ranges(stages)}"
     time = f"{format_ns(busy[device])}, {busy[device] / (simulation.rates.makespan_ns or 1):.1%} of the time"
-    return f"device {device}{others}: {time}, with {which}: {', '.join(parts)}"
+    return f"device {workload.first_playing(device)}{others}: {time}, with {which}: {', '.join(parts)}"
 
 
 def _waits(shown: ShownPlan) -> str:
     """The device that idles longest, why, and for whom."""
-    idle = shown.simulation.rates.idle_ns
+    idle, first = shown.simulation.rates.idle_ns, shown.simulation.workload.first_playing
     device = idle.index(max(idle))
     if not idle[device]:
         return "nobody idles"
@@ -94,8 +105,8 @@ def _waits(shown: ShownPlan) -> str:
     causes = sorted(waits.by_cause.items(), key=lambda each: -each[1])
     parts = [f"{format_ns(time)} {CAUSES[cause]}" for cause, time in causes if time][:2]
     whom = waits.longest
-    mostly = f"; longest for device {whom[0]}, {format_ns(whom[1])}" if whom is not None else ""
-    return f"device {device} idles {format_ns(idle[device])}: {', '.join(parts)}{mostly}"
+    mostly = f"; longest for device {first(whom[0])}, {format_ns(whom[1])}" if whom is not None else ""
+    return f"device {first(device)} idles {format_ns(idle[device])}: {', '.join(parts)}{mostly}"
 
 
 def _prediction(shown: ShownPlan) -> str:
@@ -122,7 +133,7 @@ def _more_memory(frontier: FrontierResult | None, plan: Plan, iteration_ns: int)
     more = round((1 + MORE) * now)
     if frontier is None:
         return f"not known here; {frontier_command(plan, more)} > frontier.json, then report --frontier frontier.json"
-    count = len(plan.devices)
+    count = plan.num_devices
     found = [
         (point.time_ns, number, point)
         for number, point in enumerate(frontier.points, 1)
@@ -164,7 +175,7 @@ def frontier_command(plan: Plan, memory_bytes: int) -> str:
     if "--cluster" in words[:-1]:
         cluster = words[words.index("--cluster") + 1]
     parts = ["pipeplan", "frontier", profile, *(["--cluster", cluster] if cluster else [])]
-    parts += ["--devices", str(len(plan.devices)), "--memory", format_bytes(rounded_up(memory_bytes))]
+    parts += ["--devices", str(plan.num_devices), "--memory", format_bytes(rounded_up(memory_bytes))]
     return shlex.join([*parts, "--mini-batch", str(plan.mini_batch), "--plans", "--json"])
 
 
@@ -198,7 +209,7 @@ def _which(plans: Sequence[ShownPlan]) -> str:
         why = "estimates are further off than that" if estimated else "that is within what runs differ by"
         tie = f"A tie: {best.letter} is {slower:.1%} quicker than {second.letter}, and {why}"
         return f"{tie}. Run {least.name}, which needs less memory: {_peak(least)}.{left}"
-    sizes = [len(each.simulation.workload.devices) for each in (best, second)]
+    sizes = [each.simulation.workload.num_devices for each in (best, second)]
     devices = f"; it has {counted(sizes[0], 'device')}, {second.letter} {sizes[1]}" if sizes[0] != sizes[1] else ""
     return f"Run {best.name}: {second.letter} takes {slower:.1%} longer per sample{devices}; {memory}.{left}"
 
@@ -230,7 +241,7 @@ def comparison(plans: Sequence[ShownPlan]) -> ReportTable:
 def _figures(shown: ShownPlan) -> Iterator[tuple[str, TableCell]]:
     simulation = shown.simulation
     rates = simulation.rates
-    yield "devices", count(len(simulation.workload.devices))
+    yield "devices", count(simulation.workload.num_devices)
     yield "stages", count(sum(bool(stage.blocks) for stage in simulation.workload.stages))
     yield "micro-batches", count(simulation.workload.num_microbatches)
     yield "samples", count(simulation.workload.mini_batch)

@@ -58,7 +58,8 @@ def _whom(by_device: dict[int, int]) -> str:
 def _device_row(shown: ShownPlan, what: str, numbers: Sequence[int], cells: Sequence[TableCell]) -> TableRow:
     """A row of devices that are alike; the first cell shows them in the drawing."""
     name = f"plan-{shown.letter}-{what}-{numbers[0]}"
-    return TableRow((TableCell(number_ranges(numbers), link=f"lane:{shown.letter}:{numbers[0]}"), *cells), name)
+    shown_as = number_ranges(shown.simulation.workload.playing(numbers))
+    return TableRow((TableCell(shown_as, link=f"lane:{shown.letter}:{numbers[0]}"), *cells), name)
 
 
 def memory_table(shown: ShownPlan) -> ReportTable:
@@ -96,7 +97,7 @@ def stages_table(shown: ShownPlan) -> ReportTable:
         TableRow(
             (
                 TableCell(str(number)),
-                text(number_ranges(sorted(stage.devices))),
+                text(number_ranges(workload.playing(stage.devices))),
                 text(_blocks(stage.blocks) or kinds[number]),
                 ns(works[number]),
                 size(stage.state[PARAMETERS] or stage.state[MASTER]),
@@ -180,7 +181,8 @@ def path_table(shown: ShownPlan) -> ReportTable:
     simulation = shown.simulation
     on_device, transfers = simulation.path_times()
     whole = simulation.written_ns or 1
-    times = [(f"device {device}", time) for device, time in sorted(on_device.items())]
+    first = simulation.workload.first_playing
+    times = [(f"device {first(device)}", time) for device, time in sorted(on_device.items())]
     times.append(("messages and exchanges", transfers))
     rows = tuple(TableRow((text(name), ns(time), share(time / whole))) for name, time in times)
     return ReportTable("The critical path's time", ("where", "time", "of the path"), rows)

@@ -59,7 +59,9 @@ def _picture(shown: ShownPlan) -> Iterator[str]:
         groups.setdefault(leader, []).append(device)
     leaders = list(groups)
     rows = shown_rows(len(leaders), _MOST_ROWS)
-    names = ["..." if isinstance(row, range) else _name(groups[leaders[row]]) for row in rows]
+    names = [
+        "..." if isinstance(row, range) else _name(simulation.workload.playing(groups[leaders[row]])) for row in rows
+    ]
     width = max(map(len, names))
     yield "```text"
     for row, name in zip(rows, names, strict=True):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pipeplan.display import Displayed
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
+from pipeplan.files.folded import unfolded
 from pipeplan.files.run_logs import RunLog, read_run
 from pipeplan.files.trace import MeasuredTrace
 from pipeplan.planning.frontier import FrontierResult
@@ -61,6 +62,7 @@ def report_of(
     """
     if not 1 <= len(plans) <= MOST_PLANS:
         raise UsageError(f"a report is on 1 to {MOST_PLANS} plans, not on {len(plans)}")
+    plans = [unfolded(plan) if measured else plan for plan in plans]
     shown = [ShownPlan("ABCD"[number], _simulated(plan)) for number, plan in enumerate(plans)]
     if measured:
         number, run = _run(plans, measured)
@@ -77,7 +79,7 @@ def _simulated(plan: Plan) -> Simulation:
 
 def _run(plans: Sequence[Plan], paths: Sequence[str]) -> tuple[int, MeasuredTrace | RunLog]:
     """What was measured, and the number of the plan that it is of. Raises UsageError."""
-    run = read_run(paths, max(len(plan.devices) for plan in plans))
+    run = read_run(paths, max(plan.num_devices for plan in plans))
     if isinstance(run, RunLog):
         if len(plans) > 1:
             raise UsageError("--measured: a log does not say which plan ran; give the one plan that did")

@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 
 from pipeplan.files import Plan, sha256_of
+from pipeplan.files.folded import unfolded
 from pipeplan.runtime.emulation.devices import EmulatedChannels, EmulatedRunner, Pace, specs_of
 from pipeplan.runtime.executor.interpreter import Executor
 from pipeplan.runtime.executor.message_graph import hops_of
@@ -59,6 +60,7 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_event: OnEve
     ``on_event`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
     UsageError, on every rank, where they were started with different plans or options.
     """
+    plan = unfolded(plan)  # what ranks wait for each other with is of all of them
     if any(stage.block_groups for stage in plan.stages):
         plan = plan.unrolled()  # a network goes through its exchanges one by one
     emulation = _Emulation(plan, options, progress)
@@ -82,7 +84,7 @@ class _Emulation:
     def __init__(self, plan: Plan, options: RunOptions, progress: Progress) -> None:
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
-        self._progress, self._planned_ns, self._num_ranks = progress, plan.predicted.whole_ns, len(plan.devices)
+        self._progress, self._planned_ns, self._num_ranks = progress, plan.predicted.whole_ns, plan.num_devices
         self.all_ranks = AllRanks(_CPU, progress, timeout)
         require_alike(self.all_ranks.gather({"plan": sha256_of(plan), **options.as_json()}))
         programs, hops = planned_programs(plan), hops_of(plan)

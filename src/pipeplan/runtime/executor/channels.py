@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,7 +111,8 @@ class Channels:
         self._timeout = timeout
         self._nccl = transport == "nccl"
         self._staged = device.type == "cuda" and not self._nccl
-        self._groups = groups_of(program.edges, transport, timeout) if self._nccl else {}
+        alone = program.rank if program.is_alone else None
+        self._groups = groups_of(program.edges, transport, timeout, alone) if self._nccl else {}
         self._sent: dict[int, deque[_InFlight]] = {}
         self._awaited: dict[int, _InFlight] = {}
         self.buffers = Buffers()
@@ -234,9 +236,16 @@ class Channels:
                 self._wait(self._start(sends, peer, token, 0), peer)
 
 
-def groups_of(sets: Iterable[Ranks], transport: str, timeout: timedelta) -> dict[Ranks, dist.ProcessGroup]:
-    """A group for each set of ranks that this rank is in; all ranks make all, in one order. Raises RuntimeError."""
-    made = {ranks: dist.new_group(list(ranks), timeout=timeout, backend=transport) for ranks in sorted(set(sets))}
+def groups_of(
+    sets: Iterable[Ranks], transport: str, timeout: timedelta, alone: int | None = None
+) -> dict[Ranks, dist.ProcessGroup]:
+    """A group for each set of ranks that this rank is in; all ranks make all, in one order. Raises RuntimeError.
+
+    A rank that is ``alone`` knows of no others than its own, which their ranks make together without the others.
+    """
+    own = sorted(ranks for ranks in set(sets) if alone is None or alone in ranks)
+    how: dict[str, Any] = {"timeout": timeout, "backend": transport, "use_local_synchronization": alone is not None}
+    made = {ranks: dist.new_group(list(ranks), **how) for ranks in own}
     return {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
 
 

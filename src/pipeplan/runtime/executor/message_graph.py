@@ -286,6 +286,7 @@ class SampleOwnership:
         self._plan, self._hops = plan, hops_of(plan)
         self._num_parted = max(stage.num_parted for stage in plan.stages)
         self._all: dict[tuple[int, int], frozenset[int]] = {}
+        self._places: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[Message, int], frozenset[int]] = {}
 
     def forwards(self, stage: int, rank: int, microbatch: int, part: int | None = None) -> tuple[Numbers, ...]:
@@ -298,12 +299,19 @@ class SampleOwnership:
         """The samples of an action that a rank works on, or of a whole micro-batch that may have run in parts."""
         group = self._plan.stages[stage]
         begin, end = self._samples(group, microbatch, part)
-        replica = group.devices.index(rank) // (group.shards * group.context)
+        replica = self._place_of(group.devices, rank) // (group.shards * group.context)
         if part is None and microbatch < self._num_parted:
             order = _half_by_half(begin, end)
             begin, end = replica_samples((0, len(order)), group.replicas, replica)
             return tuple(sorted(order[begin:end]))
         return tuple(range(*replica_samples((begin, end), group.replicas, replica)))
+
+    def _place_of(self, devices: tuple[int, ...], rank: int) -> int:
+        """The place of a rank among a stage's, looked for once."""
+        key = id(devices), rank
+        if key not in self._places:
+            self._places[key] = devices.index(rank)
+        return self._places[key]
 
     def held(self, message: Message, rank: int) -> frozenset[int]:
         """Samples of a message's source that a rank has: made there, or sent there."""

@@ -29,11 +29,12 @@ from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 class ProcessGroups:
     """What one rank exchanges with ranks that have other shares of its blocks or run its actions with it.
 
-    ``lines`` are sets of ranks, the same on every rank. Modules can be made before :meth:`connect`, but not run.
+    ``lines`` are sets of ranks, the same on every rank, or ``alone`` those with this one. Modules can be made before
+    :meth:`connect`, but not run.
     """
 
-    def __init__(self, lines: Iterable[Ranks], progress: Progress) -> None:
-        self._lines, self._rank = frozenset(lines), progress.rank
+    def __init__(self, lines: Iterable[Ranks], progress: Progress, *, alone: bool = False) -> None:
+        self._lines, self._rank, self._alone = frozenset(lines), progress.rank, alone
         self._made = {line: RankGroup(line, progress) for line in self._lines if self._rank in line}
 
     def shards(self, share: Share) -> Shards:
@@ -50,7 +51,8 @@ class ProcessGroups:
 
     def connect(self, transport: str, timeout: timedelta) -> None:
         """Make the groups; all ranks of the run do so together. Raises RuntimeError as the transport does."""
-        groups = groups_of({tuple(sorted(line)) for line in self._lines if len(line) > 1}, transport, timeout)
+        sets = {tuple(sorted(line)) for line in self._lines if len(line) > 1}
+        groups = groups_of(sets, transport, timeout, self._rank if self._alone else None)
         for ranks, made in self._made.items():
             made.group = groups.get(tuple(sorted(ranks)))
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
+from pipeplan.files.folded import device_programs, on_device
 from pipeplan.runtime.executor.message_graph import (
     Message,
     MessageGraph,
@@ -224,6 +225,7 @@ class Program:
     of messages. ``stages`` and ``custom_ops`` are those that run here, by the plan's index. With a ``loop``, ``steps``
     are what it is made of, while ``texts`` and ``mini_batch`` are of everything that it runs. ``divisions`` are all of
     the plan's, in the same order on every rank. ``stage_of`` has the blocks that one stage of the plan alone has.
+    Where it ``is_alone`` all that is said of other ranks is only of those with which this one has something in common.
     ``pieces`` [stage][rank] are which pieces of every sequence ranks have, of stages where not all have all.
     """
 
@@ -242,6 +244,7 @@ class Program:
     divisions: tuple[Division, ...] = ()
     stage_of: Mapping[str, int] = field(default_factory=dict)
     slices: Mapping[Message, Slices] = field(default_factory=dict)
+    is_alone: bool = False
     pieces: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 
     def piece(self, stage: int, rank: int) -> int:
@@ -301,14 +304,82 @@ def programs_of(
     return _programs(plan, graph, _slices_of(plan, graph, edges, divides))
 
 
+def program_of(
+    plan: Plan,
+    rank: int,
+    blocks: Sequence[str],
+    edges: Sequence[tuple[str, str]],
+    model: str,
+    divides: Divides = lambda block, shards: False,
+    tied: Iterable[Collection[str]] = (),
+) -> Program:
+    """As :func:`programs_of` for one rank of a folded plan; the work does not grow with the number of ranks.
+
+    What it says of other ranks is of those alone that share blocks or parameters with this one; ``tied`` are sets of
+    blocks that share some.
+    """
+    _require_same_blocks(plan, blocks, model)
+    graph = model_messages(plan, edges, model)
+    copies = _copies_apart(plan)
+    short = on_device(plan if plan.loop is None else plan.with_copies(copies).unrolled(), rank)
+    here = {number for number, stage in enumerate(short.stages) if rank in stage.devices}
+    slices = _slices_of(short, graph, edges, divides, here)
+    lowering = _Lowering(short, rank, graph, SampleOwnership(short), slices)
+    holders = tuple(dict.fromkeys(_holders_with(short, rank, here, tied)))
+    program = lowering.program(holders, _lines_with(short, rank, here), here)
+    if plan.loop is None:
+        return program
+    texts = device_programs(plan)[rank]
+    own = on_device(plan, rank)
+    assert own.loop is not None
+    return _looped(own, own.loop, program, copies, texts)
+
+
+def _holders_with(
+    plan: Plan, rank: int, here: Collection[int], tied: Iterable[Collection[str]]
+) -> Iterator[tuple[Share, int]]:
+    """The shares of a rank's blocks, each with the ranks that have it; of blocks that others have otherwise all."""
+    own = {block for number in here for block in plan.stages[number].blocks}
+    counts = Counter(block for stage in plan.stages for block in stage.blocks)
+    every = {block for block in own if counts[block] > 1}
+    every |= {block for blocks in tied if len(blocks) > 1 and not own.isdisjoint(blocks) for block in blocks}
+    for number, stage in enumerate(plan.stages):
+        if number in here:
+            place = stage.devices.index(rank) % stage.shards
+            ranks = stage.devices[place :: stage.shards]
+            shares = (share for share in _shares_of(stage, rank) if share.block not in every)
+            yield from ((share, other) for share in shares for other in ranks)
+        if not every.isdisjoint(stage.blocks):
+            for other in stage.devices:
+                yield from ((share, other) for share in _shares_of(stage, other) if share.block in every)
+
+
+def _lines_with(plan: Plan, rank: int, here: Collection[int]) -> frozenset[tuple[int, ...]]:
+    """Of :func:`_lines` those with this rank."""
+    own = [plan.stages[number] for number in here]
+    groups = (replace(stage, devices=_group_of(stage, rank), context=1) for stage in own)
+    found = {line for group in groups for line in _lines_of(group) if rank in line}
+    return frozenset(found | {_context_of(stage, rank) for stage in own if stage.context > 1})
+
+
 def _slices_of(
-    plan: Plan, graph: MessageGraph, edges: Sequence[tuple[str, str]], divides: Divides
+    plan: Plan,
+    graph: MessageGraph,
+    edges: Sequence[tuple[str, str]],
+    divides: Divides,
+    here: Collection[int] | None = None,
 ) -> dict[Message, Slices]:
-    """What messages bring in slices: what both the plan says, and all blocks of the receiver take so."""
+    """What messages bring in slices: what both the plan says, and all blocks of the receiver take so.
+
+    Only of those that come from or go to some stages, if these are given.
+    """
     found = {}
+    places_of: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}
     for each in plan.dependencies:
         message = Message.of(each)
         if each.slices == 1 or message not in graph.tensors:
+            continue
+        if here is not None and message.source not in here and message.target not in here:
             continue
         sender, receiver = plan.stages[message.source], plan.stages[message.target]
         taking, making = (sender, receiver) if message.is_gradient else (receiver, sender)
@@ -320,8 +391,10 @@ def _slices_of(
             held, kept = (taken, given) if message.is_gradient else (given, taken)
             if kept:
                 made[name] = math.gcd(sender.shards if held else 1, each.slices)
-        places = {device: number % receiver.shards for number, device in enumerate(receiver.devices)}
-        found[message] = Slices(made, each.slices, places)
+        split = receiver.devices, receiver.shards
+        if split not in places_of:
+            places_of[split] = {device: number % receiver.shards for number, device in enumerate(receiver.devices)}
+        found[message] = Slices(made, each.slices, places_of[split])
     return found
 
 
@@ -339,7 +412,8 @@ def _programs(plan: Plan, graph: MessageGraph, slices: Mapping[Message, Slices])
     found = [_Lowering(short, rank, graph, ownership, slices).program(holders, lines) for rank in ranks]
     if plan.loop is None:
         return tuple(found)
-    return tuple(_looped(plan, plan.loop, program, copies) for program in found)
+    texts = plan.whole_programs
+    return tuple(_looped(plan, plan.loop, program, copies, texts[program.rank]) for program in found)
 
 
 def _copies_apart(plan: Plan) -> int:
@@ -363,7 +437,7 @@ def _copies_apart(plan: Plan) -> int:
     return min(loop.copies, 2 + apart + parts)
 
 
-def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
+def _looped(plan: Plan, loop: Loop, program: Program, copies: int, texts: Sequence[str]) -> Program:
     """A program of several copies as one in which the last of them is repeated."""
     rounds: list[tuple[int, int]] = []
     entries: list[int] = []
@@ -384,7 +458,6 @@ def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
         tuple(own.get(name, 0) for name in named),  # what exchanges state once an iteration is the same in any copy
         tuple(entries),
     )
-    texts = plan.whole_programs[program.rank]
     return replace(program, mini_batch=plan.mini_batch, texts=texts, loop=repeated if repeated.repeats else None)
 
 
@@ -447,8 +520,15 @@ class _Lowering:
         made = last if dependency.source_part is None else dependency.source_part
         return made, dependency.target_part
 
-    def program(self, holders: tuple[tuple[Share, int], ...], lines: frozenset[tuple[int, ...]]) -> Program:
+    def program(
+        self,
+        holders: tuple[tuple[Share, int], ...],
+        lines: frozenset[tuple[int, ...]],
+        here: Collection[int] | None = None,
+    ) -> Program:
+        """The program; with ``here``, the rank's stages, it knows only of ranks that have to do with this one."""
         plan, texts = self._plan, self._plan.programs[self._rank]
+        known = {self._rank, *(rank for _, *ends in self._hops for rank in ends)}
         return Program(
             rank=self._rank,
             mini_batch=plan.mini_batch,
@@ -461,11 +541,12 @@ class _Lowering:
             custom_ops=self._custom_ops,
             lines=lines,
             edges=tuple(sorted({(source, target) for _, source, target in self._hops})),
-            divisions=tuple(_divisions(plan)),
+            divisions=tuple(each for each in _divisions(plan, here) if here is None or self._rank in each.ranks),
+            is_alone=here is not None,
             stage_of=_stage_of(plan),
             slices=self._slices,
             pieces={
-                index: {rank: _piece_of(stage, rank) for rank in stage.devices}
+                index: {rank: _piece_of(stage, rank) for rank in stage.devices if rank in known}
                 for index, stage in enumerate(plan.stages)
                 if stage.context > 1
             },
@@ -690,14 +771,18 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
     a custom op together.
     """
     found = {stage.devices for stage in plan.stages if not stage.blocks and len(stage.devices) > 1}
-    for stage in plan.stages:
-        axes = {mesh.axis(name) for mesh in _meshes_of(stage) for name, _ in mesh.axes if name != COPIES}
-        inner = {axis.without(size) for axis in axes for size in range(1, axis.size) if axis.size % size == 0}
-        for first in range(0, len(stage.devices), stage.shards):
-            group = stage.devices[first : first + stage.shards]
-            found |= {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
-        found |= {_context_of(stage, rank) for rank in stage.devices if stage.context > 1}
+    found.update(*map(_lines_of, plan.stages))
     return frozenset(found)
+
+
+def _lines_of(stage: Stage) -> Iterator[tuple[int, ...]]:
+    """Those of a stage's blocks."""
+    axes = {mesh.axis(name) for mesh in _meshes_of(stage) for name, _ in mesh.axes if name != COPIES}
+    inner = {axis.without(size) for axis in axes for size in range(1, axis.size) if axis.size % size == 0}
+    for first in range(0, len(stage.devices), stage.shards):
+        group = stage.devices[first : first + stage.shards]
+        yield from {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
+    yield from {_context_of(stage, rank) for rank in stage.devices if stage.context > 1}
 
 
 def _stage_of(plan: Plan) -> dict[str, int]:
@@ -706,9 +791,11 @@ def _stage_of(plan: Plan) -> dict[str, int]:
     return {block: n for n, stage in enumerate(plan.stages) for block in stage.blocks if counts[block] == 1}
 
 
-def _divisions(plan: Plan) -> Iterator[Division]:
-    """For every stage its replicas, or groups of them, with the same shares."""
-    for stage in plan.stages:
+def _divisions(plan: Plan, of: Collection[int] | None = None) -> Iterator[Division]:
+    """For every stage, or ``of`` some, its replicas, or groups of them, with the same shares."""
+    for number, stage in enumerate(plan.stages):
+        if of is not None and number not in of:
+            continue
         size = stage.sharers * stage.shards
         for begin in range(0, len(stage.devices) if stage.sharers > 1 else 0, size):
             for place in range(begin, begin + stage.shards):

@@ -219,6 +219,7 @@ class SharedParameters:
     this rank's blocks, are made one. Construction makes groups of ranks, which is a collective of all. ``divided`` are
     those of which ranks keep rows each, by ``divisions``: of their rows gradients are summed after :meth:`divide`.
     ``stage_of`` are blocks that one stage alone has: copies of its replicas are summed in ``buckets``, by block.
+    ``alone``: ``holders`` are only those of shares of this rank, and of what its parameters are tied to.
     """
 
     def __init__(
@@ -231,9 +232,11 @@ class SharedParameters:
         timeout: timedelta,
         divisions: Sequence[Division] = (),
         stage_of: Mapping[str, int] = MappingProxyType({}),
+        *,
+        alone: bool = False,
     ) -> None:
         families = {family: family.divided(divisions) for family in _families(model, holders)}
-        self._groups = groups_of(set(_summed_over(families)), transport, timeout)
+        self._groups = groups_of(set(_summed_over(families)), transport, timeout, rank if alone else None)
         self._sums: dict[tuple[Ranks, tuple[str, ...]], _SumBucket] = {}
         self._copies: dict[Ranks, list[_GradientSum]] = defaultdict(list)
         self._elsewhere: set[int] = set()
@@ -345,6 +348,8 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
             rank: tuple(block for block, _ in group if block in blocks_of[rank])
             for rank in set().union(*parts.values())
         }
+        if not parts:  # none of what this rank knows of
+            continue
         sets = {part: tuple(sorted(each)) for part, each in parts.items()}
         found.append(_SharedParameter(group, shapes[group[0]], sets, here))
     return found

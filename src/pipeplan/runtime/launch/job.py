@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import TypeAdapter
 
 from pipeplan.files import Plan, parse
+from pipeplan.files.folded import device_programs
 from pipeplan.runtime.launch.status import Progress
 
 
@@ -126,8 +127,8 @@ class RunResult:
     took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten`` says why
     weights are not where they should be, if they are not. ``tokens_per_sample`` is the
     trained model's, if that is known, and ``as_planned`` whether its sizes are the plan's. Of a decoding plan there are
-    ``requests`` in the prompts' order, and by rank ``sent_bytes``, by ``BLOCK PURPOSE``, and ``cache_bytes``, the room
-    for keys and values.
+    ``requests`` in the prompts' order, and by rank ``sent_bytes``, by ``BLOCK PURPOSE``, ``wire_bytes``, what its
+    connections have sent meanwhile (None where that is not known), and ``cache_bytes``, the room for keys and values.
     """
 
     steps: tuple[StepResult, ...]
@@ -141,6 +142,7 @@ class RunResult:
     evaluations: tuple[Evaluated, ...] = ()
     requests: tuple[WrittenText, ...] = ()
     sent_bytes: tuple[Mapping[str, int], ...] = ()
+    wire_bytes: tuple[int | None, ...] = ()
     cache_bytes: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -214,7 +216,7 @@ def run_job(
 ) -> None:
     """Run the plan of a job, and let rank 0 report what happens and the result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
-    context.progress.board.programs = plan.whole_programs
+    context.progress.board.programs = device_programs(plan)
 
     def on_event(event: Event) -> None:
         if heard:

@@ -31,6 +31,7 @@ from pydantic import TypeAdapter
 
 from pipeplan.errors import ExecutionError, FileError, PipeplanError
 from pipeplan.files import Plan
+from pipeplan.files.folded import device_programs
 from pipeplan.runtime.launch.job import EVENTS, OnEvent, OnLook, Report, RunOptions, RunResult, job_of
 from pipeplan.runtime.launch.loopback import transport_interfaces
 from pipeplan.runtime.launch.output import RankOutput
@@ -97,7 +98,7 @@ def run_local(
         ExecutionError: a rank failed, died or hung; the text names rank and action.
     """
     listener, job = Listener(on_event), job_of(plan, options)
-    watch_local(work, plan.whole_programs, job, options.timeout_ns, listener, command, on_look)
+    watch_local(work, device_programs(plan), job, options.timeout_ns, listener, command, on_look)
     assert listener.result is not None, "rank 0 ends well only after it has reported its result"
     return listener.result
 

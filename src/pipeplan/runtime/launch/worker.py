@@ -251,10 +251,10 @@ def _common_board(store: Store, machines: Sequence[tuple[str, str]], rank: int) 
 
 
 def _require_ranks(plan: Plan, world_size: int) -> None:
-    if len(plan.devices) != world_size:
+    if plan.num_devices != world_size:
         raise UsageError(
-            f"the plan is for {len(plan.devices)} devices and there are {world_size} ranks; start it with "
-            f"torchrun --nproc-per-node {len(plan.devices)}, or search with --devices {world_size}"
+            f"the plan is for {plan.num_devices} devices and there are {world_size} ranks; start it with "
+            f"torchrun --nproc-per-node {plan.num_devices}, or search with --devices {world_size}"
         )
 
 

@@ -213,6 +213,7 @@ def _messages(
 ) -> Iterator[tuple[Message, int, tuple[float, float]]]:
     """Outputs that go from stage to stage, with the samples of their longest message and its bytes, as above."""
     longest: dict[tuple[Message, int, int], int] = {}
+    by_rank = {program.rank: program for program in programs}
     for program in programs:
         for step in program.steps:
             action, message = step.action, step.message
@@ -222,7 +223,7 @@ def _messages(
     for (message, source, target), hop in hops_of(plan).items():
         samples = longest.get((message, source, target), 0)
         if samples and hop.bytes:
-            keys = programs[source].keys(message)
+            keys = by_rank[source].keys(message)
             yield message, samples, (hop.bytes, sum(_bytes(spec_of(specs, key), samples, dtype) for key in keys))
 
 

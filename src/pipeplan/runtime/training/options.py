@@ -20,6 +20,7 @@ from pipeplan.runtime.launch.job import Evaluated, RunOptions, RunResult, Starte
 from pipeplan.runtime.models.given_names import Name, PythonValue, is_configuration, require_importable, require_model
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
+from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import GRADIENTS
 
 OPTIMIZERS = {
@@ -429,7 +430,7 @@ class RunOutcome:
     def _emulated(self) -> dict[str, object]:
         return {
             "plan": self.plan.name,
-            "num_ranks": len(self.plan.devices),
+            "num_ranks": self.plan.num_devices,
             "blocking": self.options.blocking,
             "stretch": self.result.stretch,
             **self._times(),
@@ -442,7 +443,7 @@ class RunOutcome:
         return {
             "plan": plan.name,
             "model": str(options.model),
-            "num_ranks": len(plan.devices),
+            "num_ranks": plan.num_devices,
             "device": options.device,
             "dtype": options.number_format,
             "precision": options.precision,
@@ -453,7 +454,9 @@ class RunOutcome:
             "steps": list(map(_finite_of, result.steps)),
             "evaluations": list(map(_finite_of, result.evaluations)),
             "peak_memory_bytes": list(result.peak_memory_bytes),
-            "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],
+            "predicted_peak_memory_bytes": of_devices(
+                plan.players, [memory.peak_bytes for memory in plan.predicted.memory]
+            ),
             "versions": dict(result.versions),
         }
 

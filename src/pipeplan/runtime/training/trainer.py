@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from pipeplan._version import __version__
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
+from pipeplan.files.folded import on_device
 from pipeplan.files.recipe import ADAMW
 from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.custom_ops import CustomOpRunner, custom_ops_of
@@ -36,7 +37,7 @@ from pipeplan.runtime.executor.process_groups import (
     extent,
     iteration_of,
 )
-from pipeplan.runtime.executor.rank_program import Program, ProgramStep, programs_of
+from pipeplan.runtime.executor.rank_program import Program, ProgramStep, program_of, programs_of
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
@@ -211,19 +212,24 @@ class Trainer:
         self.run_as = model.shared_by(max(stage.context for stage in plan.stages))
         self.dtype = dtype = dtype_of(options)
         self.inference = plan.is_inference
-        blocks, run_as = [block.id for block in model.blocks], self.run_as
-        programs = programs_of(plan, blocks, run_as.edges, model.name, run_as.divides_shards)
+        asked = [block.id for block in model.blocks], self.run_as.edges, model.name, self.run_as.divides_shards
+        run_as = self.run_as
+        if plan.players:
+            tied = [{block for block, _ in group} for group in model.tied]
+            programs: tuple[Program, ...] = (program_of(plan, self.rank, *asked, tied),)
+        else:
+            programs = programs_of(plan, *asked)
         require_splittable(plan, run_as)
         if options.instructions is not None:
             found_at(options.instructions, "--instructions")
         custom_ops = custom_ops_of(plan)
-        self.program = programs[self.rank]
+        self.program = programs[0 if plan.players else self.rank]
         self.device = rank_device(options.device, options.transport, options.num_threads)
         self.autocast = autocast_of(options)
         specs = travelling(self.program, run_as, dtype, self.autocast)
         lines = self.program.lines.union(part.devices for part in self.program.custom_ops.values())
         lines = lines.union(division.ranks for division in self.program.divisions)
-        self.groups = ProcessGroups(lines, progress)
+        self.groups = ProcessGroups(lines, progress, alone=self.program.is_alone)
         self.modules = self._build()
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
@@ -233,7 +239,7 @@ class Trainer:
             self.remarks: list[str] = []
             self.stopping = 0
             if self.rank == 0:
-                sizes = warning_of_sizes(plan, programs, run_as, specs, dtype)
+                sizes = warning_of_sizes(on_device(plan, self.rank), programs, run_as, specs, dtype)
                 self.as_planned = sizes is None
                 self.remarks += filter(None, (warning_of_format(plan, options), sizes))
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
@@ -245,6 +251,7 @@ class Trainer:
             self.shared = SharedParameters(
                 *(run_as, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions),
                 self.program.stage_of,
+                alone=self.program.is_alone,
             )
             require_equal_copies(self.all_ranks.gather(self.shared.copies()))
             exact = self._narrowed()

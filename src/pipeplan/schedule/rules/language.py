@@ -406,6 +406,12 @@ class Rules(Settings):
         _require_different("submodule", [each.blocks for each in self.submodules])
 
     @property
+    def names_devices(self) -> bool:
+        """Whether something in them is for devices by their numbers, or a function, which may ask for these."""
+        functions = any(callable(value) for each in (self, *self.submodules) for value in vars(each).values())
+        return bool(self.order or self.devices or self.checks or functions)
+
+    @property
     def splits_backward(self) -> bool:
         """Whether they say when weight gradients run apart from input gradients; functions may, too, unseen."""
         if self.order:

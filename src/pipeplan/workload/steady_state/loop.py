@@ -350,6 +350,27 @@ def _shorter(graph: TaskGraph, orders: Orders, cut: LoopCut, copies: int) -> tup
     return smaller, found
 
 
+def shortened(graph: TaskGraph, orders: Orders, starts: Sequence[int], most_microbatches: int) -> LoopedOrders | None:
+    """The schedule with a round that repeats there once, and a loop; None where none does twice in a row.
+
+    Of rounds of at most so many micro-batches the first that leaves least to be written.
+    """
+    best: tuple[int, LoopCut, int] | None = None
+    for microbatches in range(1, most_microbatches + 1):
+        found = find_loop(graph, orders, starts, microbatches)
+        if found is None or found[1] < 2:
+            continue
+        cut, there = found
+        gone = (there - 1) * microbatches
+        if best is None or gone > best[0]:
+            best = gone, cut, there
+    if best is None:
+        return None
+    _, cut, there = best
+    smaller, left = _shorter(graph, orders, cut, there - 1)
+    return LoopedOrders(smaller, left, earliest_starts(smaller, left), cut.without(there - 1, there))
+
+
 MAX_WRITTEN = 200_000
 """Actions and messages after which a schedule that has not come to repeat itself is given up."""
 

@@ -1,0 +1,139 @@
+"""Plans whose programs several devices play: the same as those with a program for each, and refused where they lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from builders.folds import plans_of, two_levels
+from pipeplan.checker import check
+from pipeplan.errors import FileError
+from pipeplan.files import Plan, parse, to_json
+from pipeplan.files.folded import folded_plan, unfolded
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.elements import Players
+
+_CASES = range(10)
+
+
+@pytest.mark.parametrize("seed", _CASES)
+def test_a_folded_plan_is_its_unfolded_form(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded, devices, profile, cluster = plans_of(seed, monkeypatch)
+    assert len(folded.devices) < len(devices.devices) == folded.num_devices
+    assert unfolded(folded) == devices
+    assert folded_plan(devices) == folded
+    reports = [check(plan, profile, cluster) for plan in (folded, devices)]
+    assert [report.problems for report in reports] == [(), ()]
+    assert reports[0].recomputed == reports[1].recomputed
+    short, long = simulate(folded).figures(), simulate(devices).figures()
+    own = [short.pop("devices"), long.pop("devices")]
+    assert [own[0][_program(folded, device)] for device in range(folded.num_devices)] == own[1]
+    assert {key: short[key] for key in short if key != "critical_path"} == {
+        key: long[key] for key in long if key != "critical_path"
+    }
+    assert parse(to_json(folded), Plan) == folded
+    assert folded.placed == devices.placed
+
+
+def _program(plan: Plan, device: int) -> int:
+    return next(number for number, own in enumerate(plan.players) if own.place(device) is not None)
+
+
+def test_a_plan_without_alike_devices_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, devices, _, _ = plans_of(1, monkeypatch)
+    odd = devices.model_copy(
+        update={"programs": (devices.programs[0][::-1], *devices.programs[1:])}
+    )  # one device runs its program otherwise
+    assert folded_plan(odd) is odd
+    assert "players" not in json.loads(to_json(devices))
+
+
+Damage = Callable[[dict[str, Any]], None]
+
+
+def _played_by_too_many(plan: dict[str, Any]) -> None:
+    plan["players"][0]["counts"][0] += 1
+
+
+def _twice(plan: dict[str, Any]) -> None:
+    plan["players"][1]["first"] = plan["players"][0]["first"]
+
+
+def _missing(plan: dict[str, Any]) -> None:
+    plan["players"][-1]["first"] += 1
+
+
+def _of_no_program(plan: dict[str, Any]) -> None:
+    del plan["players"][-1]
+
+
+def _crossing(plan: dict[str, Any]) -> None:
+    """A stage whose replicas are parts of two programs' players."""
+    plan["stages"][0]["devices"] = [0, 1]
+    plan["stages"][0]["shards"] *= 2 * plan["stages"][0]["replicas"]
+    plan["stages"][0]["replicas"] = 1
+
+
+def _unlike_sizes(plan: dict[str, Any]) -> None:
+    plan["stages"][0]["microbatch_size"] //= 2
+
+
+def _no_steps(plan: dict[str, Any]) -> None:
+    plan["players"][0]["steps"] += [1]
+
+
+def _no_room(plan: dict[str, Any]) -> None:
+    plan["players"][0]["counts"] = [2, plan["players"][0]["counts"][0] // 2]
+    plan["players"][0]["steps"] = [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_played_by_too_many, "every program is played by as many"),
+        (_twice, "both have device 0"),
+        (_missing, "plays no program"),
+        (_of_no_program, "players has 1 entries for 2 devices"),
+        (_crossing, "no whole replicas"),
+        (_unlike_sizes, "players: stages have micro-batches of"),
+        (_no_steps, "each count has one"),
+        (_no_room, "has no room"),
+    ],
+)
+def test_damaged_players_are_refused(damage: Damage, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded = next(each for seed in _CASES[::2] if len((each := plans_of(seed, monkeypatch)[0]).devices) == 2)
+    content = json.loads(to_json(folded))
+    damage(content)
+    with pytest.raises(FileError, match=said):
+        parse(json.dumps(content), Plan)
+
+
+def test_messages_that_take_unlike_links_in_two_places_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    folded = next(each for seed in _CASES[::2] if len((each := plans_of(seed, monkeypatch)[0]).devices) == 2)
+    half = folded.players_each // 2
+    report = check(folded, cluster=two_levels(folded.num_devices, folded.players_each + half))
+    assert next(problem.message for problem in report.problems if "place" in problem.message) == (
+        f"goes over level 'node' in place 0 of its programs, and over 'net' in place {half}"
+    )
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [(3,), (0, 1, 2, 3), (1, 5, 9), (0, 1, 8, 9, 16, 17), (0, 2, 16, 18, 32, 34, 48, 50)],
+)
+def test_players_know_their_devices_and_places(devices: tuple[int, ...]) -> None:
+    found = Players.of(devices)
+    assert found is not None
+    assert found.devices == devices
+    assert [found.device(place) for place in range(found.count)] == [*devices]
+    assert {device: found.place(device) for device in range(60) if found.place(device) is not None} == {
+        device: place for place, device in enumerate(devices)
+    }
+
+
+@pytest.mark.parametrize("devices", [(1, 0), (0, 1, 3), (0, 4, 1, 5)])
+def test_devices_in_no_regular_steps_are_no_players(devices: tuple[int, ...]) -> None:
+    assert Players.of(devices) is None

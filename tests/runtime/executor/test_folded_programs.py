@@ -1,0 +1,79 @@
+"""Ranks of folded plans have the programs that they have of unfolded ones, and make no more for more ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from builders.folds import Replicas, plan_of_replicas, plans_of
+from pipeplan.files import Plan, parse, to_json
+from pipeplan.files.folded import device_programs, unfolded
+from pipeplan.runtime.executor.rank_program import Program, program_of, programs_of
+from pipeplan.runtime.parallel import Share
+from pipeplan.workload.action import Action
+from pipeplan.workload.elements import Hop
+
+_BLOCKS = tuple(f"b{number}" for number in range(8))
+_EDGES = tuple(zip(_BLOCKS, _BLOCKS[1:], strict=False))
+
+
+def _own(program: Program) -> Program:
+    """A program without what it says of all ranks."""
+    return replace(
+        program,
+        holders=(),
+        lines=frozenset(),
+        edges=(),
+        divisions=(),
+        slices={},
+        is_alone=False,
+        texts=[*program.texts],
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_rank_unfolds_its_own_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded, devices, profile, _ = plans_of(seed, monkeypatch)
+    tied = [each.blocks for each in profile.tied]
+    expected = programs_of(devices, _BLOCKS, _EDGES, "alike")
+    assert [*map(tuple, device_programs(folded))] == [*map(tuple, devices.programs)]
+    for rank in Random(seed).sample(range(folded.num_devices), 3):
+        found, whole = program_of(folded, rank, _BLOCKS, _EDGES, "alike", tied=tied), expected[rank]
+        assert _own(found) == _own(whole)
+        assert found.lines == {line for line in whole.lines if rank in line}
+        assert set(found.edges) == {edge for edge in whole.edges if rank in edge}
+        assert found.divisions == tuple(each for each in whole.divisions if rank in each.ranks)
+        own = {_kind(share) for share, other in whole.holders if other == rank}
+        assert {(_kind(s), r) for s, r in found.holders if _kind(s) in own} == {
+            (_kind(share), other) for share, other in whole.holders if _kind(share) in own
+        }
+
+
+def _kind(share: Share) -> Share:
+    """A share, whoever has the others of its block."""
+    return replace(share, partners=tuple(range(share.count)) if share.partners else (), places=(), context=())
+
+
+def test_a_rank_makes_no_more_objects_for_more_ranks() -> None:
+    """As many actions, messages and parts of blocks; the ranks with its own share are numbers in them."""
+    made = [_made(plan_of_replicas(Replicas(shards=2, replicas=replicas))) for replicas in (4, 64, 512)]
+    assert made[0] == made[1] == made[2]
+    assert made[0][Hop] > 0
+
+
+def _made(plan: Plan) -> Counter[type]:
+    """Objects that are new once a rank has read the plan and made its program, by their types."""
+    text, count = to_json(plan), plan.num_devices
+    assert plan.players
+    assert len(unfolded(plan).devices) == count
+    gc.collect()
+    before = {id(each) for each in gc.get_objects()}
+    read = parse(text, Plan)
+    program = program_of(read, count - 1, _BLOCKS, _EDGES, "alike")
+    after = [each for each in gc.get_objects() if id(each) not in before and isinstance(each, Hop | Share | Action)]
+    assert program.rank == count - 1
+    return Counter(map(type, after))
