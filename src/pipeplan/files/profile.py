@@ -634,10 +634,11 @@ class Profile(File):
 
     def _require_fusions(self, place_of: Mapping[str, int]) -> None:
         """Groups that backends run, or refuse, are of blocks that are there; their rows are of the profile's mode."""
-        for key, groups in (("fusions", self.fusions), ("refusals", self.refusals)):
-            for index, group in enumerate(groups):
-                if unknown := next((id_ for id_ in group.blocks if id_ not in place_of), None):
-                    raise ValueError(f"{key}[{index}] names {unknown!r}, which is not a block")
+        named = [(f"fusions[{index}]", each.blocks) for index, each in enumerate(self.fusions)]
+        named += [(f"refusals[{index}]", each.blocks) for index, each in enumerate(self.refusals)]
+        for place, blocks in named:
+            if unknown := next((id_ for id_ in blocks if id_ not in place_of), None):
+                raise ValueError(f"{place} names {unknown!r}, which is not a block")
         seen: dict[Hashable, str] = {}
         for index, fusion in enumerate(self.fusions):
             for number, row in enumerate(fusion.costs):
@@ -722,7 +723,7 @@ class Profile(File):
         how: dict[str, Any] = {"mode": mode, "recipe": recipe, "placement": placement}
         return cls(name=name, source=source, blocks=known, edges=made, **how)
 
-    @cached_property
+    @property
     def of_eager(self) -> Profile:
         """What plans are made of: rows of eager torch alone. It is the same file, as its fingerprint says.
 
