@@ -301,6 +301,13 @@ def measured_run(simulation: Simulation, paths: Sequence[str]) -> tuple[Simulati
     return replace(simulation, measured=measured), run
 
 
+def read_load_factor(path: str) -> float:
+    """Of devices that share experts, the load of the busiest over the average, as a run has measured it."""
+    from pipeplan.files.run_logs import read_load_factor as read
+
+    return read(path)
+
+
 def report(
     plans: Sequence[Plan], measured: Sequence[str] = (), frontier: FrontierResult | None = None, command: str = ""
 ) -> PlanReport:

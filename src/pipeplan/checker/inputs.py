@@ -21,6 +21,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import (
+    RING,
     Again,
     BlockGroup,
     Bucket,
@@ -135,7 +136,7 @@ class _Known(NamedTuple):
 
     ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
     it runs. ``of_kinds`` are blocks of the profiles of kinds of devices. ``expert_shards`` {devices that share experts:
-    the numbers of them that may split each}.
+    the numbers of them that may split each}. ``rings`` are (shards, context) for which it has costs of one.
     """
 
     blocks: dict[str, Block]
@@ -149,6 +150,7 @@ class _Known(NamedTuple):
     parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
     of_kinds: dict[str, dict[str, Block]]
     expert_shards: dict[int, set[int]]
+    rings: set[tuple[int, int]]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -163,8 +165,11 @@ class _Known(NamedTuple):
             into[edge.target].append(edge)
         firsts = {block.id: kept(block) for block in profile.kinds}
         splits: dict[int, set[int]] = defaultdict(set)
+        rings: set[tuple[int, int]] = set()
         for row in (row for block in profile.kinds for row in block.costs):
             splits[row.expert].add(row.expert_shards)
+            if row.ring is not None:
+                rings.add((row.shards, row.context))
         return _Known(
             {block.id: block for block in profile.blocks},
             dict(into),
@@ -177,6 +182,7 @@ class _Known(NamedTuple):
             {},
             {kind: own.by_id for kind, own in profile.of_kinds.items()},
             dict(splits),
+            rings,
         )
 
 
@@ -310,6 +316,10 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
         text = f"is {stage.expert_shards}; rows of the profile with expert {stage.expert} have {have}"
         findings.add("profile", f"stages[{number}].expert_shards", text)
         return []
+    if stage.context_exchange == RING and (stage.shards, stage.context) not in known.rings:
+        text = f"is {RING}; the profile has no costs of one with context {stage.context} on {stage.shards} shards"
+        findings.add("profile", f"stages[{number}].context_exchange", text)
+        return []
     try:
         return [_row(id_, again, stage, samples, known) for id_, again in zip(stage.blocks, stage.again, strict=True)]
     except UsageError as error:
@@ -320,10 +330,11 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
 def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> CostRow:
     """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
     taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
-    split = stage.shards, stage.context, stage.expert, stage.expert_shards, stage.configuration
+    split = stage.shards, stage.context, stage.expert, stage.expert_shards, stage.configuration, stage.context_exchange
     key = (id_ if stage.kinds else known.alike[id_], stage.kinds, samples, *split, again, taken, stage.speed)
     if key not in known.rows:
-        block = _slowest([known.of_kinds.get(kind, known.blocks)[id_] for kind in stage.kinds] or [known.blocks[id_]])
+        own = [known.of_kinds.get(kind, known.blocks)[id_] for kind in stage.kinds] or [known.blocks[id_]]
+        block = _slowest([_with_ring(block) for block in own] if stage.context_exchange == RING else own)
         row = block_costs(
             _of_configuration(block, stage.configuration),
             samples,
@@ -337,6 +348,27 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
         )
         known.rows[key] = _on_device(row, stage.speed)
     return known.rows[key]
+
+
+def _with_ring(block: Block) -> Block:
+    """What the block is where keys and values go around a ring, instead of being gathered as its rows say."""
+
+    def changed(row: CostRow) -> CostRow:
+        if row.ring is None:
+            return row
+        ahead, back = row.ring.forward_ns, row.ring.input_grad_ns + (row.ring.forward_ns if row.recompute else 0)
+        update: dict[str, int] = {
+            "forward_ns": row.forward_ns + ahead,
+            "input_grad_ns": (row.input_grad_ns or 0) + back,
+            "workspace_bytes": row.workspace_bytes + row.ring.workspace_bytes,
+        }
+        if row.backward_ns is not None:
+            update["backward_ns"] = row.backward_ns + back
+        if row.selective_ns is not None:
+            update["selective_ns"] = row.selective_ns + ahead
+        return row.model_copy(update=update)
+
+    return block.model_copy(update={"costs": tuple(map(changed, block.costs))})
 
 
 def _slowest(blocks: Sequence[Block]) -> Block:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say
@@ -51,6 +52,31 @@ if TYPE_CHECKING:
         Profile,
         UnfinishedProfile,
     )
+
+
+class LoadFactor(FiniteRange):
+    """A number, or a file with what a run has measured."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number. Raises FileError."""
+        is_path = isinstance(value, Path) or (isinstance(value, str) and not _is_number(value))
+        return super().convert(_api.read_load_factor(str(value)) if is_path else value, param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Files."""
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
 
 OnBlock = Callable[[int, int, str], None]
 """Called before every block: how many are done, of how many, and which one."""
@@ -228,9 +254,10 @@ def _read_text(path: str) -> str:
 )
 @click.option(
     "--load-factor",
-    type=FiniteRange(0),
+    type=LoadFactor(),
     default=1.0,
-    help="Load of the busiest expert device, as a multiple of the average.",
+    metavar="FACTOR|FILE",
+    help="Load of the busiest expert device, as a multiple of the average, or the output of run --json, which says it.",
 )
 @click.option("--recompute", is_flag=True, help="Include costs with activation checkpointing.")
 @click.option(

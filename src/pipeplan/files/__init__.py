@@ -10,7 +10,17 @@ from pipeplan.files.cover import Cover, CoveredGroup
 from pipeplan.files.modules import Modules, StageModules
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.plan import Plan, Predicted, Provenance
-from pipeplan.files.profile import BackendFusion, BackendRefusal, Block, CostRow, Edge, PhaseRow, Profile, TiedParameter
+from pipeplan.files.profile import (
+    BackendFusion,
+    BackendRefusal,
+    Block,
+    CostRow,
+    Edge,
+    PhaseRow,
+    Profile,
+    RingCosts,
+    TiedParameter,
+)
 from pipeplan.files.read_write import (
     FORMATS,
     parse,
@@ -52,6 +62,7 @@ __all__ = [
     "Profile",
     "Provenance",
     "Recipe",
+    "RingCosts",
     "Source",
     "StageModules",
     "TiedParameter",

@@ -37,6 +37,20 @@ EAGER: Final = "eager"
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
 
 
+Change = Annotated[int, Field(ge=-MAX_BYTES, le=MAX_BYTES)]
+
+
+class RingCosts(FileModel):
+    """How much more than a row with gathered keys and values F and I take, and hold, where these go around a ring.
+
+    Less where it is below 0.
+    """
+
+    forward_ns: Change = 0
+    input_grad_ns: Change = 0
+    workspace_bytes: Change = 0
+
+
 class CostRow(FileModel):
     """Costs of one block for one micro-batch size, shard count (or configuration) and recomputation choice.
 
@@ -48,7 +62,8 @@ class CostRow(FileModel):
     from the start of F to the end of the last F that takes it (to its own end where none does).
 
     With ``context`` c a device has one of c equal parts of each sample's sequence: a row is what it takes there, with
-    what it waits for keys and values of the others.
+    what it waits for keys and values of the others, which are gathered before the attention core; ``ring`` says how
+    much that changes where they go around a ring beside it instead.
 
     With ``expert`` e the block's experts are on e devices, each with whole ones of its own: a row has one device's
     words, those that choose its experts, and both exchanges of them. All other parts are split over ``shards``. Or each
@@ -100,6 +115,10 @@ class CostRow(FileModel):
         Bytes | None,
         said_only(None, "held between forward and backward where the attention core is recomputed"),
     ] = None
+    ring: Annotated[
+        RingCosts | None,
+        said_only(None, "more or less than that where keys and values go around a ring; only with context"),
+    ] = None
     compile_ns: Annotated[
         Nanoseconds, said_only(0, "what a kernel backend took to build it, once, before it ran; in no other time")
     ] = 0
@@ -120,6 +139,8 @@ class CostRow(FileModel):
             raise ValueError(f"expert_shards {self.expert_shards} does not divide the {self.expert} devices of expert")
         if self.sequence_parallel and self.shards == 1:
             raise ValueError("sequence_parallel is of several shards, and shards is 1")
+        if self.ring is not None:
+            self._require_ring(self.ring)
         if (self.selective_ns is None) != (self.selective_activation_bytes is None):
             raise ValueError("selective_ns and selective_activation_bytes come together or not at all")
         if self.selective_activation_bytes is not None and self.selective_activation_bytes > self.activation_bytes:
@@ -128,6 +149,29 @@ class CostRow(FileModel):
                 f"{self.activation_bytes} that are held where nothing is recomputed"
             )
         return self
+
+    def _require_ring(self, ring: RingCosts) -> None:
+        """Devices that share sequences have one, and what it takes less is no more than there is."""
+        if self.context == 1:
+            raise ValueError("ring is of devices that share sequences, and context is 1")
+        if self.input_grad_ns is None:
+            raise ValueError("ring says how much longer I is, and the row has no input_grad_ns")
+        for key, less in (("forward_ns", ring.forward_ns), ("input_grad_ns", ring.input_grad_ns)):
+            if (whole := getattr(self, key)) + less < 0:
+                raise ValueError(f"ring.{key} is {less}, more below 0 than the row's {whole}")
+        if self.workspace_bytes + ring.workspace_bytes < 0:
+            raise ValueError(
+                f"ring.workspace_bytes is {ring.workspace_bytes}, more below 0 than the row's {self.workspace_bytes}"
+            )
+
+    def taking(self, more: RingCosts) -> CostRow:
+        """The row where F and I take so much more; a forward that backward runs again does, too."""
+        again = more.forward_ns * self.recompute
+        longer = {"forward_ns": more.forward_ns, "selective_ns": more.forward_ns}
+        longer |= dict.fromkeys(("backward_ns", "input_grad_ns"), more.input_grad_ns + again)
+        longer["workspace_bytes"] = more.workspace_bytes
+        known = {key: own + longer[key] for key in longer if (own := getattr(self, key)) is not None}
+        return self.model_copy(update=known)
 
     @property
     def has_backward(self) -> bool:
@@ -539,6 +583,7 @@ class Profile(File):
         Items[BackendRefusal], said_only((), "what kernel backends do not run, or ran wrongly, when it was measured")
     ] = ()
     _of_kinds: dict[str, Profile] = PrivateAttr(default_factory=dict)
+    _rings: frozenset[tuple[int, int]] = PrivateAttr(default_factory=frozenset)
 
     @model_validator(mode="after")
     def _is_a_graph(self) -> Profile:
@@ -763,6 +808,17 @@ class Profile(File):
         copied = self.model_copy()
         copied._of_kinds = dict(profiles)
         copied.__dict__.pop("made_once", None)
+        return copied
+
+    @property
+    def rings(self) -> frozenset[tuple[int, int]]:
+        """The (shards, context) whose rows are those of rings, as :mod:`pipeplan.costs.context` chose; in no file."""
+        return self._rings
+
+    def with_rings(self, rings: Iterable[tuple[int, int]]) -> Profile:
+        """Note that these have them."""
+        copied = self.model_copy()
+        copied._rings = frozenset(rings)
         return copied
 
     @cached_property

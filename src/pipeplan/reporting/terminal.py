@@ -44,7 +44,7 @@ from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import counted, number_ranges
 from pipeplan.units import format_bytes, format_ns
-from pipeplan.workload.elements import ONCE, Stage
+from pipeplan.workload.elements import ONCE, RING, Stage
 from pipeplan.workload.kinds import MASTER, MEMORY_KINDS, PARAMETERS, MemoryBytes, Role, in_order, role_of
 from pipeplan.workload.samples import size_in_words
 from pipeplan.workload.slices import num_sliced, parts_words
@@ -213,7 +213,7 @@ def stage_way(workload: Workload, stage: Stage) -> str:
     words = [
         (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
         (bool(stage.configurations), _configurations(stage)),
-        (stage.context > 1, f"context {stage.context}"),
+        (stage.context > 1, f"context {stage.context}{' (ring)' * (stage.context_exchange == RING)}"),
         (stage.expert > 1, f"expert {stage.expert}"),
         (stage.expert_shards > 1, f"expert shards {stage.expert_shards}"),
         (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
