@@ -296,6 +296,13 @@ def measured_run(simulation: Simulation, paths: Sequence[str]) -> tuple[Simulati
     return replace(simulation, measured=measured), run
 
 
+def read_load_factor(path: str) -> float:
+    """Of devices that share experts, the load of the busiest over the average, as a run has measured it."""
+    from pipeplan.files.run_logs import read_load_factor as read
+
+    return read(path)
+
+
 def report(
     plans: Sequence[Plan], measured: Sequence[str] = (), frontier: FrontierResult | None = None, command: str = ""
 ) -> PlanReport:
@@ -409,17 +416,29 @@ def profile_inference(
     contexts: Sequence[int] = (),
     *,
     shards: Sequence[int] = (1,),
+    dcp: Sequence[int] = (1,),
     dtype: str | None = None,
     threads: int | None = None,
+    processes: int | None = None,
+    named: tuple[str, dict[str, Any]] | None = None,
+    cluster: Cluster | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
     **how: Any,
 ) -> Profile:
-    """Measure forwards: :func:`pipeplan.runtime.profiling.inference.measure_inference`, also for errors."""
-    from pipeplan.runtime.profiling.build_profile import dtype_of, on_threads
-    from pipeplan.runtime.profiling.inference import InferenceRequest, measure_inference
+    """Measure forwards: :func:`pipeplan.runtime.profiling.inference.measure_inference`, also for errors; with ``dcp``
+    also steps whose caches lie in pieces, and with ``processes`` in so many at once, which load the model as ``named``.
+    """
+    from pipeplan.runtime.decoding.piece_rows import MeasuredForwards, measure_at_once
+    from pipeplan.runtime.profiling.build_profile import on_threads
+    from pipeplan.runtime.profiling.inference import InferenceRequest
 
     asked = InferenceRequest(tuple(batches), tuple(contexts), tuple(shards))
+    asked.decoder_of(model)
+    forwards = MeasuredForwards(asked, tuple(dcp), dtype=dtype or "float32", **how)
+    if processes is not None and named is not None:
+        return measure_at_once(processes, forwards, *named, cluster, threads=threads, progress=progress)
     with on_threads(threads):
-        return measure_inference(model, asked, dtype=dtype_of(dtype or "float32"), **how)
+        return forwards.profile(model, cluster, progress)
 
 
 def estimate_inference(

@@ -31,9 +31,11 @@ from pipeplan.examples import shape
 from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
 from pipeplan.files.cluster import DeviceKind, LinkLevel
 from pipeplan.partition import recomputation
-from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
+from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.pipedream import pipedream
+from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import place
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning import steps as planning_steps

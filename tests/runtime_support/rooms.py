@@ -13,7 +13,7 @@ SOURCE = Path(pipeplan.__file__).parents[1]
 RUNTIME = "pipeplan.runtime"
 
 ALLOWED = {
-    "decoding": {"training", "executor", "models", "launch", "parallel"},
+    "decoding": {"training", "profiling", "executor", "models", "launch", "parallel"},
     "training": {"profiling", "executor", "models", "launch", "parallel"},
     "emulation": {"executor", "launch"},
     "executor": {"models", "launch", "parallel"},

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say
@@ -39,6 +40,31 @@ from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
     from pipeplan._api import Cluster, LinkOptions, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
+
+
+class LoadFactor(FiniteRange):
+    """A number, or a file with what a run has measured."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number. Raises FileError."""
+        is_path = isinstance(value, Path) or (isinstance(value, str) and not _is_number(value))
+        return super().convert(_api.read_load_factor(str(value)) if is_path else value, param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Files."""
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
 
 OnBlock = Callable[[int, int, str], None]
 """Called before every block: how many are done, of how many, and which one."""
@@ -197,6 +223,13 @@ def _read_text(path: str) -> str:
 )
 @click.option("--batch", type=COUNTS, default="1", help="With --inference: requests at once.")
 @click.option(
+    "--dcp",
+    type=COUNTS,
+    default="1",
+    help="With --inference --context: numbers of devices that share caches along their tokens; decode steps with a "
+    "piece of each are measured as run makes them.",
+)
+@click.option(
     "--weights",
     type=OneOf(["int8", "int4", "fp8"]),
     help="With --inference --estimate: format of the layers' weights.  [default: that of --dtype]",
@@ -209,9 +242,10 @@ def _read_text(path: str) -> str:
 )
 @click.option(
     "--load-factor",
-    type=FiniteRange(0),
+    type=LoadFactor(),
     default=1.0,
-    help="Load of the busiest expert device, as a multiple of the average.",
+    metavar="FACTOR|FILE",
+    help="Load of the busiest expert device, as a multiple of the average, or the output of run --json, which says it.",
 )
 @click.option("--recompute", is_flag=True, help="Include costs with activation checkpointing.")
 @click.option(
@@ -258,7 +292,12 @@ def _read_text(path: str) -> str:
     help="Measure nothing: read link times from the output of nccl-tests, as text or JSON. May be repeated.",
 )
 @click.option("--communication", is_flag=True, help="Measure links, under torchrun or with --processes.")
-@click.option("--processes", type=click.IntRange(2, 64), help="Number of local processes to measure links between.")
+@click.option(
+    "--processes",
+    type=click.IntRange(2, 64),
+    help="Number of local processes to measure links between; with --inference, number of processes that measure at "
+    "once, as a run's do.",
+)
 @click.option("--min-bytes", type=BYTES, default="1KiB", help="Smallest message.")
 @click.option("--max-bytes", type=BYTES, default="64MiB", help="Largest message.")
 @click.option(
@@ -332,7 +371,9 @@ _USES = {
     ),
     "name": (
         {"name", "output"},
-        _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "expert", "as_json", "weights", "kv_cache_dtype"},
+        _MODEL
+        | {"threads", "repeats", "warmup", "seed", "cluster", "expert", "as_json", "weights", "kv_cache_dtype"}
+        | {"dcp", "processes"},
     ),
 }
 """What says which use is meant -> the parameters it needs, and those it may have."""
@@ -401,7 +442,7 @@ def _measure(ctx: click.Context, outputs: Outputs) -> None:
     outputs.write(profile, given["output"])
     if outputs.has(given["output"]):
         partial.remove()
-    _tell_missing(profile, given["microbatch"])
+    _tell_missing(profile, given["batch"] if given["inference"] else given["microbatch"])
     _print(profile, given, outputs, begin)
     if given["output"] != "-":
         single = given["threads"] == 1 or given["device"] != "cpu"
@@ -545,6 +586,17 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
             raise UsageError("--etp splits experts in training; with --inference each device has whole ones")
         if not estimates and max(given["expert"]) > 1:
             raise UsageError("--expert of --inference is of estimates; add --estimate and --device PRESET")
+        if max(given["dcp"]) > 1 and given["context"] == (1,):
+            raise UsageError("--dcp is of decode steps; give --context, the tokens of their texts, too")
+        if max(given["dcp"]) > 1 and given["device"] == "cuda":
+            raise UsageError("--dcp measures decode steps as run makes them, on CPUs only so far; leave --device out")
+        if given["processes"] and not isinstance(given["name"], str):
+            raise UsageError(
+                "processes started here load the model themselves; give its name, as of the zoo or pkg.mod:factory"
+            )
+    elif given["dcp"] != (1,) or (not estimates and given["processes"]):
+        flag = "--processes" if given["processes"] else "--dcp"
+        raise UsageError(f"{flag} is of a profile of inference here; add --inference")
     elif given["batch"] != (1,):
         raise UsageError("--batch is of --inference; for training give --microbatch")
     elif given["weights"] or given["kv_cache_dtype"] != "auto":
@@ -560,7 +612,9 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
     remarks, estimates = _Remarks(tell, progress), given["estimate"] or given["device"] not in ("cpu", "cuda")
     model, shards = _model(given, remarks.keep, meta=estimates)
     of_estimates = ("weights", "kv_cache_dtype", "expert", "load_factor", "kernels")
-    names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed")
+    names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed", "dcp", "processes")
+    loaded = {name: given[name] for name in ("sequence", "grain")} | {"shards": shards}
+    named: dict[str, Any] = {} if estimates else {"named": (given["name"], loaded)}
     profile = (_api.estimate_inference if estimates else _api.profile_inference)(
         model,
         given["batch"],
@@ -569,6 +623,7 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
         **{name: given[name] for name in (*names, "dtype", "device")},
+        **named,
     )
     remarks.say()
     return profile

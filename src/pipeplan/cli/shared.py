@@ -397,6 +397,13 @@ _SPLITS = (
         "Context-parallel size: how many devices (or --tp groups) share each sequence. The profile must "
         "have costs for it.",
     ),
+    click.option(
+        "--cp-exchange",
+        "context_exchange",
+        type=OneOf(["auto", "gathered", "ring"]),
+        default="auto",
+        help="How these have keys and values of all: gathered before attention, or around a ring beside it.",
+    ),
     _split(
         "--ep",
         "--expert-parallel",
@@ -439,6 +446,7 @@ def asked_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: flags[name] for name in ("chunks", "replicas", "positions")},
         **{name: _number(flags[name]) for name in ("shards", "context", "expert", "expert_shards")},
+        "context_exchange": None if flags["context_exchange"] == "auto" else flags["context_exchange"],
         "recompute": asked_recompute(flags),
     }
 

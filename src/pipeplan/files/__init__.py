@@ -9,7 +9,7 @@ from pipeplan.files.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
 from pipeplan.files.modules import Modules, StageModules
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.plan import Plan, Predicted, Provenance
-from pipeplan.files.profile import Block, CostRow, Edge, PhaseRow, Profile, TiedParameter
+from pipeplan.files.profile import Block, CostRow, Edge, PhaseRow, Profile, RingCosts, TiedParameter
 from pipeplan.files.read_write import (
     FORMATS,
     parse,
@@ -46,6 +46,7 @@ __all__ = [
     "Profile",
     "Provenance",
     "Recipe",
+    "RingCosts",
     "Source",
     "StageModules",
     "TiedParameter",

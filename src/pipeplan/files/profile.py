@@ -33,6 +33,20 @@ Mode = Literal["training", "inference"]
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
 
 
+Change = Annotated[int, Field(ge=-MAX_BYTES, le=MAX_BYTES)]
+
+
+class RingCosts(FileModel):
+    """How much more than a row with gathered keys and values F and I take, and hold, where these go around a ring.
+
+    Less where it is below 0.
+    """
+
+    forward_ns: Change = 0
+    input_grad_ns: Change = 0
+    workspace_bytes: Change = 0
+
+
 class CostRow(FileModel):
     """Costs of one block for one micro-batch size, shard count (or configuration) and recomputation choice.
 
@@ -44,7 +58,8 @@ class CostRow(FileModel):
     from the start of F to the end of the last F that takes it (to its own end where none does).
 
     With ``context`` c a device has one of c equal parts of each sample's sequence: a row is what it takes there, with
-    what it waits for keys and values of the others.
+    what it waits for keys and values of the others, which are gathered before the attention core; ``ring`` says how
+    much that changes where they go around a ring beside it instead.
 
     With ``expert`` e the block's experts are on e devices, each with whole ones of its own: a row has one device's
     words, those that choose its experts, and both exchanges of them. All other parts are split over ``shards``. Or each
@@ -93,6 +108,10 @@ class CostRow(FileModel):
         Bytes | None,
         said_only(None, "held between forward and backward where the attention core is recomputed"),
     ] = None
+    ring: Annotated[
+        RingCosts | None,
+        said_only(None, "more or less than that where keys and values go around a ring; only with context"),
+    ] = None
     repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[
         dict[
@@ -110,6 +129,8 @@ class CostRow(FileModel):
             raise ValueError(f"expert_shards {self.expert_shards} does not divide the {self.expert} devices of expert")
         if self.sequence_parallel and self.shards == 1:
             raise ValueError("sequence_parallel is of several shards, and shards is 1")
+        if self.ring is not None:
+            self._require_ring(self.ring)
         if (self.selective_ns is None) != (self.selective_activation_bytes is None):
             raise ValueError("selective_ns and selective_activation_bytes come together or not at all")
         if self.selective_activation_bytes is not None and self.selective_activation_bytes > self.activation_bytes:
@@ -118,6 +139,29 @@ class CostRow(FileModel):
                 f"{self.activation_bytes} that are held where nothing is recomputed"
             )
         return self
+
+    def _require_ring(self, ring: RingCosts) -> None:
+        """Devices that share sequences have one, and what it takes less is no more than there is."""
+        if self.context == 1:
+            raise ValueError("ring is of devices that share sequences, and context is 1")
+        if self.input_grad_ns is None:
+            raise ValueError("ring says how much longer I is, and the row has no input_grad_ns")
+        for key, less in (("forward_ns", ring.forward_ns), ("input_grad_ns", ring.input_grad_ns)):
+            if (whole := getattr(self, key)) + less < 0:
+                raise ValueError(f"ring.{key} is {less}, more below 0 than the row's {whole}")
+        if self.workspace_bytes + ring.workspace_bytes < 0:
+            raise ValueError(
+                f"ring.workspace_bytes is {ring.workspace_bytes}, more below 0 than the row's {self.workspace_bytes}"
+            )
+
+    def taking(self, more: RingCosts) -> CostRow:
+        """The row where F and I take so much more; a forward that backward runs again does, too."""
+        again = more.forward_ns * self.recompute
+        longer = {"forward_ns": more.forward_ns, "selective_ns": more.forward_ns}
+        longer |= dict.fromkeys(("backward_ns", "input_grad_ns"), more.input_grad_ns + again)
+        longer["workspace_bytes"] = more.workspace_bytes
+        known = {key: own + longer[key] for key in longer if (own := getattr(self, key)) is not None}
+        return self.model_copy(update=known)
 
     @property
     def has_backward(self) -> bool:
@@ -189,6 +233,10 @@ class PhaseRow(FileModel):
     what it needs beside that while it runs; the cache is in neither.
 
     With ``expert`` e the block's experts are on e devices, each of which has as many requests of its own.
+
+    With ``dcp`` c the attention core is of one of c pieces of the caches of c times as many requests, those of a device
+    and of the others that have pieces (decode context parallelism). What these exchange is packed, unpacked and merged
+    in that time, but takes none on its way; ``by_queries``: of queries alone, and new keys and values for their keeper.
     """
 
     phase: Phase
@@ -196,6 +244,8 @@ class PhaseRow(FileModel):
     context_tokens: Annotated[Count, Field(description="tokens of each request's text, those of this step included")]
     shards: Annotated[Count, Field(description="devices that split the block")] = 1
     expert: Annotated[Count, said_only(1, "devices that share the block's experts, each with whole ones")] = 1
+    dcp: Annotated[Count, said_only(1, "devices that have pieces of the same caches, split along their tokens")] = 1
+    by_queries: Annotated[bool, said_only(False, "of these all get queries alone; only with dcp")] = False
     forward_ns: Nanoseconds
     core_ns: Annotated[Nanoseconds, said_only(0, "of these the attention core, which reads the cache")] = 0
     activation_bytes: Bytes = 0
@@ -207,12 +257,17 @@ class PhaseRow(FileModel):
     def _core_is_part(self) -> PhaseRow:
         if self.core_ns > self.forward_ns:
             raise ValueError(f"core_ns {self.core_ns} is part of forward_ns, and more than its {self.forward_ns}")
+        if self.dcp > 1 and self.phase != "decode":
+            raise ValueError(f"dcp {self.dcp} is of decode, not of {self.phase}")
+        if self.by_queries and self.dcp == 1:
+            raise ValueError("by_queries is of rows with dcp 2 or more")
         return self
 
     @property
-    def key(self) -> tuple[str, int, int, int, int]:
-        """What the row is for: phase, tokens of the text, requests, shards, expert."""
-        return (self.phase, self.context_tokens, self.microbatch_size, self.shards, self.expert)
+    def key(self) -> tuple[str, int, int, int, int, int, bool]:
+        """What the row is for: phase, tokens of the text, requests, shards, expert, dcp, by_queries."""
+        case = self.shards, self.expert, self.dcp, self.by_queries
+        return (self.phase, self.context_tokens, self.microbatch_size, *case)
 
 
 class Block(Parts):
@@ -492,6 +547,7 @@ class Profile(File):
         said_only((), "groups of blocks that no stage has without the rest of their group"),
     ] = ()
     _of_kinds: dict[str, Profile] = PrivateAttr(default_factory=dict)
+    _rings: frozenset[tuple[int, int]] = PrivateAttr(default_factory=frozenset)
 
     @model_validator(mode="after")
     def _is_a_graph(self) -> Profile:
@@ -668,6 +724,17 @@ class Profile(File):
         copied = self.model_copy()
         copied._of_kinds = dict(profiles)
         copied.__dict__.pop("made_once", None)
+        return copied
+
+    @property
+    def rings(self) -> frozenset[tuple[int, int]]:
+        """The (shards, context) whose rows are those of rings, as :mod:`pipeplan.costs.context` chose; in no file."""
+        return self._rings
+
+    def with_rings(self, rings: Iterable[tuple[int, int]]) -> Profile:
+        """Note that these have them."""
+        copied = self.model_copy()
+        copied._rings = frozenset(rings)
         return copied
 
     @cached_property

@@ -20,12 +20,15 @@ from pipeplan.costs.stages import FOLD_LEAST, shared_in
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
-from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe, polished
 from pipeplan.partition.chain.costs import Array, Chain
 from pipeplan.partition.chain.rebalance import PER_DEVICE, balanced, even
+from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.mapping import neighbours
+from pipeplan.partition.pipedream import pipedream
+from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
 from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
@@ -48,7 +51,8 @@ class PlacementCandidate:
     """A placement for micro-batches of a size, recomputing or not where stages do not say.
 
     ``source`` says who made it. A ``fallback`` is for when nothing else fits. ``given`` are the costs of stages whose
-    blocks are each split in a way of its own, by the stage's place. ``usual`` is the schedule it was cut for.
+    blocks are each split in a way of its own, by the stage's place. ``usual`` is the schedule it was cut for. Where
+    stages were cut for the links between their devices they ``stay`` there.
     """
 
     placement: Placement
@@ -58,6 +62,7 @@ class PlacementCandidate:
     fallback: bool = False
     given: Mapping[int, StageCost] | None = None
     usual: Usual | None = None
+    stay: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -1294,7 +1299,7 @@ class PublishedPlanners(CandidateStep):
         if request.num_devices * len(request.profile.blocks) > self.most:
             return
         planners: dict[str, Partitioner] = {
-            "PipeDream": pipedream,
+            "PipeDream": partial(pipedream, beside=False),
             "DAPPLE": dapple,
             "Piper": partial(piper, max_downsets=self.downsets),
         }
@@ -1311,30 +1316,67 @@ def _one_published(request: Request, name: str, planner: Partitioner, size: int)
 Partitioner = Callable[[PartitionProblem], Iterator[Partition]]
 
 
-def published_alone(
-    request: Request, name: str, planner: Partitioner, *, each_stage: bool = False
-) -> Iterator[Proposal]:
+def published_alone(request: Request, name: str, planner: Partitioner, *, places: bool = False) -> Iterator[Proposal]:
     """Only what a planner of stages in a line chooses: for each size, since its paper is given one.
 
-    Stages recompute each as the planner finds best (``each_stage``), or all alike as it is asked. Where blocks are no
-    line, every stage still waits for the one before it, as in the systems that these planners are for.
+    Stages recompute all alike, as is asked. The planner may ``place`` stages on devices, where they stay. Where blocks
+    are no line, every stage still waits for the one before it, as in the systems that these planners are for.
     """
+    for size, again in product(_sizes_of_replicas(request), request.recomputes):
+        yield partial(_tried, _alone, request, name, planner, size, again, stay=places)
+
+
+def _alone(
+    request: Request, name: str, planner: Partitioner, size: int, again: Again, *, stay: bool
+) -> PlacementCandidate:
+    return _in_a_line(request, name, planner(_linked(request, size, (again,))), size, stay=stay)
+
+
+def piper_alone(request: Request) -> Iterator[Proposal]:
+    """Only what Piper's planner chooses, as :func:`published_alone`: stages split their blocks, and recompute some."""
+    for size in _sizes_of_replicas(request):
+        yield partial(_tried, _by_piper, request, size)
+
+
+def _by_piper(request: Request, size: int) -> PlacementCandidate:
+    counts = {1} if request.shards == 1 else {row.shards for row in request.profile.blocks[0].costs}
+    found, errors = list[PartitionProblem](), list[UsageError]()
+    for shards in sorted(count for count in counts if count <= request.num_devices):
+        try:
+            found.append(_linked(request, size, request.recomputes, shards))
+        except UsageError as error:  # not all blocks have costs for that
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return _in_a_line(request, "Piper", piper(found[0], split=found[1:]), size)
+
+
+def _sizes_of_replicas(request: Request) -> list[int]:
+    """Open sizes that the replicas which are asked for can share."""
     sizes = open_sizes(request)
-    if request.replicas is not None:  # which share each micro-batch
-        sizes = [size for size in sizes if size % request.replicas == 0] or sizes
-    ways = [request.recomputes] if each_stage else [(again,) for again in request.recomputes]
-    for size, recomputes in product(sizes, ways):
-        yield partial(_tried, _in_a_line, request, name, planner, size, recomputes)
+    return [size for size in sizes if size % (request.replicas or 1) == 0] or sizes
 
 
 def _in_a_line(
-    request: Request, name: str, planner: Partitioner, size: int, recomputes: Sequence[Again]
+    request: Request, name: str, found: Iterator[Partition], size: int, *, stay: bool = False
 ) -> PlacementCandidate:
-    problem = _problem(request, [size], recomputes, replicas=request.replicas)
-    placement = next(planner(problem)).placement
+    placement = next(found).placement
     if not_joined(request.profile) is not None:
         placement = placement.model_copy(update={"strategy": "sequential"})
-    return PlacementCandidate(placement, Batch(request.batch.mini_batch // size, size), False, name)
+    batch = Batch(request.batch.mini_batch // size, size)
+    return PlacementCandidate(placement, batch, False, name, stay=stay)
+
+
+def _linked(request: Request, size: int, recomputes: Sequence[Again], shards: int = 1) -> PartitionProblem:
+    """The question for planners that count messages, and sums where stages stand.
+
+    Raises:
+        UsageError: blocks were not profiled for so many shards.
+    """
+    devices = request.num_devices // shards
+    problem = _problem(request, [size], recomputes, replicas=request.replicas, shards=shards, devices=devices)
+    after = AfterActions.of(request.profile, request.cluster, shards, request.sharing)
+    return replace(problem, links=CountedLinks(request.cluster, request.profile.edges, after.on))
 
 
 def not_joined(profile: Profile) -> tuple[str, str] | None:

@@ -279,6 +279,15 @@ def gradient_format(parameter: Tensor) -> torch.dtype:
     return parameter.dtype if found is None else found
 
 
+def accumulate_later(weight: Tensor, gradient: Callable[[], Tensor], held: tuple[Tensor, ...]) -> bool:
+    """Put a weight's gradient off, which needs what is ``held``; whether it waits, as where backward is split."""
+    queue = WeightGradQueue.active()
+    if queue is None or not weight.is_leaf:
+        return False
+    queue.put(lambda: _accumulate(weight, gradient()), held)
+    return True
+
+
 def _same(input: Tensor) -> Tensor:
     return input
 
