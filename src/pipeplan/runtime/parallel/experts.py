@@ -117,8 +117,11 @@ def _weighted(words: Tensor, slots: Tensor, shares: Tensor, count: int, experts:
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor, *, waits: bool = True) -> Tensor:
     """Rows [rows, inputs] times the weight of their group [groups, outputs, inputs], to [rows, outputs].
 
-    Rows of group g end before row ``ends[g]``. The weight's gradient can be deferred where it ``waits``.
+    Rows of group g end before row ``ends[g]``. The weight's gradient can be deferred where it ``waits``; the product is
+    then in autocast's format, as a linear layer's is.
     """
+    if waits and not rows.is_meta and torch.is_autocast_enabled(rows.device.type):
+        rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     return _grouped(rows, weight, ends, waits)
 
 
@@ -142,7 +145,7 @@ class _GroupedFunction(torch.autograd.Function):
         def weight_grad() -> Tensor:
             made = torch.zeros_like(weight)
             for group, (begin, end) in enumerate(bounds):
-                torch.mm(gradient[begin:end].t(), rows[begin:end].to(gradient.dtype), out=made[group])
+                made[group] = gradient[begin:end].t() @ rows[begin:end].to(gradient.dtype)
             return made
 
         if rows is None:
