@@ -22,7 +22,9 @@ from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.executor.rank_program import program_of, programs_of
 from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel.device import Autocast
 from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, routed
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
@@ -198,6 +200,13 @@ def test_products_of_experts_are_in_autocasts_format(split: bool) -> None:
     queue.run()
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, gradient, rtol=0.05, atol=0.05)
+
+
+def test_shapes_are_known_under_autocast() -> None:
+    """Without computing, as a run finds out what its messages are like."""
+    model = load_model("gpt2-experts-tiny")
+    expected = output_shapes(model, 2, torch.float32)
+    assert output_shapes(model, 2, torch.float32, Autocast("cpu", torch.bfloat16)) == expected
 
 
 def _training(name: str) -> TrainOptions:
