@@ -518,9 +518,13 @@ def _plain(request: Request) -> Iterator[Choice]:
 
 
 def _is_first(request: Request, choice: Choice) -> bool:
-    """Whether a row is one to begin with: that of 1F1B, or what is usual for another strategy that is asked for."""
-    named = request.placement != "auto" and choice.usual is not None and choice.usual.strategy != USUAL[0].strategy
-    return named or choice.usual == USUAL[0]
+    """Whether a row is one to begin with: that of 1F1B, or what is usual for another strategy that is asked for.
+
+    By its name, or by how many stages devices have.
+    """
+    asked = request.placement != "auto" or request.chunks not in (None, 1)
+    other = choice.usual is not None and choice.usual.strategy != USUAL[0].strategy
+    return (asked and other) or choice.usual == USUAL[0]
 
 
 def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[BoundedChoice]:
@@ -682,8 +686,9 @@ def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bo
 
 
 def _by_name(request: Request) -> list[str]:
-    """Those for which the schedule is that is asked for, or else all."""
-    every = list(_strategies(request))
+    """Those for which the schedule is that is asked for, or else all; where devices have several stages that may."""
+    several = request.chunks not in (None, 1)
+    every = [each for each in _strategies(request) if STRATEGIES[each].chunked or not several]
     known = CLASSIC.get(request.scheduler)
     return [each for each in every if known is not None and each in known.strategies] or every
 
