@@ -286,6 +286,7 @@ ROWS = (
             "--placement v-shape",
             "--placement circular",
             "--placement bidirectional",
+            "--vp 2",
             "--scheduler interleaved-1f1b",
         )
     ),

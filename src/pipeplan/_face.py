@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Export,
         FrontierResult,
         Inspection,
+        KernelChoice,
         Limit,
         LinkPoint,
         LinkResult,
@@ -830,6 +831,9 @@ def profile(
     warmup: int = 3,
     seed: int = 0,
     cluster: Cluster | Path | None = None,
+    backends: str | None = None,
+    backend_rules: str | Sequence[str] = (),
+    measure_limit: Duration | None = None,
     progress: RunProgress | None = None,
     within: Limit | None = None,
 ) -> Profile:
@@ -866,6 +870,10 @@ def profile(
         warmup: untimed runs before them.
         seed: random seed of parameters and samples.
         cluster: the cluster whose links time the collectives of split blocks.
+        backends: kernel backends to measure beside eager torch, as ``"inductor,onednn-off"``, for
+            :func:`choose_kernels`.
+        backend_rules: modules with backends of your own, to name in ``backends``.
+        measure_limit: of backends; when it is over no other group is begun.
         progress: called before every run with the runs done, all runs, and what runs now.
         within: a limit; when it ends or is interrupted, measuring ends with ExecutionError.
 
@@ -880,11 +888,43 @@ def profile(
     Example:
         >>> measured = pipeplan.profile("gpt2-tiny", microbatch=1, repeats=3)
     """
-    from pipeplan.cli.profile_verb import measured
+    from pipeplan.cli.profile_verb import backends_asked, backends_measured, measured
 
-    given = _asked("profile", locals()).params
+    given, watched = _asked("profile", locals()).params, _watched(progress, within)
     _api.require_torch("profile")
-    return measured(given, _warn, progress=_watched(progress, within))
+    backends_asked(given)
+    made = measured(given, _warn, progress=watched)
+    return backends_measured(given, made, _warn, keep=lambda so_far: None, progress=watched)
+
+
+@_public
+def choose_kernels(
+    profile: Profile | Path, *, microbatch_size: int | None = None, time_limit: Duration = "30s"
+) -> KernelChoice:
+    """Choose which kernel backend runs each block of a profile. Nothing is run.
+
+    Args:
+        profile: the profile, or the path of its file, with what backends take: ``profile(..., backends="inductor")``.
+        microbatch_size: samples that the times are of; by default the largest at which every block can run.
+        time_limit: for the proof that no cover is cheaper.
+
+    Returns:
+        ``.cover`` has the groups with their backends, ``.single`` what the whole model takes by each backend, and
+        ``.figures()`` all of it as ``pipeplan kernels --json`` prints it.
+
+    Raises:
+        FileError: the file cannot be read.
+        InfeasibleError: no groups that were measured have every block once.
+        UsageError: the profile has no rows of this size.
+
+    Example:
+        >>> pipeplan.choose_kernels("profile.json").single
+        {'eager': 2400000, 'inductor': 1900000}
+    """
+    given = _asked("kernels", locals()).params
+    known = given["profile_path"]
+    known = _api.read_profile(known) if isinstance(known, str) else known
+    return _api.choose_kernels(known, given["microbatch_size"], given["time_limit"] / 1e9)
 
 
 @_public
@@ -904,7 +944,7 @@ def estimate(
     batch: Counts = 1,
     weights: Literal["int8", "int4", "fp8"] | None = None,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
-    load_factor: float = 1.0,
+    load_factor: float | Path = 1.0,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -928,7 +968,8 @@ def estimate(
         etp: numbers of these devices that split each expert; 1 holds whole ones. :func:`search` chooses among several.
         weights: of inference, the format of the layers' weights; by default ``dtype``.
         kv_cache_dtype: of inference, the format of the cache; ``"auto"`` is ``dtype``.
-        load_factor: load of the busiest of these devices, as a multiple of the average.
+        load_factor: load of the busiest of these devices, as a multiple of the average; or the path of what a run
+            has measured, as ``pipeplan run --json`` prints it.
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: number formats of weights, gradients and state; by default ``"bf16-mixed"`` for bfloat16,
             ``"fp16-mixed"`` for float16.

@@ -949,6 +949,15 @@ def test_every_strategy_has_a_first_plan_that_is_short(strategy: str, shards: in
     assert check(made.plan, profile).valid
 
 
+def test_virtual_stages_have_a_first_plan() -> None:
+    """No strategy is asked for by name, and those of one stage per device, which come first, are out."""
+    asked = Request.of(split(80), cluster=cluster(64, 10**8), mini_batch=512, chunks=2, time_limit=1000.0)
+    made = first_of(asked).made
+    assert made is not None
+    assert made.plan.placement == "circular"
+    assert len(made.plan.stages) == 2 * len({stage.devices for stage in made.plan.stages})
+
+
 def test_a_schedule_that_would_be_too_long_does_not_rule_out_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing of GPipe repeats one run is found to be too long to be written: of such no other is tried."""
     monkeypatch.setattr(planning_steps, "MAX_WRITTEN", 1_000)

@@ -17,10 +17,11 @@ ALLOWED = {
     "training": {"profiling", "executor", "models", "launch", "parallel"},
     "emulation": {"executor", "launch"},
     "executor": {"models", "launch", "parallel"},
-    "profiling": {"models", "launch", "parallel"},
+    "profiling": {"models", "launch", "parallel", "backends"},
     "models": {"launch", "parallel"},
     "launch": {"parallel"},
     "parallel": set[str](),
+    "backends": set[str](),
 }
 """What a room may import of the others."""
 

@@ -643,11 +643,14 @@ def given_rules(given: Any) -> Rules | None:
 
 
 def given_file(kind: Literal["profile", "cluster", "plan"], given: Any) -> Any:
-    """A file that is named by its path, or that Python has already; None where there is none. Raises UsageError."""
+    """A file that is named by its path, or that Python has already; None where there is none. Raises UsageError.
+
+    Of a profile with rows of kernel backends those of eager torch, of which plans are made.
+    """
     if isinstance(given, str):
-        return getattr(_api, f"read_{kind}")(given)
+        given = getattr(_api, f"read_{kind}")(given)
     if given is None or isinstance(given, getattr(_api, kind.capitalize())):
-        return given
+        return given.of_eager if kind == "profile" and given is not None else given
     raise UsageError(f"{kind} is a {kind.capitalize()} or the path of its file, not of type {type(given).__name__}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, cached_property
 from operator import attrgetter
@@ -9,12 +10,13 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from pipeplan.errors import UsageError
 from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version, said_only
 from pipeplan.files.placement import Placement
 from pipeplan.files.recipe import CUSTOM, Recipe
 from pipeplan.graphs import topological_order
 from pipeplan.units import MAX_BYTES, bytes_of, ns_of
-from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
+from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds, Text
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS
 
 TokensPerSample = Annotated[
@@ -30,6 +32,8 @@ FlopsPerSample = Annotated[
 TRAINING: Final = "training"
 INFERENCE: Final = "inference"
 Mode = Literal["training", "inference"]
+EAGER: Final = "eager"
+"""The backend of every row that names none: torch as it runs operator by operator."""
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
 
 
@@ -71,9 +75,12 @@ class CostRow(FileModel):
     A block with attention may say what it comes to where backward computes the attention core again (scores, softmax
     and their mixture; Korthikanti et al. 2022, section 5): B or I takes ``selective_ns`` longer, and
     ``selective_activation_bytes`` are held instead of ``activation_bytes``.
+
+    With a ``backend`` other than eager torch it is what the block takes where that runs it. Plans are made of eager's.
     """
 
     microbatch_size: Annotated[Count, Field(description="samples in the micro-batch")]
+    backend: Annotated[Name, said_only(EAGER, "what runs it: eager torch, or a kernel backend")] = EAGER
     shards: Annotated[Count, Field(description="devices that split the block")] = 1
     context: Annotated[
         Count,
@@ -112,6 +119,9 @@ class CostRow(FileModel):
         RingCosts | None,
         said_only(None, "more or less than that where keys and values go around a ring; only with context"),
     ] = None
+    compile_ns: Annotated[
+        Nanoseconds, said_only(0, "what a kernel backend took to build it, once, before it ran; in no other time")
+    ] = 0
     repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[
         dict[
@@ -181,10 +191,10 @@ class CostRow(FileModel):
         return halves if self.backward_ns is None else self.backward_ns
 
     @property
-    def key(self) -> tuple[int, int, int, int, int, str | None, bool]:
-        """What the row is for: micro-batch size, shards, context, expert and its shards, configuration, recompute."""
+    def key(self) -> tuple[int, int, int, int, int, str | None, bool, str]:
+        """What the row is for: micro-batch size, shards, context, expert and its shards, and so on to the backend."""
         split = self.shards, self.context, self.expert, self.expert_shards
-        return (self.microbatch_size, *split, self.configuration, self.recompute)
+        return (self.microbatch_size, *split, self.configuration, self.recompute, self.backend)
 
 
 Parameters = Annotated[int, Field(ge=0, le=MAX_BYTES)]
@@ -331,8 +341,8 @@ class Block(Parts):
         Of these devices ``expert_shards`` split each expert. A block that has no experts costs the same however many
         share those of others.
         """
-        own = context, *((expert, expert_shards) if self.expert_parameters else (1, 1))
-        return [row for row in self.costs if (row.context, row.expert, row.expert_shards) == own]
+        own = context, *((expert, expert_shards) if self.expert_parameters else (1, 1)), EAGER
+        return [row for row in self.costs if (row.context, row.expert, row.expert_shards, row.backend) == own]
 
     @classmethod
     def of(
@@ -405,6 +415,7 @@ class Block(Parts):
                     f"{f'expert {row.expert}, ' if row.expert > 1 else ''}"
                     f"{f'expert_shards {row.expert_shards}, ' if row.expert_shards > 1 else ''}"
                     f"recompute {row.recompute}"
+                    f"{f', backend {row.backend}' if row.backend != EAGER else ''}"
                 )
             seen[row.key] = index
             if row.expert > 1 and not self.expert_parameters:
@@ -462,6 +473,22 @@ class TiedParameter(Parts):
     def frozen_parameters(self) -> int:
         """None: see above."""
         return 0
+
+
+class BackendFusion(FileModel):
+    """Blocks that a kernel backend runs at once, and what that takes: a row for each backend and micro-batch size."""
+
+    blocks: Annotated[Items[Name], Field(min_length=2, description="in the order in which they run")]
+    costs: Annotated[Items[CostRow], Field(min_length=1)]
+
+
+class BackendRefusal(FileModel):
+    """Blocks that a kernel backend does not run, or runs wrongly, at a micro-batch size; and why."""
+
+    blocks: Annotated[Items[Name], Field(min_length=1)]
+    backend: Name
+    microbatch_size: Count
+    reason: Text
 
 
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -546,6 +573,15 @@ class Profile(File):
         Items[Annotated[Items[Name], Field(min_length=2)]],
         said_only((), "groups of blocks that no stage has without the rest of their group"),
     ] = ()
+    fusions: Annotated[
+        Items[BackendFusion], said_only((), "groups of blocks that kernel backends run at once, with their costs")
+    ] = ()
+    backend_change_ns: Annotated[
+        Nanoseconds, said_only(0, "what it takes to hand a result to a block that another kernel backend runs")
+    ] = 0
+    refusals: Annotated[
+        Items[BackendRefusal], said_only((), "what kernel backends do not run, or ran wrongly, when it was measured")
+    ] = ()
     _of_kinds: dict[str, Profile] = PrivateAttr(default_factory=dict)
     _rings: frozenset[tuple[int, int]] = PrivateAttr(default_factory=frozenset)
 
@@ -578,6 +614,7 @@ class Profile(File):
         self._require_counts()
         self._require_tied(ids)
         self._require_groups(ids)
+        self._require_fusions(ids)
         order = self.topological_order()
         if self.placement is not None:
             self.check_placement(self.placement, order)
@@ -639,6 +676,23 @@ class Profile(File):
                 if id_ in group_of:
                     raise ValueError(f"keep_together[{index}] names {id_!r}, which keep_together[{group_of[id_]}] has")
                 group_of[id_] = index
+
+    def _require_fusions(self, place_of: Mapping[str, int]) -> None:
+        """Groups that backends run, or refuse, are of blocks that are there; their rows are of the profile's mode."""
+        named = [(f"fusions[{index}]", each.blocks) for index, each in enumerate(self.fusions)]
+        named += [(f"refusals[{index}]", each.blocks) for index, each in enumerate(self.refusals)]
+        for place, blocks in named:
+            if unknown := next((id_ for id_ in blocks if id_ not in place_of), None):
+                raise ValueError(f"{place} names {unknown!r}, which is not a block")
+        seen: dict[Hashable, str] = {}
+        for index, fusion in enumerate(self.fusions):
+            for number, row in enumerate(fusion.costs):
+                place = f"fusions[{index}].costs[{number}]"
+                if self.is_inference == row.has_backward:
+                    raise ValueError(f"{place}: a row of the mode {self.mode!r} has {'no ' * row.has_backward}backward")
+                case = frozenset(fusion.blocks), row.key
+                if seen.setdefault(case, place) != place:
+                    raise ValueError(f"{place} is for the same case as {seen[case]}")
 
     def _require_tied(self, place_of: dict[str, int]) -> None:
         """Tied parameters name blocks, each once, that count as much; ``place_of`` are the blocks by id."""
@@ -713,6 +767,36 @@ class Profile(File):
         recipe = Recipe(name=recipe) if isinstance(recipe, str) else recipe
         how: dict[str, Any] = {"mode": mode, "recipe": recipe, "placement": placement}
         return cls(name=name, source=source, blocks=known, edges=made, **how)
+
+    @property
+    def of_eager(self) -> Profile:
+        """What plans are made of: rows of eager torch alone. It is the same file, as its fingerprint says.
+
+        Raises:
+            UsageError: a block has no such row.
+        """
+        rows_are_eager = all(row.backend == EAGER for block in self.blocks for row in block.costs)
+        if rows_are_eager and not self.fusions and not self.refusals:
+            return self
+        blocks = []
+        for block in self.blocks:
+            rows = tuple(row for row in block.costs if row.backend == EAGER)
+            if not rows:
+                raise UsageError(
+                    f"block {block.id!r} has no row of eager torch, of which plans are made; profile it again, or add "
+                    "one"
+                )
+            blocks.append(block.model_copy(update={"costs": rows}))
+        plain = self.model_copy(update={"blocks": tuple(blocks), "fusions": (), "refusals": (), "backend_change_ns": 0})
+        return plain.with_kinds(self.of_kinds).read_as(self.fingerprint)
+
+    @property
+    def groups_by_backend(self) -> dict[str, int]:
+        """{kernel backend: how many blocks and groups of blocks it has times for}, but for eager torch."""
+        of_blocks = [{row.backend for row in block.costs} for block in self.blocks]
+        found = Counter(name for names in of_blocks for name in names if name != EAGER)
+        found.update(name for fusion in self.fusions for name in {row.backend for row in fusion.costs})
+        return dict(sorted(found.items()))
 
     @property
     def of_kinds(self) -> Mapping[str, Profile]:

@@ -501,7 +501,7 @@ def _plain(request: Request) -> Iterator[Choice]:
                 yield each.choice
     elif name != "auto" or request.placement not in ("auto", "one-to-one"):
         groups = [list(alike) for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas)]
-        if is_large(request):
+        if is_large(request) and request.placement != SUBMODULES:
             groups.sort(key=lambda alike: min(_written(request, each) for each in alike))
         for alike in groups:
             yield from _best_size_first(request, alike)
@@ -518,9 +518,13 @@ def _plain(request: Request) -> Iterator[Choice]:
 
 
 def _is_first(request: Request, choice: Choice) -> bool:
-    """Whether a row is one to begin with: that of 1F1B, or what is usual for another strategy that is asked for."""
-    named = request.placement != "auto" and choice.usual is not None and choice.usual.strategy != USUAL[0].strategy
-    return named or choice.usual == USUAL[0]
+    """Whether a row is one to begin with: that of 1F1B, or what is usual for another strategy that is asked for.
+
+    By its name, or by how many stages devices have.
+    """
+    asked = request.placement != "auto" or request.chunks not in (None, 1)
+    other = choice.usual is not None and choice.usual.strategy != USUAL[0].strategy
+    return (asked and other) or choice.usual == USUAL[0]
 
 
 def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[BoundedChoice]:
@@ -554,7 +558,12 @@ def _positions(request: Request, choice: Choice) -> int:
 
 
 def num_actions(request: Request, choice: Choice) -> int:
-    """So many at least has a run of it in which nothing repeats: forwards and backwards of every stage."""
+    """So many at least has a run of it in which nothing repeats: forwards and backwards of every stage.
+
+    None are known of submodules, whose stages rules make.
+    """
+    if choice.strategy == SUBMODULES:
+        return 0
     routes = 1 + STRATEGIES[choice.strategy].two_ways
     stages = _positions(request, choice) * choice.per_position * routes
     return (1 if request.profile.is_inference else 2) * stages * choice.batch.num_microbatches // routes
@@ -682,8 +691,9 @@ def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bo
 
 
 def _by_name(request: Request) -> list[str]:
-    """Those for which the schedule is that is asked for, or else all."""
-    every = list(_strategies(request))
+    """Those for which the schedule is that is asked for, or else all; where devices have several stages that may."""
+    several = request.chunks not in (None, 1)
+    every = [each for each in _strategies(request) if STRATEGIES[each].chunked or not several]
     known = CLASSIC.get(request.scheduler)
     return [each for each in every if known is not None and each in known.strategies] or every
 

@@ -28,7 +28,11 @@ CACHE_BY_QUERIES = "cacheq"
 """The same where queries alone are gathered, and a new key and value is sent to the device that keeps it."""
 
 EXPERTS = "experts"
-"""The axis along which devices share requests, and have some of the experts each; all else of the block is whole."""
+"""The axis along which devices share requests, and have some of the experts each; all else of the block is whole. In
+training it is no axis of a mesh, but of neighbouring devices of a stage."""
+
+EXPERT_PARTS = "expertparts"
+"""Along which neighbours among these split the same experts."""
 
 COPIES = "copies"
 """The axis along which all devices do the same."""

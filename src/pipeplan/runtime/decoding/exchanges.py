@@ -119,3 +119,10 @@ class CountedCollectives:
         """A piece for each device."""
         self.sent.note("exchanges", sum(each.nbytes for each in pieces[1:]))
         return self.group.exchange(pieces)
+
+    def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
+        """Rows for each device, of as many as each wants."""
+        before = self.group.routed.copy()
+        found = self.group.route(rows, give, get)
+        self.sent.note("exchanges", sum(width * count for width, count in (self.group.routed - before).items()))
+        return found
