@@ -62,8 +62,8 @@ def plan_file(devices: int, folder: Path) -> Path:
     )
     found = first_look(workload, names=("1f1b",))
     assert found is not None
-    how = {"recipe": profile.recipe, "modules": profile.modules}
-    plan = assemble(found.graph, found.orders, found.bound_ns, Fraction(0), "1f1b", loop=found.loop, **how)
+    proved = found.bound_ns, Fraction(0)
+    plan = assemble(found.graph, found.orders, *proved, "1f1b", loop=found.loop, recipe=profile.recipe)
     path = folder / f"{devices}.json"
     pipeplan.write(folded_plan(plan), path)
     return path
@@ -84,7 +84,7 @@ def rank(path: str) -> None:
     imported = time.process_time()
     plan, model = read_plan(path), load_model(MODEL)
     own = plan.num_devices - 1
-    dist.init_process_group("fake", store=FakeStore(), rank=own, world_size=plan.num_devices)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=own, world_size=plan.num_devices)
     tied = [{block for block, _ in group} for group in model.tied]
     blocks = [block.id for block in model.blocks]
     program = program_of(plan, own, blocks, model.edges, model.name, model.divides_shards, tied)
