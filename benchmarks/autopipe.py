@@ -41,10 +41,12 @@ from tables import machine, markdown, note
 
 from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError
-from pipeplan.partition.baselines import dapple, num_to_split, piper, sliced
+from pipeplan.partition.baselines import num_to_split, sliced
 from pipeplan.partition.chain.autopipe import Cuts, Step, plan_chain, timeline
 from pipeplan.partition.chain.autopipe import autopipe as plan_depths
 from pipeplan.partition.chain.costs import ChainCosts
+from pipeplan.partition.dapple import dapple
+from pipeplan.partition.piper import piper
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way
 from pipeplan.workload.kinds import OPTIMIZER, MemoryBytes
 

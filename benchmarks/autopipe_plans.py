@@ -25,10 +25,11 @@ from pipeplan.costs.operators import Operator, attention_core, cost_row
 from pipeplan.examples import model
 from pipeplan.examples.layout import WIDTH
 from pipeplan.files import Block, Cluster, Profile
-from pipeplan.partition.baselines import dapple, latency, piper
 from pipeplan.partition.chain.autopipe import Cuts, Step, plan_chain
 from pipeplan.partition.chain.autopipe import autopipe as plan_depths
 from pipeplan.partition.chain.costs import ChainCosts, StageTimes
+from pipeplan.partition.dapple import dapple, latency
+from pipeplan.partition.piper import piper
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, Way, together
 
 __all__ = [

@@ -21,15 +21,15 @@ from typing import Any
 from tables import machine, markdown
 
 MODEL = (
-    "LlamaConfig(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, "
-    "num_key_value_heads=4, vocab_size=4000, max_position_embeddings=1024)"
+    "LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=6, num_attention_heads=16, "
+    "num_key_value_heads=8, vocab_size=4000, max_position_embeddings=2048)"
 )
 LARGE = (
     "LlamaConfig(hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, "
     "vocab_size=32000, max_position_embeddings=131072)"
 )
 KINDS = ("dp", "tp", "cp", "cp-q")
-BATCH, CONTEXT, NEW = 8, 512, 32
+BATCH, CONTEXT, NEW = 8, 1024, 48
 
 
 def pipeplan(*arguments: object) -> str:
@@ -38,12 +38,13 @@ def pipeplan(*arguments: object) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """The links of two processes here, over which split blocks of the small model sum, and profiles of both models."""
+    """The links of two processes here, and profiles of both models: of the small one by two processes at once, as it
+    runs, whose cores share the memory that weights and caches are read from."""
     made = {
         "links.json": ("profile", "--communication", "--processes", 2, "--max-bytes", "1MiB"),
         "small.json": (
-            *("profile", MODEL, *of_contexts("1,4,8", "64,256,512"), "--shards", "1,2", "--threads", 1),
-            *("--cluster", folder / "links.json"),
+            *("profile", MODEL, *of_contexts("4,8", "512,1k"), "--shards", "1,2", "--dcp", "2", "--threads", 1),
+            *("--processes", 2, "--repeats", 7, "--warmup", 1, "--cluster", folder / "links.json"),
         ),
         "large.json": (
             *("profile", LARGE, *of_contexts("1,8,32", "1k,32k"), "--shards", "1,2,4"),

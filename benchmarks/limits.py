@@ -170,6 +170,21 @@ def _forward(row: CostRow) -> CostRow:
     )
 
 
+def halves(profile: Profile) -> Profile:
+    """The same with backwards that may run in two halves, as long as each other."""
+    blocks = (
+        block.model_copy(update={"costs": tuple(row.model_copy(update=_halves(row)) for row in block.costs)})
+        for block in profile.blocks
+    )
+    return profile.model_copy(update={"blocks": tuple(blocks)})
+
+
+def _halves(row: CostRow) -> dict[str, int]:
+    assert row.backward_ns is not None
+    half = row.backward_ns // 2
+    return {"input_grad_ns": row.backward_ns - half, "weight_grad_ns": half}
+
+
 def apart(profile: Profile) -> Profile:
     """The same with blocks of which no two are alike: each has a dimension that nothing depends on."""
     blocks = (block.model_copy(update={"dimensions": {"mark": n}}) for n, block in enumerate(profile.blocks, 1))
@@ -206,6 +221,9 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
     "parts10000": lambda: chain(10_000, (1, 2), (1, 2, 4)),
     "layers10000": lambda: layers(chain(10_000, (1, 2, 4, 8))),
     "forwards10000": lambda: forwards(chain(10_000, (1, 2, 4, 8))),
+    "halves10000": lambda: halves(chain(10_000, (1, 2, 4, 8))),
+    "served10000": lambda: layers(forwards(chain(10_000, (1, 2, 4, 8)))),
+    "split80": lambda: chain(80, (1, 2, 4)),
     "split6": lambda: chain(6, (1, 2, 4)),
     "nodes": lambda: cluster(64, 80 * 10**9),
     "large": lambda: cluster(1_024, 80 * 10**9),
@@ -262,8 +280,42 @@ ROWS = (
     Row("the same, no two blocks alike", "search apart10000.json --cluster large.json", 30),
     Row("the same chain, `--scheduler 1f1b`", "search split10000.json --cluster large.json --scheduler 1f1b", 30),
     Row("the same chain, `--scheduler gpipe`", "search split10000.json --cluster large.json --scheduler gpipe", 30),
+    *(
+        Row(f"the same chain, `{flags}`", f"search split10000.json --cluster large.json {flags}", 30)
+        for flags in (
+            "--placement v-shape",
+            "--placement circular",
+            "--placement bidirectional",
+            "--vp 2",
+            "--scheduler interleaved-1f1b",
+        )
+    ),
+    *(
+        Row(
+            f"the same chain, backwards in halves, `--scheduler {name}`",
+            f"search halves10000.json --cluster large.json --scheduler {name}",
+            30,
+        )
+        for name in ("zb-h1", "zb-v")
+    ),
+    Row(
+        "chain of 80 blocks on 1 to 4 devices each, 64 devices in nodes, 8,192 samples, `--scheduler gpipe`",
+        "search split80.json --cluster nodes.json --mini-batch 8192 --scheduler gpipe",
+        10,
+        quick=True,
+    ),
     Row(
         "the same chain in layers, `--for megatron`", "search layers10000.json --cluster large.json --for megatron", 60
+    ),
+    Row(
+        "the same chain in layers, `--for torchtitan`",
+        "search layers10000.json --cluster large.json --for torchtitan",
+        60,
+    ),
+    Row(
+        "the same chain in layers, of inference, `--for vllm`",
+        "search served10000.json --cluster large.json --for vllm",
+        30,
     ),
     Row(
         "the same chain in layers, `--keep-together 2`",

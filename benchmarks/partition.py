@@ -41,8 +41,9 @@ from pipeplan.examples import model
 from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.models import family_of
 from pipeplan.files import Cluster, Edge, PlacedStage, Placement, Profile, Source
-from pipeplan.partition.baselines import pipedream, piper
 from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.pipedream import pipedream
+from pipeplan.partition.piper import piper
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way, together
 from pipeplan.partition.series_parallel import Part, decompose
 from pipeplan.schedule.stage_graph import kfkb_orders
@@ -139,7 +140,8 @@ def read(found: Partition, size: int = 0) -> Stages:
 
 
 def by_pipedream(problem: PartitionProblem, size: int) -> Stages:
-    return read(next(pipedream(problem)), size)
+    """Of its stages those that suit synchronous training, as ours do: sums follow compute."""
+    return read(next(pipedream(problem, beside=False)), size)
 
 
 def by_piper(problem: PartitionProblem, size: int, max_downsets: int = 1 << 40) -> Stages:

@@ -18,7 +18,7 @@ micro-batch of the paper. What it does not say is read so, for all sides:
 ``--stages`` are those that the paper's own program (algo.cpp of that repository) found for the same devices, as its
 ``Result`` is written in JSON, one on each line: here they have our messages and sums, and the best schedule that is
 found, since 1F1B holds more micro-batches before replicas than the paper counts. "Piper's stages" are those of our
-planner of that name, which splits no layer, with 1F1B. Iterations are simulated.
+planner of that name with 1F1B. Iterations are simulated.
 """
 
 from __future__ import annotations

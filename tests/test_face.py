@@ -99,6 +99,7 @@ FUNCTIONS = {
     "import": ("import_plan",),
     "profile": ("profile", "estimate", "inspect", "measure_links", "add_links"),
     "run": ("run",),
+    "kernels": ("choose_kernels",),
     "example": ("example", "example_cluster"),
 }
 """Verb -> the functions that do the same, between them."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pipeplan.interop.imports import read_source as read_source
     from pipeplan.interop.settings import trainer_settings as trainer_settings
     from pipeplan.interop.torch_schedule import MODULES_ENDING as MODULES_ENDING
+    from pipeplan.kernels.backend import Backend
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
@@ -53,6 +54,8 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier import frontier_notes as frontier_notes
     from pipeplan.planning.frontier import frontier_request as frontier_request
     from pipeplan.planning.frontier_file import read_frontier as read_frontier
+    from pipeplan.planning.kernel_choice import KernelChoice as KernelChoice
+    from pipeplan.planning.kernel_profile import BackendsAsked as BackendsAsked
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
     from pipeplan.planning.request import input_notes as input_notes
@@ -112,6 +115,8 @@ _PARTS = {
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.restrictions": ("search_targets",),
     "pipeplan.planning.decoding": ("ServingAsked",),
+    "pipeplan.planning.kernel_choice": ("KernelChoice",),
+    "pipeplan.planning.kernel_profile": ("BackendsAsked",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),
     "pipeplan.runtime.decoding.options": ("DecodeOptions", "DecodeOutcome", "read_prompts", "tokenizer_of"),
@@ -296,6 +301,13 @@ def measured_run(simulation: Simulation, paths: Sequence[str]) -> tuple[Simulati
     return replace(simulation, measured=measured), run
 
 
+def read_load_factor(path: str) -> float:
+    """Of devices that share experts, the load of the busiest over the average, as a run has measured it."""
+    from pipeplan.files.run_logs import read_load_factor as read
+
+    return read(path)
+
+
 def report(
     plans: Sequence[Plan], measured: Sequence[str] = (), frontier: FrontierResult | None = None, command: str = ""
 ) -> PlanReport:
@@ -409,17 +421,105 @@ def profile_inference(
     contexts: Sequence[int] = (),
     *,
     shards: Sequence[int] = (1,),
+    dcp: Sequence[int] = (1,),
     dtype: str | None = None,
     threads: int | None = None,
+    processes: int | None = None,
+    named: tuple[str, dict[str, Any]] | None = None,
+    cluster: Cluster | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
     **how: Any,
 ) -> Profile:
-    """Measure forwards: :func:`pipeplan.runtime.profiling.inference.measure_inference`, also for errors."""
-    from pipeplan.runtime.profiling.build_profile import dtype_of, on_threads
-    from pipeplan.runtime.profiling.inference import InferenceRequest, measure_inference
+    """Measure forwards: :func:`pipeplan.runtime.profiling.inference.measure_inference`, also for errors; with ``dcp``
+    also steps whose caches lie in pieces, and with ``processes`` in so many at once, which load the model as ``named``.
+    """
+    from pipeplan.runtime.decoding.piece_rows import MeasuredForwards, measure_at_once
+    from pipeplan.runtime.profiling.build_profile import on_threads
+    from pipeplan.runtime.profiling.inference import InferenceRequest
 
     asked = InferenceRequest(tuple(batches), tuple(contexts), tuple(shards))
+    asked.decoder_of(model)
+    forwards = MeasuredForwards(asked, tuple(dcp), dtype=dtype or "float32", **how)
+    if processes is not None and named is not None:
+        return measure_at_once(processes, forwards, *named, cluster, threads=threads, progress=progress)
     with on_threads(threads):
-        return measure_inference(model, asked, dtype=dtype_of(dtype or "float32"), **how)
+        return forwards.profile(model, cluster, progress)
+
+
+def profile_backends(
+    model: Model,
+    profile: Profile,
+    sizes: Sequence[int],
+    asked: BackendsAsked,
+    *,
+    threads: int | None = None,
+    device: str = "cpu",
+    tell: Callable[[str], None],
+    **how: Any,
+) -> Profile:
+    """A profile with what kernel backends take: :func:`pipeplan.planning.kernel_profile.with_backends`.
+
+    Raises:
+        UsageError: a backend is not known, or a module of a user has none.
+    """
+    from pipeplan.planning.kernel_profile import with_backends
+    from pipeplan.runtime.profiling.build_profile import on_threads
+
+    backends = asked.usable(device, tell, training=not profile.is_inference)
+    kept = {name: how.pop(name) for name in ("keep", "progress")}
+    with on_threads(threads):
+        benches = _group_benches(model, profile, {each.name: each for each in backends}, device, **how)
+        blocks, versions = benches.described(min(sizes)), benches.versions
+        return with_backends(profile, blocks, sizes, backends, benches.measure, asked, versions, tell=tell, **kept)
+
+
+def _group_benches(model: Model, profile: Profile, backends: Mapping[str, Backend], device: str, **how: Any) -> Any:
+    """What measures groups of a model by backends, in the profile's number format."""
+    from pipeplan.runtime.backends.building import GroupBuilder
+    from pipeplan.runtime.profiling.build_profile import dtype_of
+    from pipeplan.runtime.profiling.groups import GroupBenches
+
+    dtype, training = dtype_of(profile.source.dtype), not profile.is_inference
+    builders = {name: GroupBuilder.of(name, each.module) for name, each in backends.items()}
+    tolerances = {name: each.tolerance for name, each in backends.items()}
+    measured: dict[str, Any] = {"dtype": dtype, "device": device, "training": training, **how}
+    return GroupBenches(model, builders=builders, tolerances=tolerances, **measured)
+
+
+def goes_on(profile: Profile, model: Model, sizes: Sequence[int], *, threads: int | None, **how: Any) -> str:
+    """Why a profile is not the same model measured here, so that it does not go on; empty where it is.
+
+    See :func:`pipeplan.runtime.profiling.groups.difference`.
+    """
+    from pipeplan.runtime.profiling.build_profile import dtype_of, on_threads
+    from pipeplan.runtime.profiling.groups import difference
+
+    dtype = dtype_of(how.pop("dtype") or "float32")
+    with on_threads(threads):
+        return difference(profile, model, sizes, dtype, **how)
+
+
+def pending_group(path: str) -> str | None:
+    """The group that a profile in the making says was being built or run; None where there is none, or no profile."""
+    from pipeplan.errors import FileError
+    from pipeplan.files import read_profile, write_file
+    from pipeplan.kernels.measuring import settled_pending
+
+    try:
+        label, settled = settled_pending(read_profile(path))
+    except FileError:
+        return None
+    if label is not None:
+        write_file(settled, path)
+    return label
+
+
+def choose_kernels(profile: Profile, microbatch_size: int | None = None, seconds: float = 30.0) -> KernelChoice:
+    """Which backend runs each block: :func:`pipeplan.planning.kernel_choice.choose_kernels`, also for errors."""
+    from pipeplan.planning.kernel_choice import choose_kernels
+    from pipeplan.schedule.cpsat.solver import Budget
+
+    return choose_kernels(profile, microbatch_size, Budget(seconds))
 
 
 def estimate_inference(

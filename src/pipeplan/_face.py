@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         Export,
         FrontierResult,
         Inspection,
+        KernelChoice,
         Limit,
         LinkPoint,
         LinkResult,
@@ -213,6 +214,7 @@ def search(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    cp_exchange: Literal["auto", "gathered", "ring"] = "auto",
     ep: int | Literal["auto"] = "auto",
     etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
@@ -276,6 +278,8 @@ def search(
             searched.
         cp: context-parallel size: how many devices share each sequence. The profile must have costs for it. By
             default searched if it has any.
+        cp_exchange: how these have keys and values of all: ``"gathered"`` before attention, or around a ``"ring"``
+            beside it; by default as is quicker by the profile's costs.
         ep: expert-parallel size: how many devices of a stage share experts, of ``tp`` x ``cp`` x ``replicas``, which it
             divides. The profile must have costs for it. By default searched if it has any.
         etp: expert-tensor-parallel size: how many of the ``ep`` devices split each expert. The profile must have costs
@@ -394,6 +398,7 @@ def tune(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    cp_exchange: Literal["auto", "gathered", "ring"] = "auto",
     ep: int | Literal["auto"] = "auto",
     etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
@@ -464,6 +469,7 @@ def compare(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    cp_exchange: Literal["auto", "gathered", "ring"] = "auto",
     ep: int | Literal["auto"] = "auto",
     etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
@@ -532,6 +538,7 @@ def frontier(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    cp_exchange: Literal["auto", "gathered", "ring"] = "auto",
     ep: int | Literal["auto"] = "auto",
     etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
@@ -565,7 +572,8 @@ def frontier(
         mini_batch: samples per iteration, on any number of devices.
         zero: with ``plans``: sharded state, as in :func:`search`; by default none.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
-        chunks, replicas, tp, cp, ep, etp, pp, recompute: with ``plans``: as in :func:`search`; by default searched.
+        chunks, replicas, tp, cp, cp_exchange, ep, etp, pp, recompute: with ``plans``: as in :func:`search`; by default
+            searched.
         split_level: what is split as a unit: whole blocks, the way plans run them, or each operator.
         device: preset to estimate split times for, as ``"a100-80gb"``; by default the profile's.
         data_parallel_loading: inputs arrive already split by samples over all devices.
@@ -810,6 +818,7 @@ def profile(
     inference: bool = False,
     batch: Counts = 1,
     context: Counts = 1,
+    dcp: Counts = 1,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -817,10 +826,14 @@ def profile(
     optimizer: Optimizer | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     threads: int | None = None,
+    processes: int | None = None,
     repeats: int = 10,
     warmup: int = 3,
     seed: int = 0,
     cluster: Cluster | Path | None = None,
+    backends: str | None = None,
+    backend_rules: str | Sequence[str] = (),
+    measure_limit: Duration | None = None,
     progress: RunProgress | None = None,
     within: Limit | None = None,
 ) -> Profile:
@@ -843,6 +856,8 @@ def profile(
         batch: of inference, requests at once, as ``microbatch`` is of training.
         context: numbers of devices that share each sequence; whole sequences are always included. Of inference tokens
             of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
+        dcp: of inference, numbers of devices that share caches along their tokens, whose decode steps are measured as
+            runs make them.
         recompute: include costs with activation checkpointing.
         dtype: number format; by default that of ``precision``, else float32.
         precision: number formats of weights, gradients and state; by default those of a plain loop in ``dtype``.
@@ -850,10 +865,15 @@ def profile(
         optimizer: the optimizer whose state takes memory; by default AdamW.
         device: where to measure.
         threads: threads of CPU operators; by default torch's choice.
+        processes: of inference, how many started here measure at once, as a run's do; the model is given by its name.
         repeats: timed runs of each block and size.
         warmup: untimed runs before them.
         seed: random seed of parameters and samples.
         cluster: the cluster whose links time the collectives of split blocks.
+        backends: kernel backends to measure beside eager torch, as ``"inductor,onednn-off"``, for
+            :func:`choose_kernels`.
+        backend_rules: modules with backends of your own, to name in ``backends``.
+        measure_limit: of backends; when it is over no other group is begun.
         progress: called before every run with the runs done, all runs, and what runs now.
         within: a limit; when it ends or is interrupted, measuring ends with ExecutionError.
 
@@ -868,11 +888,43 @@ def profile(
     Example:
         >>> measured = pipeplan.profile("gpt2-tiny", microbatch=1, repeats=3)
     """
-    from pipeplan.cli.profile_verb import measured
+    from pipeplan.cli.profile_verb import backends_asked, backends_measured, measured
 
-    given = _asked("profile", locals()).params
+    given, watched = _asked("profile", locals()).params, _watched(progress, within)
     _api.require_torch("profile")
-    return measured(given, _warn, progress=_watched(progress, within))
+    backends_asked(given)
+    made = measured(given, _warn, progress=watched)
+    return backends_measured(given, made, _warn, keep=lambda so_far: None, progress=watched)
+
+
+@_public
+def choose_kernels(
+    profile: Profile | Path, *, microbatch_size: int | None = None, time_limit: Duration = "30s"
+) -> KernelChoice:
+    """Choose which kernel backend runs each block of a profile. Nothing is run.
+
+    Args:
+        profile: the profile, or the path of its file, with what backends take: ``profile(..., backends="inductor")``.
+        microbatch_size: samples that the times are of; by default the largest at which every block can run.
+        time_limit: for the proof that no cover is cheaper.
+
+    Returns:
+        ``.cover`` has the groups with their backends, ``.single`` what the whole model takes by each backend, and
+        ``.figures()`` all of it as ``pipeplan kernels --json`` prints it.
+
+    Raises:
+        FileError: the file cannot be read.
+        InfeasibleError: no groups that were measured have every block once.
+        UsageError: the profile has no rows of this size.
+
+    Example:
+        >>> pipeplan.choose_kernels("profile.json").single
+        {'eager': 2400000, 'inductor': 1900000}
+    """
+    given = _asked("kernels", locals()).params
+    known = given["profile_path"]
+    known = _api.read_profile(known) if isinstance(known, str) else known
+    return _api.choose_kernels(known, given["microbatch_size"], given["time_limit"] / 1e9)
 
 
 @_public
@@ -892,7 +944,7 @@ def estimate(
     batch: Counts = 1,
     weights: Literal["int8", "int4", "fp8"] | None = None,
     kv_cache_dtype: Literal["auto", "fp8"] = "auto",
-    load_factor: float = 1.0,
+    load_factor: float | Path = 1.0,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -916,7 +968,8 @@ def estimate(
         etp: numbers of these devices that split each expert; 1 holds whole ones. :func:`search` chooses among several.
         weights: of inference, the format of the layers' weights; by default ``dtype``.
         kv_cache_dtype: of inference, the format of the cache; ``"auto"`` is ``dtype``.
-        load_factor: load of the busiest of these devices, as a multiple of the average.
+        load_factor: load of the busiest of these devices, as a multiple of the average; or the path of what a run
+            has measured, as ``pipeplan run --json`` prints it.
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: number formats of weights, gradients and state; by default ``"bf16-mixed"`` for bfloat16,
             ``"fp16-mixed"`` for float16.

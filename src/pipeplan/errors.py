@@ -7,6 +7,7 @@
     |   |-- FileError             2   a file that cannot be read, parsed or written
     |   |-- SumError              2   numbers of a file that are valid one by one and too large together
     |   `-- NotApplicableError    2   a schedule that is not for the stages at hand
+    |       `-- TooLongError      2   one that does not repeat, and has too many actions to be written out
     |-- InfeasibleError           1   a valid question without an answer
     |-- InvalidPlanError          1   a plan that breaks its own rules
     |-- ExecutionError            1   a run that failed on a rank
@@ -134,6 +135,10 @@ class SumError(UsageError):
 
 class NotApplicableError(UsageError):
     """A schedule that was asked for and is not for these stages, by its definition."""
+
+
+class TooLongError(NotApplicableError):
+    """A schedule that was asked for, of which nothing repeats, and which written out is more than a plan may be."""
 
 
 class InfeasibleError(PipeplanError):

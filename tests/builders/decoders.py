@@ -13,6 +13,46 @@ from pipeplan.files import CostRow, PhaseRow, Recipe, Source
 HEADS, HEAD_BYTES = 4, 16
 
 
+def with_pieces(profile: Profile, count: int) -> Profile:
+    """The same, with rows of steps that share caches among so many devices: 7 ns longer, and 8 by queries alone."""
+
+    def rows(block: Block) -> tuple[PhaseRow, ...]:
+        plain = [each for each in block.phases if each.shards == 1 and block.cache_bytes_per_token]
+        return tuple(
+            each.model_copy(
+                update={
+                    "dcp": count,
+                    "by_queries": by_queries,
+                    "forward_ns": each.forward_ns + 7 + by_queries,
+                    "core_ns": 0,
+                }
+            )
+            for each in plain
+            for by_queries in (False, True)
+        )
+
+    blocks = (block.model_copy(update={"phases": (*block.phases, *rows(block))}) for block in profile.blocks)
+    return profile.model_copy(update={"blocks": tuple(blocks)})
+
+
+def with_experts(profile: Profile, count: int) -> Profile:
+    """The same, where most of every feed-forward is experts, with rows of those on so many devices: half as long."""
+
+    def spread(block: Block) -> Block:
+        if block.operator != "ffn":
+            return block
+        rows = tuple(
+            each.model_copy(update={"expert": count, "forward_ns": each.forward_ns // 2})
+            for each in block.phases
+            if each.shards == 1
+        )
+        return block.model_copy(
+            update={"parameters": 100, "expert_parameters": 90, "phases": (*block.phases, *rows)},
+        )
+
+    return profile.model_copy(update={"blocks": tuple(map(spread, profile.blocks))})
+
+
 def drawn_decoder(
     seed: int,
     layers: int = 1,

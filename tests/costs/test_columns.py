@@ -61,7 +61,7 @@ SHARING: tuple[dict[str, int], ...] = ({}, {"expert": 2}, {"expert": 2, "expert_
 
 
 def drawn(rng: random.Random, *, custom: bool, most: int) -> Profile:
-    """A chain with detours, no block like another: some with experts, some with rows of their own for recomputing."""
+    """A chain with detours, two blocks alike: some with experts, some with rows of their own for recomputing."""
     blocks = []
     for number in range(NUM_BLOCKS):
         form, core, again = rng.choice(["whole", "halves", "both"]), rng.random() < 0.5, rng.random() < 0.3
@@ -84,6 +84,7 @@ def drawn(rng: random.Random, *, custom: bool, most: int) -> Profile:
         rng.shuffle(rows)
         operator = "head" if number == NUM_BLOCKS - 1 else "layer"
         blocks.append(Block(id=f"b{number}", operator=operator, costs=tuple(rows), **known))
+    blocks[7] = blocks[4].model_copy(update={"id": "b7"})
     edges = [
         Edge(source=f"b{n}", target=f"b{n + 1}", tensor="out", bytes_per_sample=rng.randrange(most))
         for n in range(NUM_BLOCKS - 1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from builders.clusters import cluster_of
-from builders.decoders import HEAD_BYTES, HEADS, drawn_decoder
+from builders.decoders import HEAD_BYTES, HEADS, drawn_decoder, with_pieces
 from pipeplan import UsageError
 from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
 from pipeplan.costs.communication import Exchange, all_gather_time, time_of_groups
@@ -87,12 +87,25 @@ def test_exchanges_take_the_links_of_the_cluster_else_of_the_device() -> None:
     way = StepWay(cache=4)
     own = step_cost(PROFILE, ATTENTION, way, AT, StageLinks(PROFILE, cluster))
     hidden, both = HEADS * HEAD_BYTES, 2 * HEADS * HEAD_BYTES
-    arrays = Exchange("all_gather", 8 * (hidden + both)), Exchange("all_to_all", 8 * (hidden + 4 * HEADS))
+    arrays = Exchange("all_to_all", 8 * (hidden + both)), Exchange("all_to_all", 8 * (hidden + 4 * HEADS))
     assert own.exchange_ns == round(sum(time_of_groups(cluster, each, [range(4)]) for each in arrays)) > 0
     known = StageLinks(drawn_decoder(0, device="RTX-A5000-24GB"), None)
     assert known.known
     assert step_cost(PROFILE, ATTENTION, way, AT, known).exchange_ns > 0
     assert not FREE.known
+
+
+def test_steps_that_were_measured_with_pieces_are_taken_as_they_are() -> None:
+    """Of as many devices, by queries or not; exchanges come on top, and other ways stay sums of rows."""
+    measured = with_pieces(PROFILE, 2).by_id[ATTENTION.id]
+    for by_queries in (False, True):
+        for way in (StepWay(cache=2, by_queries=by_queries), StepWay(2, 2, by_queries=by_queries)):
+            own = -(-8 // way.owners)
+            found = step_cost(PROFILE, measured, way, AT, FREE)
+            assert found.step_ns == row(own, 400).forward_ns + 7 + by_queries
+            assert found.cache_bytes == step_cost(PROFILE, ATTENTION, way, AT, FREE).cache_bytes
+    for way in (StepWay(cache=4), StepWay(cache=2, shards=2), StepWay(samples=2), StepWay(shards=2)):
+        assert step_cost(PROFILE, measured, way, AT, FREE) == step_cost(PROFILE, ATTENTION, way, AT, FREE)
 
 
 def test_ways_are_all_meshes_that_rows_know() -> None:

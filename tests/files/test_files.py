@@ -21,9 +21,13 @@ from pipeplan.checker import check
 from pipeplan.errors import FileError
 from pipeplan.files import (
     FORMATS,
+    BackendFusion,
+    BackendRefusal,
     Block,
     Cluster,
     CostRow,
+    Cover,
+    CoveredGroup,
     DeviceKind,
     Edge,
     FileModel,
@@ -38,11 +42,13 @@ from pipeplan.files import (
     Profile,
     Provenance,
     Recipe,
+    RingCosts,
     Source,
     StageModules,
     TiedParameter,
     parse,
     read_cluster,
+    read_cover,
     read_modules,
     read_placement,
     read_plan,
@@ -99,6 +105,16 @@ EXAMPLES: dict[str, FileModel] = {
         num_microbatches=4,
         stages=(
             StageModules(rank=0, devices=(0, 1), blocks=("b",), modules=("layers.0",), microbatch_size=2, shards=2),
+        ),
+    ),
+    "cover": Cover(
+        name="m",
+        profile_sha256="0" * 64,
+        microbatch_size=1,
+        predicted_ns=3,
+        cover=(
+            CoveredGroup(blocks=("a", "b"), backend="inductor", ns=2),
+            CoveredGroup(blocks=("c",), backend="eager", ns=1),
         ),
     ),
 }
@@ -399,6 +415,7 @@ READERS: dict[str, Callable[[str], FileModel]] = {
     "profile": read_profile,
     "placement": read_placement,
     "modules": read_modules,
+    "cover": read_cover,
     "cluster": read_cluster,
     "plan": read_plan,
 }
@@ -503,12 +520,17 @@ def test_schema_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 SECTIONS: dict[str, type[FileModel | Element]] = {
+    "Fusion of a profile": BackendFusion,
+    "Refusal of a profile": BackendRefusal,
+    "Cover": Cover,
+    "Group of a cover": CoveredGroup,
     "Profile": Profile,
     "Source of a profile or a cluster": Source,
     "Block of a profile": Block,
     "Recipe of a profile or a plan": Recipe,
     "Tied parameter of a profile": TiedParameter,
     "Cost row of a block": CostRow,
+    "Ring of a cost row": RingCosts,
     "Phase row of a block": PhaseRow,
     "Edge of a profile": Edge,
     "Placement": Placement,

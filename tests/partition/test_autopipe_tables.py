@@ -18,9 +18,10 @@ from pipeplan.costs import StageCost
 from pipeplan.costs.devices import device_preset
 from pipeplan.examples import model
 from pipeplan.files import PlacedStage
-from pipeplan.partition.baselines import dapple, num_to_split, sliced
+from pipeplan.partition.baselines import num_to_split, sliced
 from pipeplan.partition.chain.autopipe import Cuts, Step, autopipe, plan_chain, timeline
 from pipeplan.partition.chain.costs import ChainCosts, Fitting, StageTimes
+from pipeplan.partition.dapple import dapple
 from pipeplan.partition.problem import PartitionProblem
 from support.marks import slow_but
 from support.paths import ROOT

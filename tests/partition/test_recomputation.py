@@ -12,7 +12,7 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, PlacedStage, Placement, Profile
-from pipeplan.partition.baselines import pipedream
+from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.problem import PartitionProblem, Pricing
 from pipeplan.partition.recomputation import ChoosingBlocks, recomputing
 from pipeplan.planning.request import Request

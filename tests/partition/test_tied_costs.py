@@ -14,10 +14,12 @@ from builders.profiles import joined
 from pipeplan.costs import stage_costs
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import Block, CostRow, PlacedStage, Profile, TiedParameter
-from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.chain.costs import Chain, ChainCosts
+from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.pipedream import pipedream
+from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import place
 from pipeplan.partition.problem import PartitionProblem, Pricing, together
 from pipeplan.workload.kinds import GRADIENTS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from html import unescape
 from typing import Any, get_args
 
@@ -10,12 +11,14 @@ import pytest
 
 import pipeplan as face
 from builders.clusters import cluster_of
-from builders.decoders import drawn_decoder
-from pipeplan import InfeasibleError, Profile, UsageError
+from builders.decoders import drawn_decoder, with_experts, with_pieces
+from pipeplan import Cluster, InfeasibleError, Profile, UsageError
 from pipeplan.files import Plan
 from pipeplan.files.read_write import to_json
 from pipeplan.planning.decode_choice import DecodeSearch
 from pipeplan.planning.decoding import LayerVolume, ServingAsked, Sharing
+from pipeplan.runtime.decoding.layouts import BlockLayout
+from pipeplan.workload.kinds import PARAMETERS
 
 NAMED = [kv for kv in get_args(Sharing) if kv != "auto"]
 
@@ -40,11 +43,51 @@ def test_plans_are_what_was_chosen(kv: Any, pp: int) -> None:
     assert plan.is_inference
     assert plan.decode is not None
     assert (plan.decode.batch, plan.decode.context_tokens, plan.decode.kv) == (8, 400, answer.kv)
+    assert_steps_are_counted_again(plan, profile)
     if kv != "auto":
         assert answer.kv == kv
         meshes = {text for stage in plan.stages for text in stage.configurations}
         axis = {"dp": "samples", "tp": "shards", "cp": "cache", "cp-q": "cacheq"}[kv]
         assert f"{axis}{4 // pp}" in meshes
+
+
+def assert_steps_are_counted_again(plan: Plan, profile: Profile, cluster: Cluster | None = None) -> None:
+    """A step of any stage that is longer or shorter by a ns is not what the profile and the links give."""
+    for number, operation in enumerate(plan.operations):
+        for other in (1, -1):
+            wrong = replace(operation, duration_ns=operation.duration_ns + other)
+            operations = (*plan.operations[:number], wrong, *plan.operations[number + 1 :])
+            found = face.check(plan.model_copy(update={"operations": operations}), profile=profile, cluster=cluster)
+            assert any("the profile's decode rows give" in each.message for each in found.problems)
+
+
+@pytest.mark.parametrize("kv", ["cp", "cp-q", "auto"])
+def test_check_counts_measured_pieces_and_links_of_a_cluster(kv: Any) -> None:
+    profile, cluster = with_pieces(drawn_decoder(4, 2), 2), cluster_of(4, latency_ns=300)
+    plan = searched(profile, None, cluster=cluster, kv=kv, pp=2).plan
+    assert face.check(plan, profile=profile, cluster=cluster).valid
+    assert face.check(plan, profile=profile).valid  # without the links times of exchanges are not known
+    assert_steps_are_counted_again(plan, profile, cluster)
+    free = with_pieces(drawn_decoder(4, 2), 2)
+    assert_steps_are_counted_again(searched(free, 2, kv=kv).plan, free)
+
+
+def test_experts_lie_on_devices_that_share_requests() -> None:
+    """Where that is quicker, by rows of so many; each device keeps its experts alone, and run says what it cannot."""
+    profile = with_experts(drawn_decoder(4, 2, core_ns=0.01), 2)
+    plan = searched(profile, 2, kv="auto", pp=1).plan
+    [stage] = plan.stages
+    assert stage.configurations.count("experts2") == 2
+    assert face.check(plan, profile=profile).valid
+    assert_steps_are_counted_again(plan, profile)
+    kept = {block.id: block.parameter_bytes for block in profile.blocks}
+    experts = sum(kept[f"layer{number}.ffn"] * 9 // 10 for number in range(2))
+    most = sum(kept.values()) - experts // 2
+    assert stage.state[PARAMETERS] <= most + 2
+    whole = replace(stage, configurations=tuple(each.replace("experts", "samples") for each in stage.configurations))
+    assert not face.check(plan.model_copy(update={"stages": (whole,)}), profile=profile).valid
+    with pytest.raises(UsageError, match="has experts on several devices, whose tokens no run of decode steps"):
+        BlockLayout.of(stage, stage.configurations.index("experts2"))
 
 
 def test_figures_have_what_is_asked_for() -> None:

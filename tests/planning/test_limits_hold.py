@@ -26,14 +26,16 @@ from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
-from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, TooLongError
 from pipeplan.examples import shape
 from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
 from pipeplan.files.cluster import DeviceKind, LinkLevel
 from pipeplan.partition import recomputation
-from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
+from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.pipedream import pipedream
+from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import place
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning import steps as planning_steps
@@ -43,6 +45,7 @@ from pipeplan.planning.candidates import PlacementCandidate, even_cuts, fitting_
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.serving import served
 from pipeplan.planning.steps import STEPS, EvenCut, LargerGroups, search_plan, without
 from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.tuning import tune
@@ -149,6 +152,7 @@ PLANNERS: dict[str, Callable[[], object]] = {
     "Piper": lambda: next(piper(problem(), 500)),
     "AutoPipe": lambda: next(autopipe(problem())),
     "bound": lambda: request_bound(of(2000, 8)),
+    "cut for servers": lambda: served(of(2000, 8, 10**9)),
     "even cuts": lambda: list(even_cuts(of(2000, 64))),
     **{
         strategy: lambda strategy=strategy: place(  # type: ignore[misc]
@@ -448,14 +452,14 @@ def test_so_much_time_is_kept_for_the_last_plan_as_the_first_one_took(monkeypatc
 
 
 def test_after_a_signal_a_plan_that_takes_long_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that was made before is the answer, half a second after the signal, and it says what was known."""
+    """The one that was made before is the answer, within half a second, and it says what was known."""
     clock, planned, found = Hand(), planning_steps.planned, list[float]()
 
     def slowly(*given: Any) -> Plan:
         found.append(clock.now)
         if len(found) > 1:
-            for _ in range(100):
-                clock.now += 0.1
+            for _ in range(500):
+                clock.now += 0.02
                 checkpoint()
         return planned(*given)
 
@@ -469,7 +473,7 @@ def test_after_a_signal_a_plan_that_takes_long_is_not_made(monkeypatch: pytest.M
     result = search_plan(asked, within=limit)
     assert result.interrupted
     assert len(found) == 2
-    assert clock.now <= found[-1] + 0.7
+    assert clock.now <= found[-1] + 0.45
     assert "there was no time to make its plan" in result.notes[-1]
     assert check(result.plan).valid
 
@@ -734,7 +738,7 @@ def test_no_further_cut_of_a_large_request_is_begun_when_time_is_over(
     clock, tried = Hand(), list[float]()
     monkeypatch.setattr(time, "process_time", lambda: clock.now)
 
-    def cuts(request: Request, begin: Callable[[], None]) -> Iterator[PlacementCandidate]:
+    def cuts(request: Request, begin: Callable[[], None], wanted: object) -> Iterator[PlacementCandidate]:
         for _ in range(3):
             tried.append(clock.now)
             for _ in range(100 if endless else 3):
@@ -821,7 +825,7 @@ def test_a_classic_schedule_of_a_very_long_run_has_a_plan_or_is_refused_at_once(
     assert counted(refused).all < 1_000_000
 
 
-@pytest.mark.parametrize("seconds", [0.4, 5.0])
+@pytest.mark.parametrize("seconds", [0.35, 5.0])
 def test_a_first_plan_has_a_moment_after_a_signal(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A schedule that is known is not lost where its plan is soon made; else the search ends without one, at once."""
     clock, planned, begun = Hand(), planning_steps.planned, list[float]()
@@ -830,8 +834,8 @@ def test_a_first_plan_has_a_moment_after_a_signal(seconds: float, monkeypatch: p
     def slowly(*given: Any) -> Plan:
         begun.append(clock.now)
         limit.interrupt()
-        for _ in range(50):
-            clock.now += seconds / 50
+        for _ in range(250):
+            clock.now += seconds / 250
             checkpoint()
         return planned(*given)
 
@@ -845,7 +849,7 @@ def test_a_first_plan_has_a_moment_after_a_signal(seconds: float, monkeypatch: p
     else:
         with pytest.raises(KeyboardInterrupt):
             search_plan(asked, within=limit)
-        assert clock.now <= begun[0] + 0.8
+        assert clock.now <= begun[0] + 0.45
     assert len(begun) == 1, "what was given up is not begun again"
 
 
@@ -925,6 +929,54 @@ def test_a_first_plan_of_a_named_schedule_is_short(scheduler: str) -> None:
     assert sum(map(len, made.plan.programs)) <= 2 * MOST_ENTRIES
     longest = next(even_cuts(replace(asked, scheduler="auto")))
     assert len(longest.placement.stages) > len(made.plan.stages)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shards"),
+    [("circular", 2), ("v-shape", 1), ("v-shape", 2), ("bidirectional", 1), ("bidirectional-v-shape", 2)],
+)
+def test_every_strategy_has_a_first_plan_that_is_short(strategy: str, shards: int) -> None:
+    """Of several stages on a device it is GPipe in groups. The schedules that are known of the longest pipelines took
+    minutes on a thousand devices, and where blocks are split nothing else was tried."""
+    profile = split(280, 10**4)
+    asked = Request.of(
+        profile, cluster=cluster(16, 10**8), mini_batch=4096, placement=strategy, shards=shards, time_limit=1000.0
+    )
+    made = first_of(asked).made
+    assert made is not None
+    assert made.plan.placement == strategy
+    assert sum(map(len, made.plan.programs)) <= 3 * MOST_ENTRIES
+    assert check(made.plan, profile).valid
+
+
+def test_virtual_stages_have_a_first_plan() -> None:
+    """No strategy is asked for by name, and those of one stage per device, which come first, are out."""
+    asked = Request.of(split(80), cluster=cluster(64, 10**8), mini_batch=512, chunks=2, time_limit=1000.0)
+    made = first_of(asked).made
+    assert made is not None
+    assert made.plan.placement == "circular"
+    assert len(made.plan.stages) == 2 * len({stage.devices for stage in made.plan.stages})
+
+
+def test_a_schedule_that_would_be_too_long_does_not_rule_out_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing of GPipe repeats one run is found to be too long to be written: of such no other is tried."""
+    monkeypatch.setattr(planning_steps, "MAX_WRITTEN", 1_000)
+    tried = list[int]()
+
+    def search(trial: Trial, *given: Any) -> None:
+        tried.append(trial.num_actions)
+        if trial.num_actions > 1_000:
+            raise TooLongError("nothing repeats")
+        searched(trial, *given)
+
+    searched = Trial.search
+    monkeypatch.setattr(Trial, "search", search)
+    rows = [[CostRow(microbatch_size=k, forward_ns=k, backward_ns=k, activation_bytes=1) for k in (1, 2, 4)]] * 24
+    asked = Request.of(profile_of(rows), devices=8, mini_batch=200, placement="one-to-one", time_limit=1000.0)
+    made = first_of(replace(asked, scheduler="gpipe")).made
+    assert made is not None
+    assert made.schedule.scheduler == "gpipe"
+    assert tried == [3_200, 800]
 
 
 def test_where_only_more_sharding_fits_a_plan_with_it_is_kept_for_want_of_another() -> None:

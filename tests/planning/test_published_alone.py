@@ -12,13 +12,15 @@ import pytest
 from builders import profiles
 from pipeplan.checker import check
 from pipeplan.errors import UsageError
-from pipeplan.files import CostRow, Plan, Profile
+from pipeplan.files import Cluster, CostRow, Plan, Profile
 from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
+from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.comparison import OURS, compare
 from pipeplan.planning.planners import PLANNERS
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
+from pipeplan.planning.trials import on_cluster
 from references.dapple import plain_latency, plain_plan
 
 DEVICES, MINI_BATCH, SIZE = 4, 8, 4
@@ -30,8 +32,13 @@ Stage = tuple[tuple[str, ...], int]
 """Blocks and replicas."""
 
 
-def profile_of(pairs: Sequence[tuple[int, int]] | None = None) -> Profile:
-    """Blocks whose costs grow with the samples, but for a launch."""
+def profile_of(
+    pairs: Sequence[tuple[int, int]] | None = None, size: int = 0, parameters: int = 0, *, split: bool = False
+) -> Profile:
+    """Blocks whose costs grow with the samples, but for a launch; each sends tensors of a size.
+
+    With ``split`` they have costs on two devices that split them, too.
+    """
     rows = [
         [
             CostRow(
@@ -41,7 +48,15 @@ def profile_of(pairs: Sequence[tuple[int, int]] | None = None) -> Profile:
         ]
         for each in FORWARDS
     ]
-    return profiles.profile_of(rows, pairs)
+    halves = {"shards": 2}
+    for own in rows if split else []:
+        own += [
+            row.model_copy(
+                update=halves | {"forward_ns": row.forward_ns // 2, "backward_ns": (row.backward_ns or 0) // 2}
+            )
+            for row in own
+        ]
+    return profiles.profile_of(rows, pairs, parameters=[parameters] * len(rows), bytes_per_sample=size)
 
 
 @cache
@@ -109,13 +124,18 @@ def test_the_slowest_stage_is_the_least_of_all_plans(
 def test_dapple_chooses_as_the_plain_programme_does() -> None:
     profile = profile_of()
     order, replicas, count = profile.topological_order(), (1, 2, 4), MINI_BATCH // SIZE
+
+    def shared(blocks: Sequence[str], way: int, devices: int) -> tuple[int, int, int]:
+        forward, backward, wait = load(profile, blocks, replicas[way])
+        return forward * replicas[way] // devices, backward * replicas[way] // devices, wait
+
     plain = plain_plan(
         len(order),
-        DEVICES,
+        [range(DEVICES)],
         count,
         replicas,
-        lambda begin, end, way: load(profile, order[begin:end], replicas[way]),
-        lambda begin, end, way, later: True,
+        lambda stages: [shared(order[begin:end], way, len(devices)) for begin, end, way, devices in stages],
+        lambda stage, later: True,
     )
     assert plain is not None
     found = [load(profile, *stage) for stage in stages_of(planned("dapple"))]
@@ -139,6 +159,67 @@ def test_autopipe_has_a_depth_for_all_and_as_long_an_iteration_as_it_simulates()
     even = [each for each in replicated(lines(profile)) if len(each) * each[0][1] == DEVICES]
     alike = [each for each in even if len({replicas for _, replicas in each}) == 1]
     assert iteration(stages) == min(map(iteration, alike))
+
+
+NODES = Cluster.of("nodes", DEVICES, levels=[("node", 2, "50ns", 10**10), ("net", DEVICES, "900ns", 10**9)])
+"""Two nodes of two devices; a byte takes 0.1 ns inside, 1 ns between them."""
+
+
+def linked(
+    planner: str, size: int, parameters: int = 0, branches: bool = False, split: bool = False, **how: Any
+) -> tuple[Plan, tuple[tuple[int, ...], ...]]:
+    """A plan on two nodes, with tensors of a size, and where its stages are."""
+    profile = profile_of(GRAPH if branches else None, size, parameters, split=split)
+    given: dict[str, Any] = {"cluster": NODES, "mini_batch": MINI_BATCH, "microbatch_size": SIZE, "scheduler": "1f1b"}
+    given |= {"deterministic": True, "time_limit": 1.0, "split_backward": False, "num_parted": 0, "recompute": False}
+    plan = search_plan(Request.of(profile, **given | how, planner=planner)).plan
+    assert check(plan, profile).valid
+    assert check(plan, profile, NODES).valid
+    return plan, tuple(stage.devices for stage in plan.stages if stage.blocks)
+
+
+def nodes(devices: Sequence[int]) -> set[int]:
+    return {device // 2 for device in devices}
+
+
+@pytest.mark.parametrize("planner", ["pipedream", "piper", "dapple"])
+def test_messages_count_while_stages_are_chosen(planner: str) -> None:
+    """Large ones do not leave a node: stages are copies over both, cut inside of each if at all."""
+    _, where = linked(planner, 10**4)
+    assert all(nodes(one) == nodes(other) == {0, 1} for one, other in pairwise((*where, where[0])))
+
+
+@pytest.mark.parametrize("planner", ["pipedream", "dapple"])
+def test_sums_count_where_stages_are(planner: str) -> None:
+    """Dear ones do not leave a node: stages are each in one."""
+    _, where = linked(planner, 1, 10**5)
+    assert all(len(nodes(devices)) == 1 for devices in where)
+    assert set().union(*map(nodes, where)) == {0, 1}
+
+
+def test_stages_stay_on_the_devices_that_a_planner_gives_them() -> None:
+    """As they are cut for the links between these, although others may be nearer to each other."""
+    given: dict[str, Any] = {"cluster": NODES, "mini_batch": MINI_BATCH, "microbatch_size": SIZE, "recompute": False}
+    request = Request.of(profile_of(None, 10**4), **given, planner="pipedream")
+    candidate = next(PLANNERS["pipedream"].proposals(request))()
+    assert isinstance(candidate, PlacementCandidate)
+    (_, where), placed = linked("pipedream", 10**4), [stage.devices for stage in candidate.placement.stages]
+    assert list(where) == placed == [(0, 2), (1, 3)]
+    assert on_cluster(request, candidate) is None
+
+
+@pytest.mark.parametrize("planner", ["pipedream", "piper", "dapple"])
+def test_planners_on_a_cluster_plan_graphs_and_what_is_recomputed(planner: str) -> None:
+    assert linked(planner, 40, 10, branches=True)[0].placement == "sequential"
+    assert linked(planner, 40, 10, recompute=True)[0].stages[0].recompute
+
+
+def test_piper_splits_blocks() -> None:
+    """In halves where their copies would have much to sum, and no cut is even; not where each device is to have all."""
+    plan, _ = linked("piper", 10**4, 10**5, split=True)
+    assert {stage.shards for stage in plan.stages} == {2}
+    whole, _ = linked("piper", 10**4, 10**5, split=True, shards=1)
+    assert {stage.shards for stage in whole.stages} == {1}
 
 
 def test_stages_of_planners_for_lines_wait_for_each_other() -> None:

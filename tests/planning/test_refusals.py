@@ -19,9 +19,11 @@ from builders.clusters import cluster_of
 from pipeplan.cli.main import cli
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import CostRow, Profile, read_profile, write_file
-from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
+from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.pipedream import pipedream
+from pipeplan.partition.piper import piper
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.request import Request

@@ -12,7 +12,11 @@ import pytest
 import pipeplan as face
 from pipeplan import Block, Edge, InfeasibleError, Profile, UsageError
 from pipeplan.files import CostRow, PhaseRow, Recipe
+from pipeplan.planning import serving
 from pipeplan.planning.build_plan import CacheCost, TargetCost
+from pipeplan.planning.request import Request
+from pipeplan.planning.serving import Served
+from pipeplan.time_limit import Limit, checkpoint
 
 BATCHES, CONTEXTS = (1, 8), (100, 400)
 
@@ -125,6 +129,28 @@ def test_no_cut_has_a_quicker_step(seed: int) -> None:
     tight = served(profile, memory=memory, objective="time")
     assert isinstance(tight.cost, TargetCost)
     assert tight.cost.own_ns == min(max(map(step_ns, each)) for each in able) >= best
+
+
+@pytest.mark.parametrize("signals", [False, True])
+def test_after_a_signal_blocks_are_not_cut_anywhere(signals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is known by then, and what it is compared with is left out."""
+    limit, began = Limit(), list[int]()
+
+    def cutting(request: Request) -> Served:
+        began.append(1)
+        checkpoint()
+        return serving.served(request)
+
+    def hear(*said: object) -> None:
+        if signals:
+            limit.interrupt()
+
+    monkeypatch.setattr("pipeplan.planning.targeted.served", cutting)
+    found = served(decoder(1, 5), within=limit, progress=hear)
+    assert found.interrupted == signals
+    assert isinstance(found.cost, TargetCost)
+    assert (found.cost.free_ns is None) == signals
+    assert len(began) == 2 - signals
 
 
 def test_shorter_texts_and_smaller_batches_are_asked_for() -> None:

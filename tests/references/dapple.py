@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, product
 
 Load = tuple[int, int, int]
 """Forward, backward and all-reduce of a stage, in ns."""
 
-Stage = tuple[int, int, int]
-"""First block, end, and number of a way to run it."""
+Stage = tuple[int, int, int, tuple[int, ...]]
+"""First block, end, number of a way to run it, and its devices."""
 
 
 def plain_latency(stages: Sequence[Load], num_microbatches: int) -> int:
@@ -25,42 +25,70 @@ def plain_latency(stages: Sequence[Load], num_microbatches: int) -> int:
     return warmup + (num_microbatches - 1) * sum(stages[pivot][:2]) + ending
 
 
+def policies(machines: Sequence[Sequence[int]], taken: frozenset[int], need: int) -> Iterator[tuple[int, ...]]:
+    """Devices by fresh first, append first and scatter first, as far as these have enough."""
+    free = [[device for device in machine if device not in taken] for machine in machines]
+    fresh = [own for own, machine in zip(free, machines, strict=True) if len(own) == len(machine)]
+    used = [own for own, machine in zip(free, machines, strict=True) if len(own) < len(machine)]
+    for able in (fresh, used):
+        if sum(map(len, able)) >= need:
+            yield tuple(device for machine in able for device in machine)[:need]
+    spread = used if sum(map(len, used)) >= need else free
+    in_turns = [(turn, place) for place, own in enumerate(spread) for turn in range(len(own))]
+    yield tuple(sorted(spread[place][turn] for turn, place in sorted(in_turns)[:need]))
+
+
 def plain_plan(
     num_blocks: int,
-    num_devices: int,
+    machines: Sequence[Sequence[int]],
     num_microbatches: int,
     replicas: Sequence[int],
-    load: Callable[[int, int, int], Load],
-    fits: Callable[[int, int, int, int], bool],
+    loads: Callable[[Sequence[Stage]], list[Load]],
+    fits: Callable[[Stage, int], bool],
 ) -> tuple[int, list[Stage]] | None:
     """The least latency of the plans that are looked at, and its stages; None where none of them fits.
 
-    ``replicas`` [way]; ``load`` is of (begin, end, way), ``fits`` of these and the stages after it.
+    ``replicas`` [way]; ``loads`` are of stages with those of sending between them, which divide what there is evenly
+    over their devices; ``fits`` says whether a stage does with so many stages after it.
     """
+    everything = [device for machine in machines for device in machine]
 
-    def whole(end: int, devices: int, later: Sequence[Stage], *, must_fit: bool) -> tuple[int, int] | None:
-        after = [load(*stage) for stage in later]
-        values = [
-            (plain_latency([load(0, end, way), *after], num_microbatches), way)
-            for way, count in enumerate(replicas)
-            if count <= devices and (not must_fit or fits(0, end, way, len(later)))
-        ]
-        return min(values, default=None)
+    def completed(stages: Sequence[Stage], *, whole: bool = False) -> Iterator[tuple[int, list[Stage]]]:
+        """With what is left as the last stage, on as many devices as it can have replicas, or on all of them."""
+        taken = {device for stage in stages for device in stage[3]}
+        left = tuple(device for device in everything if device not in taken)
+        most = max((count for count in replicas if count <= len(left)), default=0)
+        begin = stages[-1][1] if stages else 0
+        for way, count in enumerate(replicas):
+            if count == most:
+                plan = [*stages, (begin, num_blocks, way, left if whole else left[:most])]
+                yield plain_latency(loads(plan), num_microbatches), plan
 
-    kept: dict[tuple[int, int], tuple[int, list[Stage]]] = {(num_blocks, 0): (0, [])}
+    def state(stages: Sequence[Stage]) -> object:
+        taken = {device for stage in stages for device in stage[3]}
+        return stages[-1][1], sorted((len(machine), len(taken & set(machine))) for machine in machines)
+
+    kept: list[tuple[int, list[Stage]]] = [(0, [])]
     plans = []
-    for end, used in product(range(num_blocks, 0, -1), range(num_devices)):
-        if (end, used) not in kept:
-            continue
-        later = kept[end, used][1]
-        if (first := whole(end, num_devices - used, later, must_fit=True)) is not None:
-            plans.append((first[0], [(0, end, first[1]), *later]))
-        for begin, (way, count) in product(range(1, end), enumerate(replicas)):
-            longer, left = [(begin, end, way), *later], num_devices - used - count
-            if left <= 0 or not fits(begin, end, way, len(later)):
-                continue
-            value = whole(begin, left, longer, must_fit=False)
-            state = begin, used + count
-            if value is not None and (state not in kept or value[0] < kept[state][0]):
-                kept[state] = value[0], longer
+    for begin in range(num_blocks):
+        for _, stages in [each for each in kept if (each[1][-1][1] if each[1] else 0) == begin]:
+            plans += [
+                (value, plan)
+                for value, plan in completed(stages)
+                if all(fits(stage, len(plan) - 1 - place) for place, stage in enumerate(plan))
+            ]
+            taken = frozenset(device for stage in stages for device in stage[3])
+            for (way, count), end in product(enumerate(replicas), range(begin + 1, num_blocks)):
+                if count >= len(everything) - len(taken):
+                    continue
+                for devices in dict.fromkeys(policies(machines, taken, count)):
+                    longer = [*stages, (begin, end, way, devices)]
+                    if not all(fits(stage, len(longer) - place) for place, stage in enumerate(longer)):
+                        continue
+                    value = min(value for value, _ in completed(longer, whole=True))
+                    same = next((each for each in kept if each[1] and state(each[1]) == state(longer)), None)
+                    if same is None:
+                        kept.append((value, longer))
+                    elif value < same[0]:
+                        kept[kept.index(same)] = value, longer
     return min(plans, key=lambda plan: plan[0], default=None)

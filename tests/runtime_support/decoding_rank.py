@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeplan.costs import StageCost
+from pipeplan.costs.decode_loop import ChunkCost
 from pipeplan.files import Block, CostRow, Edge, PhaseRow, Placement, Plan, Profile, Recipe, Source
 from pipeplan.files.placement import PlacedStage
 from pipeplan.files.plan import Decode
@@ -20,7 +21,7 @@ from pipeplan.planning.decode_plan import decode_plan
 from pipeplan.runtime.decoding.choosing import WordChoice
 from pipeplan.runtime.decoding.decode import rank_of
 from pipeplan.runtime.decoding.options import DecodeOptions
-from pipeplan.runtime.decoding.rank import Turns
+from pipeplan.runtime.decoding.rank import Entry, Turns
 from pipeplan.runtime.executor.process_groups import AllRanks
 from pipeplan.runtime.launch.job import RankContext, Report
 from pipeplan.runtime.launch.local import watch_local
@@ -107,7 +108,7 @@ def write(job: Report, context: RankContext) -> None:
         placed = [PlacedStage.model_validate_json(_json(stage)) for stage in each["stages"]]
         model = model_of(each["model"])
         options = DecodeOptions(model=each["model"], **each["options"])
-        own = [(stage, 0) for stage, of in enumerate(placed) if rank in of.devices]
+        own: list[Entry] = [(stage, 0, "turn") for stage, of in enumerate(placed) if rank in of.devices]
         noted = NotedChoice(options.temperature, options.top, options.seed)
         here, groups = rank_of(placed, Turns(own), each["sizes"], model, options, progress, each["chunk"])
         here.choice = noted
@@ -209,9 +210,16 @@ def distance(found: Written, wanted: Written) -> float:
 
 
 def plan_of(
-    model: str, kinds: Sequence[str], devices: Sequence[Sequence[int]], *, batch: int, groups: int, context: int
+    model: str,
+    kinds: Sequence[str],
+    devices: Sequence[Sequence[int]],
+    *,
+    batch: int,
+    groups: int,
+    context: int,
+    chunk_tokens: int = 0,
 ) -> Plan:
-    """The plan of a loop of such stages, whose times are made up."""
+    """The plan of a loop of such stages, whose times are made up; with a chunk of a prompt beside every step."""
     of = model_of(model)
     rows = tuple(
         PhaseRow(phase="decode", microbatch_size=size, context_tokens=context, forward_ns=1000, activation_bytes=8)
@@ -234,5 +242,6 @@ def plan_of(
     count = 1 + max(device for own in devices for device in own)
     placement = Placement(strategy="one-to-one", num_devices=count, stages=stages)
     given = [StageCost(1000 * len(stage.blocks), 0) for stage in stages]
-    decode = Decode(batch=batch, groups=groups, context_tokens=context, kv="cp")
-    return decode_plan(profile, placement, given, [0] * len(stages), decode, budget=Budget(10.0)).plan
+    decode = Decode(batch=batch, groups=groups, context_tokens=context, kv="cp", prefill_tokens=chunk_tokens)
+    prefill = [ChunkCost(1700)] * len(stages) if chunk_tokens else ()
+    return decode_plan(profile, placement, given, [0] * len(stages), decode, budget=Budget(10.0), prefill=prefill).plan

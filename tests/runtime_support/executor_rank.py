@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.launch.status import Phase
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.training.expert_loads import expert_loads
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Trainer, losses_of, model_of
 from runtime_support import models as runtime_models
@@ -108,6 +109,8 @@ def train_both(
     held_parameters = trainer.unique_parameters()
     num_buffers = trainer.executor.channels.buffers.num_made
     state = _state_of(trainer, gradients)
+    routed = {str(width): rows for width, rows in trainer.groups.routed.items()}
+    loads = [asdict(each) for each in expert_loads(trainer.stages.values(), trainer.all_ranks)]
     trainer.close()
     return {
         "losses": losses,
@@ -120,6 +123,8 @@ def train_both(
         "num_buffers": num_buffers,
         "held": state,
         "begun": begun,
+        "routed": routed,
+        "experts": loads,
     }
 
 

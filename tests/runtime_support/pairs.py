@@ -12,7 +12,7 @@ from runtime_support.known import load_once
 from runtime_support.plans import PLACEMENTS, model_plan, placed_plan, split_stage
 
 OPERATORS = "gpt2-tiny-operators"
-TINY, ALL = "gpt2-tiny", (0, 1, 2, 3)
+TINY, ALL, EXPERTS = "gpt2-tiny", (0, 1, 2, 3), "gpt2-experts-tiny"
 CONFIGURATION = (
     "Qwen2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, "
     "intermediate_size=32, vocab_size=31, max_position_embeddings=8, tie_word_embeddings=True)"
@@ -60,6 +60,18 @@ def configuration_on(*groups: tuple[int, ...], shards: int, context: int = 1, ze
         for (begin, end), devices in zip(itertools.pairwise(bounds), groups, strict=True)
     ]
     return placed_plan(model, stages, num_microbatches=4, microbatch_size=2)
+
+
+def experts_on(*groups: tuple[int, ...], expert: int, shards: int = 1, zero: int = 0) -> Plan:
+    """A model with experts, which so many devices share in each stage."""
+    model = load_once(EXPERTS)
+    ids = [block.id for block in model.blocks]
+    bounds = [round(number * len(ids) / len(groups)) for number in range(len(groups) + 1)]
+    stages = [
+        split_stage(" ".join(ids[begin:end]), devices, shards, microbatch_size=4, zero=zero, expert=expert)
+        for (begin, end), devices in zip(itertools.pairwise(bounds), groups, strict=True)
+    ]
+    return placed_plan(model, stages, num_microbatches=2, microbatch_size=4)
 
 
 def operators_as(*turns: str) -> Plan:
@@ -130,6 +142,18 @@ PAIRS: dict[str, Callable[[], tuple[str, list[Plan]]]] = {
             configuration_on((2, 0, 1, 3), shards=1, context=2, zero=1),
             configuration_on((1,), (0,), shards=1),
         ],
+    ),
+    "experts over four, then divided over two, then whole": lambda: (
+        EXPERTS,
+        [
+            experts_on((2, 0, 1, 3), expert=4, shards=2),
+            experts_on((0, 2, 3, 1), expert=2, zero=1),
+            experts_on((1,), (0,), expert=1),
+        ],
+    ),
+    "whole, then experts over two": lambda: (
+        EXPERTS,
+        [experts_on((1,), expert=1), experts_on((1, 0), (3, 2), expert=2)],
     ),
     "branches": lambda: (
         BRANCHES,

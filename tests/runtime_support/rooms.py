@@ -13,14 +13,15 @@ SOURCE = Path(pipeplan.__file__).parents[1]
 RUNTIME = "pipeplan.runtime"
 
 ALLOWED = {
-    "decoding": {"training", "executor", "models", "launch", "parallel"},
+    "decoding": {"training", "profiling", "executor", "models", "launch", "parallel"},
     "training": {"profiling", "executor", "models", "launch", "parallel"},
     "emulation": {"executor", "launch"},
     "executor": {"models", "launch", "parallel"},
-    "profiling": {"models", "launch", "parallel"},
+    "profiling": {"models", "launch", "parallel", "backends"},
     "models": {"launch", "parallel"},
     "launch": {"parallel"},
     "parallel": set[str](),
+    "backends": set[str](),
 }
 """What a room may import of the others."""
 

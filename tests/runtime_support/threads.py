@@ -47,7 +47,7 @@ class Mail:
 
     turn: threading.Condition = field(default_factory=threading.Condition)
     sent: dict[tuple[int, int], list[tuple[str, Sequence[Tensor]]]] = field(default_factory=lambda: defaultdict(list))
-    met: dict[object, dict[int, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    met: dict[object, dict[int, list[Tensor]]] = field(default_factory=lambda: defaultdict(dict))
     failure: BaseException | None = None
 
 
@@ -121,9 +121,19 @@ class ThreadGroup:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Wait for all members' k-th call."""
+        return [found for (found,) in self._everyones([tensor])]
+
+    def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
+        """As many rows of each member as it gives this one, which knows how many that are."""
+        found = [pieces[self._index] for pieces in self._everyones(rows.split(list(give)))]
+        assert [len(piece) for piece in found] == list(get)
+        return torch.cat(found)
+
+    def _everyones(self, own: Sequence[Tensor]) -> list[list[Tensor]]:
+        """[member] what it has brought to its k-th call."""
         here = self._mail.met[self._name, self._calls]
         self._calls += 1
-        here[self._index] = tensor.detach().clone()
+        here[self._index] = [tensor.detach().clone() for tensor in own]
         self._mail.turn.notify_all()
         active, WeightGradQueue._active = WeightGradQueue._active, None  # a process has one; here each thread's turn
         self._mail.turn.wait_for(lambda: len(here) == self._members or self._mail.failure, PATIENCE_S)

@@ -21,6 +21,8 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.examples import SHAPES, ShapeCosts, shape
 from pipeplan.files import Edge
+from pipeplan.partition.placement import place
+from pipeplan.partition.strategies import SEARCHED
 from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.stage_graph import kfkb_orders
@@ -684,3 +686,20 @@ class TestOneForwardOneBackwardPlus:
         ]
         assert shared[0]
         assert shared == [shared[0]] * 4
+
+
+def test_schedules_say_for_which_chains_they_may_be() -> None:
+    """What a first plan is looked for among: no other strategy has a chain on which they have a meaning."""
+    profile = shape("zbv", 4, costs=ShapeCosts(12, None, 12, 12))
+    able: dict[str, set[str]] = {name: set() for name in CLASSIC}
+    for strategy in SEARCHED:
+        placement = place(profile, strategy, 4, microbatch_size=1, memory_bytes=None)
+        for is_split in (False, True):
+            workload = build_workload(
+                profile, placement, num_microbatches=16, microbatch_size=1, split_backward=is_split
+            )
+            problem = OneMicrobatch.of(workload)
+            for name, classic in CLASSIC.items():
+                able[name] |= {strategy} if classic.applies(problem) is None else set()
+    for name, classic in CLASSIC.items():
+        assert able[name] == set(classic.strategies or SEARCHED) or name == "1f1b+"

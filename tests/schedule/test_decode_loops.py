@@ -15,7 +15,7 @@ import pipeplan as face
 from builders.decoders import drawn_decoder
 from pipeplan.checker import check
 from pipeplan.costs.blocks import StageCost
-from pipeplan.costs.decode_loop import PREFILL, ChunkCost, chunk_costs
+from pipeplan.costs.decode_loop import ChunkCost, chunk_costs
 from pipeplan.costs.decoding import cached_bytes, phase_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, PhaseRow, PlacedStage, Placement, Plan, Profile, parse, to_json
@@ -26,6 +26,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.decode_loop import STEPS, decode_schedule
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
+from pipeplan.workload.kinds import PREFILL
 from pipeplan.workload.workload import Workload
 from references.decode_loops import least_repetend
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -41,7 +41,7 @@ def replayed(plan: Plan) -> tuple[dict[str, int], list[tuple[int, int, int, str,
     """
     times: dict[object, int] = defaultdict(int)
     least: list[tuple[object, object, int]] = []  # (earlier, later, ns between their begins at least)
-    spans: list[tuple[int, object, int, object, int, str, int]] = []
+    spans: list[tuple[int, Since, object, int, str, int]] = []
     ends: list[tuple[object, int]] = []
     for device, program in enumerate(plan.programs):
         follow(plan, device, program, least, spans, ends)
@@ -58,11 +58,22 @@ def replayed(plan: Plan) -> tuple[dict[str, int], list[tuple[int, int, int, str,
             if times[later] < times[earlier] + between:
                 times[later], moved = times[earlier] + between, True
     starts = {f"{id_}{n}": times[f"{id_}{n}"] for id_ in plan.starts_ns for n in range(plan.num_microbatches)}
-    held = [
-        (device, times[begin] + after, times[end] + more, kind, size)
-        for device, begin, after, end, more, kind, size in spans
-    ]
+    held = [(device, since(times), times[end] + more, kind, size) for device, since, end, more, kind, size in spans]
     return starts, held, max(times[each] + time for each, time in ends)
+
+
+Since = Callable[[Mapping[object, int]], int]
+"""Of moments, since when something is held."""
+
+
+def held_since(moment: object | None, over: Sequence[tuple[object, int]]) -> Since:
+    """When all of some is over (some ns after its moment), or at another moment if that comes first."""
+
+    def since(times: Mapping[object, int]) -> int:
+        own = max((times[each] + after for each, after in over), default=0)
+        return own if moment is None else min(times[moment], own)
+
+    return since
 
 
 def follow(
@@ -78,6 +89,7 @@ def follow(
     network: tuple[object, int] | None = None  # the exchange before, and what it takes
     counts: dict[tuple[int, str, int], int] = defaultdict(int)
     gathered: dict[tuple[int, int], object] = {}
+    issued: dict[tuple[int, int], list[tuple[object, int]]] = {}  # what is over when the program comes to an UNSHARD
     given_up: dict[tuple[int, int], tuple[str, int]] = {}
     adding: dict[tuple[int, int], list[tuple[str, Role]]] = defaultdict(list)
     reduced: dict[tuple[int, int], tuple[object, int]] = {}
@@ -97,7 +109,8 @@ def follow(
                 assert last is not None
                 after = before_and_after(key[0], Action.parse(last).role, key[1])[1]
                 given_up[key] = last, after
-                spans.append((device, gathered.pop(key), 0, last, after, "parameters", blocks.gathered_bytes))
+                since = held_since(gathered.pop(key), issued.pop(key))
+                spans.append((device, since, last, after, "parameters", blocks.gathered_bytes))
                 continue
             counts[key[0], state.kind, key[1]] += 1
             moment = state.stage, state.kind, key[1], counts[key[0], state.kind, key[1]]
@@ -107,12 +120,15 @@ def follow(
             if state.kind == UNSHARD:
                 least += [(given_up[key][0], moment, given_up[key][1])] if key in given_up else []
                 gathered[key] = moment
+                issued[key] = [(last, plan.operation(Action.parse(last).operation).duration_ns)] if last else []
+                issued[key] += [given_up[key]] if key in given_up else []
             else:
                 for action, role in adding[key]:
                     least.append((action, moment, before_and_after(key[0], role, key[1])[1]))
                 first, role = adding[key][0]
                 begin = before_and_after(key[0], role, key[1])[0]
-                spans.append((device, first, begin, moment, takes, "gradients", blocks.reduced_bytes))
+                since = held_since(None, [(first, begin)])
+                spans.append((device, since, moment, takes, "gradients", blocks.reduced_bytes))
                 reduced[key], adding[key] = (moment, takes), []
             network = moment, takes
             ends.append((moment, takes))

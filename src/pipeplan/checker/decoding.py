@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pipeplan.checker.facts import Findings
+from pipeplan.checker.step_times import Links, links_of, step_ns
 from pipeplan.costs.communication import transfer_time
 from pipeplan.costs.decoding import bytes_between, cached_bytes, phase_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.files.plan import Decode
 from pipeplan.units import format_bytes
-from pipeplan.workload.elements import Dependency
+from pipeplan.workload.elements import Dependency, Stage
 
 _TOKEN_BYTES = 8
 
@@ -39,12 +40,14 @@ def of_tokens(profile: Profile) -> Profile:
     return profile.model_copy(update={"edges": tuple(edges)})
 
 
-def check_decode_costs(plan: Plan, decode: Decode, profile: Profile, findings: Findings) -> None:
-    """Times of steps are sums of the blocks' decode rows, and all that requests cache is on some device.
+def check_decode_costs(
+    plan: Plan, decode: Decode, profile: Profile, cluster: Cluster | None, findings: Findings, *, timed: bool
+) -> None:
+    """Times of steps are what the blocks' decode rows give, and all that requests cache is on some device.
 
-    What a step of blocks with configurations takes is not the profile's to say.
+    What devices of a stage exchange takes time by ``cluster``'s links, which are known if it is ``timed``.
     """
-    blocks = profile.by_id
+    blocks, links = profile.by_id, links_of(profile, cluster)
     for number, stage in enumerate(plan.stages):
         own = [blocks[name] for name in stage.blocks]
         if not own:
@@ -56,20 +59,27 @@ def check_decode_costs(plan: Plan, decode: Decode, profile: Profile, findings: F
                 f"{decode.context_tokens} tokens cache {whole} bytes ({format_bytes(whole)}) in its blocks"
             )
             findings.add("profile", f"stages[{number}].cache_bytes", text)
-        if stage.configurations:
+        if stage.configurations and not timed:
             continue
         try:
-            rows = [
-                phase_costs(block, "decode", stage.microbatch_size, decode.context_tokens, shards=stage.shards)
-                for block in own
-            ]
+            time = _step_ns(stage, decode, profile, links)
         except UsageError as error:
             findings.add("profile", f"stages[{number}]", str(error))
             continue
-        time = max(1, sum(row.forward_ns for row in rows))
         if stage.speed == 1 and plan.operation(f"{number}F").duration_ns != time:
             text = f"is {plan.operation(f'{number}F').duration_ns}, the profile's decode rows give {time}"
             findings.add("profile", f"operations[{number}F].duration_ns", text)
+
+
+def _step_ns(stage: Stage, decode: Decode, profile: Profile, links: Links) -> int:
+    """A step of the largest group. Raises UsageError where the profile has no rows for it."""
+    if stage.configurations:
+        return step_ns(stage, decode, profile, links)
+    blocks, size = profile.by_id, stage.microbatch_size
+    rows = (
+        phase_costs(blocks[id_], "decode", size, decode.context_tokens, shards=stage.shards) for id_ in stage.blocks
+    )
+    return max(1, sum(row.forward_ns for row in rows))
 
 
 def check_returned(

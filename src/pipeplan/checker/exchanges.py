@@ -84,7 +84,11 @@ def _named(line: Sequence[tuple[int, Entry | StateAction]]) -> list[Entry | Stat
 
 @dataclass(slots=True)
 class _Followed:
-    """A stage's group of blocks: since when it is gathered, or adds gradients (None: not), when the last ended."""
+    """A stage's group of blocks: since when it is gathered, or adds gradients (None: not), when the last ended.
+
+    ``gathered`` is since when there is memory for it: since the program came to its UNSHARD, after the action before,
+    or since the network began.
+    """
 
     gathered: int | None = None
     arrives: int = 0
@@ -106,6 +110,7 @@ class _Follower:
     sums: list[tuple[int, int]] = field(default_factory=list)
     free: int = 0
     _begun: int = 0
+    _ended: int = 0
     _last: Entry | None = None
     _groups: dict[int, list[_Followed]] = field(default_factory=dict)
     _uses: dict[int, int] = field(default_factory=dict)  # since the last UNSHARD
@@ -186,8 +191,9 @@ class _Follower:
             if group.gathered is not None:
                 self._add(place, "is gathered already; a RESHARD is missing before")
                 return
-            group.gathered = max(self.free, self._begun, group.given_up)
-            self.free = group.arrives = group.gathered + size.unshard_ns
+            begin = max(self.free, self._begun, group.given_up)
+            group.gathered = min(begin, max(self._ended, group.given_up))
+            self.free = group.arrives = begin + size.unshard_ns
             self._uses[action.stage] = 0
         else:
             self._give_up(place, action.stage, stage, number)
@@ -242,7 +248,7 @@ class _Follower:
             text = f"starts at {start} ns; what it needs is gathered, and what it adds to reduced, for {least} ns"
             self._add(self._at(entry), text)
         self.least[entry] = least
-        self._begun, self._last = start, entry
+        self._begun, self._ended, self._last = start, start + operation.duration_ns, entry
 
     def _at(self, entry: Entry) -> str:
         return f"starts_ns[{self.facts.ids[entry[0]]}][{entry[1]}]"

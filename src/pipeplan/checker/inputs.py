@@ -21,6 +21,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import (
+    RING,
     Again,
     BlockGroup,
     Bucket,
@@ -45,7 +46,7 @@ from pipeplan.workload.kinds import (
     Role,
     is_instruction,
 )
-from pipeplan.workload.mesh import SAMPLES, HeldPart, Mesh
+from pipeplan.workload.mesh import EXPERTS, SAMPLES, HeldPart, Mesh
 
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
 
@@ -73,7 +74,8 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
         if profile.tokens_per_sample is None:
             findings.add("profile", "decode", "the profile has no tokens_per_sample, and so nothing of a single token")
             return
-        check_decode_costs(plan, plan.decode, profile, findings)
+        timed = _knows_links(plan, cluster)
+        check_decode_costs(plan, plan.decode, profile, cluster, findings, timed=timed)
         profile = of_tokens(profile)
     known = _Known.of(profile, apart=not plan.read_sha256)
     _check_block_order(plan, known, findings)
@@ -134,7 +136,7 @@ class _Known(NamedTuple):
 
     ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
     it runs. ``of_kinds`` are blocks of the profiles of kinds of devices. ``expert_shards`` {devices that share experts:
-    the numbers of them that may split each}.
+    the numbers of them that may split each}. ``rings`` are (shards, context) for which it has costs of one.
     """
 
     blocks: dict[str, Block]
@@ -148,6 +150,7 @@ class _Known(NamedTuple):
     parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
     of_kinds: dict[str, dict[str, Block]]
     expert_shards: dict[int, set[int]]
+    rings: set[tuple[int, int]]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -162,8 +165,11 @@ class _Known(NamedTuple):
             into[edge.target].append(edge)
         firsts = {block.id: kept(block) for block in profile.kinds}
         splits: dict[int, set[int]] = defaultdict(set)
+        rings: set[tuple[int, int]] = set()
         for row in (row for block in profile.kinds for row in block.costs):
             splits[row.expert].add(row.expert_shards)
+            if row.ring is not None:
+                rings.add((row.shards, row.context))
         return _Known(
             {block.id: block for block in profile.blocks},
             dict(into),
@@ -176,6 +182,7 @@ class _Known(NamedTuple):
             {},
             {kind: own.by_id for kind, own in profile.of_kinds.items()},
             dict(splits),
+            rings,
         )
 
 
@@ -309,6 +316,10 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
         text = f"is {stage.expert_shards}; rows of the profile with expert {stage.expert} have {have}"
         findings.add("profile", f"stages[{number}].expert_shards", text)
         return []
+    if stage.context_exchange == RING and (stage.shards, stage.context) not in known.rings:
+        text = f"is {RING}; the profile has no costs of one with context {stage.context} on {stage.shards} shards"
+        findings.add("profile", f"stages[{number}].context_exchange", text)
+        return []
     try:
         return [_row(id_, again, stage, samples, known) for id_, again in zip(stage.blocks, stage.again, strict=True)]
     except UsageError as error:
@@ -319,10 +330,11 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
 def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> CostRow:
     """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
     taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
-    split = stage.shards, stage.context, stage.expert, stage.expert_shards, stage.configuration
+    split = stage.shards, stage.context, stage.expert, stage.expert_shards, stage.configuration, stage.context_exchange
     key = (id_ if stage.kinds else known.alike[id_], stage.kinds, samples, *split, again, taken, stage.speed)
     if key not in known.rows:
-        block = _slowest([known.of_kinds.get(kind, known.blocks)[id_] for kind in stage.kinds] or [known.blocks[id_]])
+        own = [known.of_kinds.get(kind, known.blocks)[id_] for kind in stage.kinds] or [known.blocks[id_]]
+        block = _slowest([_with_ring(block) for block in own] if stage.context_exchange == RING else own)
         row = block_costs(
             _of_configuration(block, stage.configuration),
             samples,
@@ -336,6 +348,27 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
         )
         known.rows[key] = _on_device(row, stage.speed)
     return known.rows[key]
+
+
+def _with_ring(block: Block) -> Block:
+    """What the block is where keys and values go around a ring, instead of being gathered as its rows say."""
+
+    def changed(row: CostRow) -> CostRow:
+        if row.ring is None:
+            return row
+        ahead, back = row.ring.forward_ns, row.ring.input_grad_ns + (row.ring.forward_ns if row.recompute else 0)
+        update: dict[str, int] = {
+            "forward_ns": row.forward_ns + ahead,
+            "input_grad_ns": (row.input_grad_ns or 0) + back,
+            "workspace_bytes": row.workspace_bytes + row.ring.workspace_bytes,
+        }
+        if row.backward_ns is not None:
+            update["backward_ns"] = row.backward_ns + back
+        if row.selective_ns is not None:
+            update["selective_ns"] = row.selective_ns + ahead
+        return row.model_copy(update=update)
+
+    return block.model_copy(update={"costs": tuple(map(changed, block.costs))})
 
 
 def _slowest(blocks: Sequence[Block]) -> Block:
@@ -404,11 +437,12 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
             findings.add("profile", f"stages[{number}].zero", text)
     expected = MemoryBytes()
     for place, block in enumerate(stage.blocks):
-        own = _of_experts(block, stage, known)
+        experts = stage.mesh_of(place).size_of(EXPERTS) if stage.configurations else stage.expert
+        own = _of_experts(block, experts, known)
         rest = known.kept[block] - own if own.total else known.kept[block]
         expected += share(rest, held.get(place, held[0])[0].num_parts)  # all are cut alike where none says how
         if own.total:
-            expected += _share(own, stage.expert, _as_on_experts(stage), known)
+            expected += _share(own, experts, _as_on_experts(stage), known)
     for tied in profile.tied:
         before: set[tuple[HeldPart, ...]] = set()
         for place in (place for place, block in enumerate(stage.blocks) if block in tied.blocks):
@@ -443,10 +477,10 @@ def _parts_of_each(parts: int, zero: int, sharers: int, cast: bool) -> dict[Memo
 _NOTHING = MemoryBytes()
 
 
-def _of_experts(block: str, stage: Stage, known: _Known) -> MemoryBytes:
-    """What training keeps of a block's experts, where the stage has them apart: else nothing is."""
+def _of_experts(block: str, experts: int, known: _Known) -> MemoryBytes:
+    """What is kept of a block's experts, where so many devices share them: of one nothing is apart."""
     found = known.blocks[block]
-    if stage.expert == 1 or not found.expert_parameters:
+    if experts == 1 or not found.expert_parameters:
         return _NOTHING
     part = found.expert_parameters, found.parameters + found.frozen_parameters
     return MemoryBytes((kind, size * part[0] // part[1]) for kind, size in known.kept[block].items())
@@ -463,7 +497,7 @@ def _on_experts(stage: Stage, known: _Known) -> Stage:
     """The same with what a device keeps of experts, where the stage has them apart: else of nothing."""
     side, kept = _as_on_experts(stage), _NOTHING
     for block in stage.blocks if stage.expert > 1 else ():
-        kept += _share(_of_experts(block, stage, known), stage.expert, side, known)
+        kept += _share(_of_experts(block, stage.expert, known), stage.expert, side, known)
     return side.with_state(kept)
 
 
@@ -692,7 +726,7 @@ def _check_buckets(
     for place, bucket in enumerate(stage.buckets[: len(rows)]):
         begin, size, of_experts = end - bucket.blocks, 0, 0
         for index in range(begin, end):
-            apart_of_it = _of_experts(stage.blocks[index], stage, known)[GRADIENTS]
+            apart_of_it = _of_experts(stage.blocks[index], stage.expert, known)[GRADIENTS]
             of_experts += -(-apart_of_it // stage.expert)
             size += -(-(known.kept[stage.blocks[index]][GRADIENTS] - apart_of_it) // stage.shards)
             for tied in profile.tied:
@@ -793,7 +827,7 @@ def _exchanged(stage: Stage, block: str, known: _Known, *, of_experts: bool = Fa
     Levels 2 and 3 reduce gradients block by block, and level 3 gathers the copy; where parameters are cast at each use
     all of it is made for that, and the block's workspace counts it. Experts that devices share are apart.
     """
-    own, found = _of_experts(block, stage, known), known.blocks[block]
+    own, found = _of_experts(block, stage.expert, known), known.blocks[block]
     running = running_bytes(found, known.recipe)
     apart = running * found.expert_parameters // max(1, found.parameters + found.frozen_parameters) if own.total else 0
     kept, running = (own, apart) if of_experts else (known.kept[block] - own, running - apart)

@@ -52,6 +52,7 @@ _ONLY_PLANS = {
     "positions": "--pp",
     "replicas": "--dp",
     "context": "--cp",
+    "context_exchange": "--cp-exchange",
     "expert": "--ep",
     "expert_shards": "--etp",
     "chunks": "--vp",

@@ -28,6 +28,7 @@ VERBS = {
     "report": ("report_verb", "Write a report on plans as a web page."),
     "run": ("run_verb", "Run a plan on torch.distributed, or emulate it."),
     "profile": ("profile_verb", "Measure or estimate a model block by block."),
+    "kernels": ("kernels_verb", "Choose which kernel backend runs each block."),
     "check": ("plan_verbs", "Verify a plan independently of what made it."),
     "export": ("export_verb", "Write a plan in another tool's format."),
     "import": ("import_verb", "Read what another tool runs as a plan."),

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say
 from pipeplan.cli.shared import (
     BYTES,
     COUNTS,
+    DURATION,
     FILE,
     MEASURED_DEVICE,
     MODEL,
@@ -34,11 +36,47 @@ from pipeplan.cli.shared import (
     recipe_options,
     warnings_shown,
 )
+from pipeplan.cli.survivor import survived
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError, choose_from
+from pipeplan.texts import counted
 from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipeplan._api import Cluster, LinkOptions, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
+    from pipeplan._api import (
+        BackendsAsked,
+        Cluster,
+        LinkOptions,
+        LinkPoint,
+        LinkResult,
+        Model,
+        Profile,
+        UnfinishedProfile,
+    )
+
+
+class LoadFactor(FiniteRange):
+    """A number, or a file with what a run has measured."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number. Raises FileError."""
+        is_path = isinstance(value, Path) or (isinstance(value, str) and not _is_number(value))
+        return super().convert(_api.read_load_factor(str(value)) if is_path else value, param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Files."""
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
 
 OnBlock = Callable[[int, int, str], None]
 """Called before every block: how many are done, of how many, and which one."""
@@ -197,6 +235,13 @@ def _read_text(path: str) -> str:
 )
 @click.option("--batch", type=COUNTS, default="1", help="With --inference: requests at once.")
 @click.option(
+    "--dcp",
+    type=COUNTS,
+    default="1",
+    help="With --inference --context: numbers of devices that share caches along their tokens; decode steps with a "
+    "piece of each are measured as run makes them.",
+)
+@click.option(
     "--weights",
     type=OneOf(["int8", "int4", "fp8"]),
     help="With --inference --estimate: format of the layers' weights.  [default: that of --dtype]",
@@ -209,9 +254,10 @@ def _read_text(path: str) -> str:
 )
 @click.option(
     "--load-factor",
-    type=FiniteRange(0),
+    type=LoadFactor(),
     default=1.0,
-    help="Load of the busiest expert device, as a multiple of the average.",
+    metavar="FACTOR|FILE",
+    help="Load of the busiest expert device, as a multiple of the average, or the output of run --json, which says it.",
 )
 @click.option("--recompute", is_flag=True, help="Include costs with activation checkpointing.")
 @click.option(
@@ -245,6 +291,24 @@ def _read_text(path: str) -> str:
     "the way eager torch runs.  [default: fused; eager for cpu and with a measured --calibrate]",
 )
 @click.option(
+    "--backends",
+    metavar="NAME,...",
+    help="Kernel backends to measure beside eager torch, for blocks and the groups that they run at once: inductor, "
+    "torchscript, onednn, onednn-off, attention-flash, attention-math, channels-last, onnxruntime, openvino, and on "
+    "CUDA attention-efficient and attention-cudnn.",
+)
+@click.option(
+    "--backend-rules",
+    multiple=True,
+    metavar="pkg.mod",
+    help="Module with backends of your own, to name in --backends. May be repeated.",
+)
+@click.option(
+    "--measure-limit",
+    type=DURATION,
+    help="With --backends: begin no other group after this long; what takes eager torch longest is measured first.",
+)
+@click.option(
     "--show",
     type=FILE,
     metavar="PROFILE",
@@ -258,7 +322,12 @@ def _read_text(path: str) -> str:
     help="Measure nothing: read link times from the output of nccl-tests, as text or JSON. May be repeated.",
 )
 @click.option("--communication", is_flag=True, help="Measure links, under torchrun or with --processes.")
-@click.option("--processes", type=click.IntRange(2, 64), help="Number of local processes to measure links between.")
+@click.option(
+    "--processes",
+    type=click.IntRange(2, 64),
+    help="Number of local processes to measure links between; with --inference, number of processes that measure at "
+    "once, as a run's do.",
+)
 @click.option("--min-bytes", type=BYTES, default="1KiB", help="Smallest message.")
 @click.option("--max-bytes", type=BYTES, default="64MiB", help="Largest message.")
 @click.option(
@@ -291,6 +360,10 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
     """
     use = _require_one_use(ctx)
     given = ctx.params
+    if given["backends"] and given["output"] not in (None, "-"):
+        ended = survived(lambda: _api.pending_group(given["output"]), _tell)
+        if ended is not None:
+            ctx.exit(ended)
     if given["inference"] and _given(ctx, "microbatch"):
         raise UsageError("--microbatch is of training; with --inference give --batch, the requests at once")
     if use == "show":
@@ -299,6 +372,7 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
         return
     if use in ("estimate", "name"):
         _require_known_names(given, estimates=use == "estimate")
+    backends_asked(given)
     with Outputs({"-o": given["output"]}, as_json=given["as_json"]) as outputs:
         if use != "communication_from":
             _api.require_torch("profile")
@@ -332,7 +406,9 @@ _USES = {
     ),
     "name": (
         {"name", "output"},
-        _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "expert", "as_json", "weights", "kv_cache_dtype"},
+        _MODEL
+        | {"threads", "repeats", "warmup", "seed", "cluster", "expert", "as_json", "weights", "kv_cache_dtype"}
+        | {"backends", "backend_rules", "measure_limit", "dcp", "processes"},
     ),
 }
 """What says which use is meant -> the parameters it needs, and those it may have."""
@@ -372,7 +448,7 @@ def _written(parameter: click.Parameter) -> str:
 def _show(path: str, asked: tuple[int, ...], *, as_json: bool, details: bool) -> None:
     from pipeplan.reporting.profile import print_inspection
 
-    inspection = _api.Inspection(_api.read_profile(path), asked)
+    inspection = _api.Inspection(given_file("profile", path), asked)
     if as_json:
         say(json.dumps(inspection.figures()))
     else:
@@ -385,13 +461,14 @@ def _measure(ctx: click.Context, outputs: Outputs) -> None:
 
     given = ctx.params
     begin = time.monotonic()
-    partial = _api.UnfinishedProfile(_partial_path(given["output"]))
+    asked, partial = backends_asked(given), _api.UnfinishedProfile(_partial_path(given["output"]))
     if partial.path is not None and partial.path.exists():
         say(f"pipeplan: resuming from {partial.path}", err=True)
     shown = Shown("measuring")
     try:
         with warnings_shown(), shown:
-            profile = measured(given, _tell, progress=shown.update, partial=partial, on_mean=_tell)
+            profile = None if asked is None else _earlier(given, _tell)
+            profile = profile or measured(given, _tell, progress=shown.update, partial=partial, on_mean=_tell)
     except KeyboardInterrupt:
         say(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
         ctx.exit(INTERRUPTED)
@@ -401,12 +478,82 @@ def _measure(ctx: click.Context, outputs: Outputs) -> None:
     outputs.write(profile, given["output"])
     if outputs.has(given["output"]):
         partial.remove()
-    _tell_missing(profile, given["microbatch"])
+    if asked is not None:
+        profile = _with_backends(ctx, profile, outputs)
+    _tell_missing(profile, _sizes(given))
     _print(profile, given, outputs, begin)
     if given["output"] != "-":
         single = given["threads"] == 1 or given["device"] != "cpu"
         threads = "" if single else ", or its threads wait for each other; try --threads 1"
-        print_worst(profile, given["output"], f"other processes use this machine{threads}", sys.stderr)
+        print_worst(profile.of_eager, given["output"], f"other processes use this machine{threads}", sys.stderr)
+
+
+def backends_asked(given: Mapping[str, Any]) -> BackendsAsked | None:
+    """Which kernel backends are to be measured; None where none are asked for. Raises UsageError."""
+    if given["backends"] is None:
+        for name, flag in (("backend_rules", "--backend-rules"), ("measure_limit", "--measure-limit")):
+            if given[name]:
+                raise UsageError(f"{flag} is of kernel backends; give --backends NAME,..., too")
+        return None
+    names = tuple(filter(None, (each.strip() for each in given["backends"].split(","))))
+    limit = given["measure_limit"]
+    asked = _api.BackendsAsked(names, tuple(given["backend_rules"]), None if limit is None else limit / 1e9)
+    asked.chosen()
+    return asked
+
+
+def _earlier(given: Mapping[str, Any], tell: Callable[[str], None]) -> Profile | None:
+    """The profile that an earlier command wrote where this one writes, if it is of the same model measured here."""
+    path = given["output"]
+    if path == "-" or not Path(path).is_file():
+        return None
+    try:
+        found = _api.read_profile(path)
+        model, _ = _model(given, lambda remark: None)
+        how = {name: given[name] for name in ("threads", "device", "dtype", "inference")}
+        why = _api.goes_on(found, model, _sizes(given), **how)
+    except FileError as error:
+        why = str(error)
+    tell(f"resuming from {path}: what it has is not measured again" if not why else f"{path} is measured anew: {why}")
+    return None if why else found
+
+
+def _sizes(given: Mapping[str, Any]) -> tuple[int, ...]:
+    """Samples at once, of training or inference."""
+    sizes: tuple[int, ...] = given["batch"] if given["inference"] else given["microbatch"]
+    return sizes
+
+
+def _with_backends(ctx: click.Context, profile: Profile, outputs: Outputs) -> Profile:
+    """The profile with what kernel backends take, written before each group, so that nothing is lost."""
+    given, shown = ctx.params, Shown("measuring backends")
+    kept = "nothing is written"
+
+    def keep(so_far: Profile) -> None:
+        nonlocal kept
+        if given["output"] != "-":
+            outputs.write(so_far, given["output"])
+            kept = f"what was measured is in {given['output']}, and the same command goes on from there"
+
+    try:
+        with warnings_shown(), shown:
+            found = backends_measured(given, profile, _tell, keep=keep, progress=shown.update)
+    except KeyboardInterrupt:
+        say(f"pipeplan: interrupted while measuring {shown.what}; {kept}", err=True)
+        ctx.exit(INTERRUPTED)
+    outputs.write(found, given["output"])
+    return found
+
+
+def backends_measured(given: Mapping[str, Any], profile: Profile, tell: Callable[[str], None], **how: Any) -> Profile:
+    """A profile with what the kernel backends take that are asked for, if any are; of sizes that it has."""
+    asked = backends_asked(given)
+    if asked is None:
+        return profile
+    model, _ = _model(given, lambda remark: None)
+    sizes = [size for size in _sizes(given) if size in profile.microbatch_sizes]
+    measuring = {name: given[name] for name in ("threads", "device", "seed", "repeats", "warmup")}
+    return _api.profile_backends(model, profile, sizes, asked, tell=tell, **measuring, **how)
 
 
 _MEASURING = ("threads", "repeats", "warmup", "device", "seed", "shards", "recompute")
@@ -545,6 +692,17 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
             raise UsageError("--etp splits experts in training; with --inference each device has whole ones")
         if not estimates and max(given["expert"]) > 1:
             raise UsageError("--expert of --inference is of estimates; add --estimate and --device PRESET")
+        if max(given["dcp"]) > 1 and given["context"] == (1,):
+            raise UsageError("--dcp is of decode steps; give --context, the tokens of their texts, too")
+        if max(given["dcp"]) > 1 and given["device"] == "cuda":
+            raise UsageError("--dcp measures decode steps as run makes them, on CPUs only so far; leave --device out")
+        if given["processes"] and not isinstance(given["name"], str):
+            raise UsageError(
+                "processes started here load the model themselves; give its name, as of the zoo or pkg.mod:factory"
+            )
+    elif given["dcp"] != (1,) or (not estimates and given["processes"]):
+        flag = "--processes" if given["processes"] else "--dcp"
+        raise UsageError(f"{flag} is of a profile of inference here; add --inference")
     elif given["batch"] != (1,):
         raise UsageError("--batch is of --inference; for training give --microbatch")
     elif given["weights"] or given["kv_cache_dtype"] != "auto":
@@ -560,7 +718,9 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
     remarks, estimates = _Remarks(tell, progress), given["estimate"] or given["device"] not in ("cpu", "cuda")
     model, shards = _model(given, remarks.keep, meta=estimates)
     of_estimates = ("weights", "kv_cache_dtype", "expert", "load_factor", "kernels")
-    names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed")
+    names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed", "dcp", "processes")
+    loaded = {name: given[name] for name in ("sequence", "grain")} | {"shards": shards}
+    named: dict[str, Any] = {} if estimates else {"named": (given["name"], loaded)}
     profile = (_api.estimate_inference if estimates else _api.profile_inference)(
         model,
         given["batch"],
@@ -569,6 +729,7 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
         **{name: given[name] for name in (*names, "dtype", "device")},
+        **named,
     )
     remarks.say()
     return profile
@@ -601,9 +762,14 @@ def _print(profile: Profile, given: Mapping[str, Any], outputs: Outputs, begin: 
     from pipeplan.reporting.profile import print_blocks
 
     if given["as_json"]:
-        say(json.dumps(_api.ProfileResult(profile, time.monotonic() - begin).figures()))
+        figures = _api.ProfileResult(profile.of_eager, time.monotonic() - begin).figures()
+        say(json.dumps(figures | ({"backends": profile.groups_by_backend} if given["backends"] else {})))
     elif given["output"] != "-":
-        print_blocks(profile, details=given["details"])
+        print_blocks(profile.of_eager, details=given["details"])
+        for name, count in profile.groups_by_backend.items():
+            say(f"{name}: {counted(count, 'group')}")
+        if profile.refusals:
+            say(f"refused by backends: {counted(len(profile.refusals), 'group')}, as the profile says")
         outputs.say_written("profile", given["output"])
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -282,6 +283,8 @@ def _tell(
             say(comparison_line(outcome))
             if outcome.throughput is not None:
                 say(f"trained {outcome.throughput.words}")
+            if outcome.result.experts:
+                say(load_line(outcome))
             if outcome.is_off:
                 say(reason_line(outcome, plan_path, trace_path, local=local))
 
@@ -413,6 +416,24 @@ def comparison_line(outcome: RunOutcome) -> str:
         "" if stretch == 1 else f" (the plan's {format_ns(round(predicted / stretch))} stretched {stretch:.3g} times)"
     )
     return f"predicted {format_ns(predicted)}{times}, median {format_ns(median)}{ratio}{left}"
+
+
+def load_line(outcome: RunOutcome) -> str:
+    """How unevenly words chose experts, over all blocks, and where most."""
+    loads = outcome.result.experts
+    mean, worst = fmean(each.load_factor for each in loads), max(loads, key=lambda each: each.load_factor)
+    single = max(loads, key=lambda each: each.most_chosen)
+    dropped = sum(each.dropped for each in loads)
+    chosen = sum(sum(each.tokens_per_expert) for each in loads)
+    shared = [
+        f"busiest device {mean:.2f} times the average"
+        + f" ({worst.load_factor:.2f} in {worst.block})" * (len(loads) > 1)
+    ]
+    return "experts: " + ", ".join(
+        (shared if worst.load_factor > 1 else [])
+        + [f"busiest expert {single.most_chosen:.2f} times the average, in {single.block}"]
+        + ([f"{dropped / chosen:.1%} of words beyond capacity"] if dropped else [])
+    )
 
 
 def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, local: bool) -> str:

@@ -397,6 +397,13 @@ _SPLITS = (
         "Context-parallel size: how many devices (or --tp groups) share each sequence. The profile must "
         "have costs for it.",
     ),
+    click.option(
+        "--cp-exchange",
+        "context_exchange",
+        type=OneOf(["auto", "gathered", "ring"]),
+        default="auto",
+        help="How these have keys and values of all: gathered before attention, or around a ring beside it.",
+    ),
     _split(
         "--ep",
         "--expert-parallel",
@@ -439,6 +446,7 @@ def asked_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: flags[name] for name in ("chunks", "replicas", "positions")},
         **{name: _number(flags[name]) for name in ("shards", "context", "expert", "expert_shards")},
+        "context_exchange": None if flags["context_exchange"] == "auto" else flags["context_exchange"],
         "recompute": asked_recompute(flags),
     }
 
@@ -635,11 +643,14 @@ def given_rules(given: Any) -> Rules | None:
 
 
 def given_file(kind: Literal["profile", "cluster", "plan"], given: Any) -> Any:
-    """A file that is named by its path, or that Python has already; None where there is none. Raises UsageError."""
+    """A file that is named by its path, or that Python has already; None where there is none. Raises UsageError.
+
+    Of a profile with rows of kernel backends those of eager torch, of which plans are made.
+    """
     if isinstance(given, str):
-        return getattr(_api, f"read_{kind}")(given)
+        given = getattr(_api, f"read_{kind}")(given)
     if given is None or isinstance(given, getattr(_api, kind.capitalize())):
-        return given
+        return given.of_eager if kind == "profile" and given is not None else given
     raise UsageError(f"{kind} is a {kind.capitalize()} or the path of its file, not of type {type(given).__name__}")
 
 

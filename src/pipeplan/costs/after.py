@@ -62,8 +62,13 @@ class AfterActions:
 
     def __call__(self, size: int, replicas: int) -> int:
         """The time for a stage with ``size`` bytes of gradients on each device, and this many replicas."""
+        return self.on(size, tuple(range(replicas * self.shards)))
+
+    def on(self, size: int, devices: tuple[int, ...]) -> int:
+        """The same where these are the stage's devices, those of a replica next to each other."""
+        replicas = len(devices) // self.shards
         zero = self.sharing(replicas) or WHOLE
-        return self._step_ns(size, zero) + (self._exchanged_ns(size, replicas, zero) if replicas > 1 else 0)
+        return self._step_ns(size, zero) + (self._exchanged_ns(size, devices, zero) if replicas > 1 else 0)
 
     def _step_ns(self, size: int, zero: Zero) -> int:
         recipe, rate = self.profile.recipe, self.profile.step_bytes_per_s
@@ -73,13 +78,14 @@ class AfterActions:
             self.moved[zero] = step_bytes(self.kept.share(cuts(recipe, zero)), recipe)
         return at_speed(10**9 * size * self.moved[zero] // (self.kept[GRADIENTS] * rate), self.speed)
 
-    def _exchanged_ns(self, size: int, replicas: int, zero: Zero) -> int:
+    def _exchanged_ns(self, size: int, devices: tuple[int, ...], zero: Zero) -> int:
         if zero == WHOLE:
-            return all_reduce_in_shards(self.cluster, range(replicas * self.shards), self.shards, size)
+            return all_reduce_in_shards(self.cluster, devices, self.shards, size)
+        replicas = len(devices) // self.shards
         share = {kind: size * own // max(1, self.kept[GRADIENTS]) for kind, own in self.kept.items()}
         stage = Stage(
             blocks=("",),
-            devices=tuple(range(replicas * self.shards)),
+            devices=devices,
             shards=self.shards,
             replicas=replicas,
             microbatch_size=replicas,

@@ -111,6 +111,10 @@ class Columns:
         state = np.array([[cost.state[kind] for kind in STATE_KINDS] for cost in costs], dtype=np.int64)
         return cls(**numbers, split=numbers["input_grad_ns"] != _NONE, state=state)
 
+    def of_some(self, places: Sequence[int]) -> Columns:
+        """The blocks in these places, of which some may be there again and again."""
+        return Columns(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
+
     def stages(
         self, sizes: Sequence[int], counted_again: Sequence[int], shared: Sequence[Mapping[TiedShare, int]]
     ) -> Iterator[StageCost]:

@@ -21,10 +21,8 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Profile
 from pipeplan.files.plan import Decode
 from pipeplan.workload.elements import Dependency, Operation, Stage
+from pipeplan.workload.kinds import PREFILL
 from pipeplan.workload.workload import Workload
-
-PREFILL = "PREFILL"
-"""The instruction that takes in a chunk of a prompt."""
 
 TOKEN_BYTES = 8
 """Of a token's number, as it goes back to the first stage."""

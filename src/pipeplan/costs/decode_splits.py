@@ -18,12 +18,12 @@ from pipeplan.costs.cache_volumes import Kept
 from pipeplan.costs.communication import Exchange, prices_of, time_of_groups
 from pipeplan.costs.decoding import cached_bytes, phase_costs
 from pipeplan.costs.devices import preset_called
-from pipeplan.costs.recipes import state_of
+from pipeplan.costs.recipes import expert_state_of, state_of
 from pipeplan.costs.zero import WHOLE, cuts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, PhaseRow, Profile
 from pipeplan.workload.kinds import MemoryBytes
-from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, SAMPLES, SHARDS, Mesh
+from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, EXPERTS, SAMPLES, SHARDS, Mesh
 
 STATISTIC_BYTES = 4
 """The logarithm of a head's sum of exponentials is in single precision, whatever the model is in; with it pieces merge,
@@ -32,9 +32,10 @@ for which the text has two numbers (:func:`.step_volume`)."""
 
 @dataclass(frozen=True, slots=True)
 class StepWay:
-    """A mesh of ``samples`` x ``cache`` x ``shards`` devices, or as many ``copies`` that all do the same.
+    """A mesh of ``samples`` x ``cache`` x ``experts`` x ``shards`` devices, or as many ``copies`` that do the same.
 
-    Along its cache axis queries, keys and values are gathered, or ``by_queries`` queries alone.
+    Along its cache axis queries, keys and values are gathered, or ``by_queries`` queries alone; along that of experts
+    each has requests of its own and whole experts, whose tokens they exchange.
     """
 
     samples: int = 1
@@ -42,22 +43,23 @@ class StepWay:
     shards: int = 1
     copies: int = 1
     by_queries: bool = False
+    experts: int = 1
 
     @property
     def owners(self) -> int:
         """Among how many devices (or groups of shards) requests are shared out, outside of attention."""
-        return self.samples * self.cache
+        return self.samples * self.cache * self.experts
 
     @property
     def order(self) -> tuple[int, ...]:
         """Of two that cost the same the first is simpler."""
-        return self.cache, self.copies, self.shards, int(self.by_queries)
+        return self.cache, self.copies, self.experts, self.shards, int(self.by_queries)
 
     @property
     def form(self) -> Kept | None:
         """The plain way that it is; None of one device, of copies and of mixtures."""
         split = [axis for axis in (self.samples, self.cache, self.shards) if axis > 1]
-        if len(split) != 1 or self.copies > 1:
+        if len(split) != 1 or self.copies > 1 or self.experts > 1:
             return None
         return "dp" if self.samples > 1 else "tp" if self.shards > 1 else "cp-q" if self.by_queries else "cp"
 
@@ -65,8 +67,9 @@ class StepWay:
     def mesh(self) -> Mesh:
         """As plans write it: requests outside, shards neighbours."""
         along = CACHE_BY_QUERIES if self.by_queries else CACHE
-        axes = (SAMPLES, self.samples), (along, self.cache), (SHARDS, self.shards), (COPIES, self.copies)
-        return Mesh(tuple((name, size) for name, size in axes if size > 1) or ((SHARDS, 1),))
+        axes = (SAMPLES, self.samples), (along, self.cache), (EXPERTS, self.experts), (SHARDS, self.shards)
+        every = (*axes, (COPIES, self.copies))
+        return Mesh(tuple((name, size) for name, size in every if size > 1) or ((SHARDS, 1),))
 
 
 def ways_of(block: Block, devices: int) -> Iterator[StepWay]:
@@ -79,6 +82,9 @@ def ways_of(block: Block, devices: int) -> Iterator[StepWay]:
             if owners % pieces == 0:
                 for by_queries in (False, True):
                     yield StepWay(owners // pieces, pieces, shards, by_queries=by_queries)
+    for experts in sorted({row.expert for row in block.phases if row.phase == "decode" and row.expert > 1}):
+        if devices % experts == 0:
+            yield StepWay(samples=devices // experts, experts=experts)
     if devices > 1 and 1 in known:
         yield StepWay(copies=devices)
 
@@ -158,21 +164,40 @@ def step_cost(profile: Profile, block: Block, way: StepWay, at: DecodeAt, links:
         UsageError: the profile has no decode rows for that: for these shards, or so many requests or tokens of each.
     """
     own = -(-at.largest // way.owners)
-    row = phase_costs(block, "decode", own, at.context, shards=way.shards)
-    state = state_of(block, profile.recipe).share(cuts(profile.recipe, WHOLE, way.shards))
+    row = phase_costs(block, "decode", own, at.context, shards=way.shards, expert=way.experts)
+    apart = expert_state_of(block, profile.recipe) if way.experts > 1 else MemoryBytes()
+    state = (state_of(block, profile.recipe) - apart).share(cuts(profile.recipe, WHOLE, way.shards))
+    state += apart.share(cuts(profile.recipe, WHOLE, way.experts))
     step, working = row.forward_ns, row.workspace_bytes + row.activation_bytes
     exchange, sent, piece = 0.0, 0.0, at.context
     if way.cache > 1:
         kept = at.context if block.cache_window_tokens is None else min(at.context, block.cache_window_tokens)
         piece = -(-kept // way.cache)
         together = -(-at.largest // way.samples)
-        core = _core_of_pieces(block, row, together, piece, kept)
         arrays = _exchanged(block, way, together)
         exchange = sum(links.ns(each, _along_cache(way)) for each in arrays)
         sent = sum(each.array_bytes for each in arrays) * (way.cache - 1) / way.cache
-        step, working = row.forward_ns - row.core_ns + core, working + sum(each.array_bytes for each in arrays)
+        step = _step_with_pieces(block, row, way, (own, together), (at.context, piece, kept))
+        working += sum(each.array_bytes for each in arrays)
     cached = at.owned(way.samples if way.cache > 1 else way.owners) * cached_bytes(block, piece, way.shards)
     return StepCost(way, step + round(exchange), round(exchange), state, cached, working, sent)
+
+
+def _step_with_pieces(
+    block: Block, row: PhaseRow, way: StepWay, requests: tuple[int, int], tokens: tuple[int, int, int]
+) -> int:
+    """Ns of a block, of ``requests`` own and together, whose texts, pieces of caches and kept words have so many
+    ``tokens``: as measured with pieces, else of ``row`` with the core of pieces in place of its own."""
+    own, together = requests
+    context, piece, kept = tokens
+    if any(
+        (each.dcp, each.by_queries, each.shards) == (way.cache, way.by_queries, way.shards) for each in block.phases
+    ):
+        measured = phase_costs(
+            block, "decode", own, context, shards=way.shards, dcp=way.cache, by_queries=way.by_queries
+        )
+        return measured.forward_ns
+    return row.forward_ns - row.core_ns + _core_of_pieces(block, row, together, piece, kept)
 
 
 def _core_of_pieces(block: Block, row: PhaseRow, requests: int, piece: int, kept: int) -> int:
@@ -183,22 +208,24 @@ def _core_of_pieces(block: Block, row: PhaseRow, requests: int, piece: int, kept
     Raises:
         UsageError: there is no row for so many requests.
     """
-    least = min(each.context_tokens for each in block.phases if each.phase == "decode" and each.shards == row.shards)
+    alike = (each for each in block.phases if (each.phase, each.shards, each.dcp) == ("decode", row.shards, 1))
+    least = min(each.context_tokens for each in alike)
     if piece < least:
         return -(-row.core_ns * requests * piece // (row.microbatch_size * kept))
     return phase_costs(block, "decode", requests, piece, shards=row.shards).core_ns
 
 
 def _exchanged(block: Block, way: StepWay, requests: int) -> list[Exchange]:
-    """What devices along the cache exchange for so many requests, of the heads that each has."""
+    """What devices along the cache exchange for so many requests, of the heads that each has: what they give before
+    attention in one exchange, and what they found in another, each directly to those that it is for."""
     queries, mixture = block.query_bytes_per_token // way.shards, block.mixture_bytes_per_token // way.shards
     written = cached_bytes(block, 1, way.shards)
     heads = -(-block.dimensions.get("heads", 1) // way.shards)
     found = Exchange("all_to_all", requests * (mixture + heads * STATISTIC_BYTES))
     if way.by_queries:
         own = -(-requests // way.cache) * written
-        return [Exchange("all_gather", requests * queries), Exchange("all_to_all", own), found]
-    return [Exchange("all_gather", requests * (queries + written)), found]
+        return [Exchange("all_to_all", requests * queries + own), found]
+    return [Exchange("all_to_all", requests * (queries + written)), found]
 
 
 def _along_cache(way: StepWay) -> list[tuple[int, ...]]:

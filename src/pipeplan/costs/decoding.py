@@ -17,20 +17,29 @@ from pipeplan.files.profile import Phase
 
 
 def phase_costs(
-    block: Block, phase: Phase, batch: int, context_tokens: int, *, shards: int = 1, expert: int = 1
+    block: Block,
+    phase: Phase,
+    batch: int,
+    context_tokens: int,
+    *,
+    shards: int = 1,
+    expert: int = 1,
+    dcp: int = 1,
+    by_queries: bool = False,
 ) -> PhaseRow:
     """The block's row for so many requests with texts of so many tokens each, interpolated where it has none.
 
     What takes no part in attention costs the same at every context; its rows say so. A block without experts costs the
-    same however many devices share those of others.
+    same however many devices share those of others. Rows with ``dcp`` are those alone that the profile has.
 
     Raises:
         UsageError: no rows for these shards and experts, or the batch or the context is outside the rows' range.
     """
     own = expert if block.expert_parameters else 1
-    rows = [row for row in block.phases if (row.phase, row.shards, row.expert) == (phase, shards, own)]
+    case = phase, shards, own, dcp, by_queries
+    rows = [row for row in block.phases if (row.phase, *row.key[3:]) == case]
     if not rows:
-        known = sorted({(row.shards, row.expert) for row in block.phases if row.phase == phase})
+        known = sorted({(row.shards, row.expert) for row in block.phases if row.phase == phase and row.dcp == 1})
         said = ", ".join(
             f"{count} shards" + (f" with expert {experts}" if experts > 1 else "") for count, experts in known
         )

@@ -411,8 +411,13 @@ def phase_sums(profile: Profile) -> list[dict[str, Any]]:
     rows_of = {block.id: {row.key: row for row in block.phases} for block in profile.blocks}
     found = list[dict[str, Any]]()
     for key in sorted({key for rows in rows_of.values() for key in rows}):
-        phase, context, batch, shards, expert = key
-        own = [rows_of[block.id].get(key if block.expert_parameters else (*key[:-1], 1)) for block in profile.blocks]
+        phase, context, batch, shards, expert, dcp, _ = key
+        if dcp > 1:  # of single blocks: others have none
+            continue
+        own = [
+            rows_of[block.id].get(key if block.expert_parameters else (*key[:4], 1, *key[5:]))
+            for block in profile.blocks
+        ]
         rows = [row for row in own if row is not None]
         if len(rows) < len(own):
             continue

@@ -16,13 +16,13 @@ from pipeplan.costs.blocks import block_costs, held_part
 from pipeplan.costs.communication import Exchange, all_reduce_time, price_of_groups
 from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
 from pipeplan.costs.kinds import on_kinds
-from pipeplan.costs.recipes import state_of, states_of
+from pipeplan.costs.recipes import expert_state_of, state_of, states_of
 from pipeplan.costs.zero import WHOLE, Experts, Zero, cuts, price_of_exchange, updated_bytes
 from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, Stage, TiedState
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes, MemoryKind
-from pipeplan.workload.mesh import PLACES, SAMPLES, HeldPart, Mesh
+from pipeplan.workload.mesh import EXPERTS, PLACES, SAMPLES, HeldPart, Mesh
 
 if TYPE_CHECKING:
     from pipeplan.costs.resharding import Resharding
@@ -70,7 +70,12 @@ class SharedState:
         """What a device keeps of a stage whose blocks have configurations: tied parts once for each way to split."""
         state = MemoryBytes()
         for index, block in enumerate(stage.blocks):
-            state += self.kept[block].share(self._cut(stage, self._parts(stage, index)[0].num_parts))
+            kept, experts = self.kept[block], stage.mesh_of(index).size_of(EXPERTS)
+            if experts > 1:
+                apart = expert_state_of(self.blocks[block], self.profile.recipe)
+                kept -= apart
+                state += apart.share(self._cut(stage, experts))
+            state += kept.share(self._cut(stage, self._parts(stage, index)[0].num_parts))
         for tied in self.profile.tied:
             ways = self.ways(stage, tied.blocks)
             for parts, users in ways.items():

@@ -12,6 +12,7 @@ from typing import Any
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.columns import MANY, Columns
+from pipeplan.costs.context import exchange_on, of_stages
 from pipeplan.costs.experts import ExpertState, kept_of
 from pipeplan.costs.forwards import held_by_forward
 from pipeplan.costs.kinds import kinds_on, on_kinds
@@ -235,9 +236,15 @@ def _columns_of(
         for id_, each in zip(ids, again, strict=True)
     ]
     states, place_of = profile.once("columns", lambda: (States.of(profile.blocks, profile.recipe), _places(profile)))
+    numbers: dict[tuple[str, Again, int], int] = {}
+    runs = zip(ids, again, taken, strict=True)
+    kinds = [numbers.setdefault((alike[id_], each, held), len(numbers)) for id_, each, held in runs]
+    firsts = [by_id[id_] for id_, _, _ in numbers]
     how: dict[str, Any] = {"zero": zero, "exchanging": exchanging, "experts": experts, "speed": speed}
-    how["states"] = states.of_some([place_of[id_] for id_ in ids])
-    return Columns.of(chosen, again, taken, microbatch_size, shards, context=context, **how)
+    how["states"] = states.of_some([place_of[id_] for id_, _, _ in numbers])
+    own = [each for _, each, _ in numbers], [each for _, _, each in numbers]
+    found = Columns.of(firsts, *own, microbatch_size, shards, context=context, **how)
+    return None if found is None else found.of_some(kinds)
 
 
 def _places(profile: Profile) -> dict[str, int]:
@@ -364,6 +371,7 @@ def build_workload(
             "lower --devices or give a larger --cluster"
         )
     mini_batch = num_microbatches * microbatch_size
+    profile = of_stages(profile, placement.stages)
     blocks = profile.by_id
     speeds = speeds or ((1.0,) * placement.num_devices if cluster is None else cluster.speeds)
     names = names or (() if cluster is None else cluster.names)
@@ -652,6 +660,7 @@ def _settled(
     own = {name: value for name, value in said.items() if value is not None}
     own["speed"] = min(speeds[device] for device in placed.devices)
     own["expert_shards"] = profile.expert_shards_on(placed.expert, placed.expert_shards)
+    own["context_exchange"] = exchange_on(profile, placed.shards, placed.context)
     stage = Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
     return replace(stage, recompute=recompute_of(asked_again([blocks[id_] for id_ in stage.blocks], stage.recompute)))
 

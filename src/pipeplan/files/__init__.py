@@ -6,14 +6,26 @@ Here: what a file may say, its versions and migrations, traces. Not here: what f
 
 from pipeplan.files.base import File, FileModel, Source, sha256_of
 from pipeplan.files.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
+from pipeplan.files.cover import Cover, CoveredGroup
 from pipeplan.files.modules import Modules, StageModules
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.plan import Plan, Predicted, Provenance
-from pipeplan.files.profile import Block, CostRow, Edge, PhaseRow, Profile, TiedParameter
+from pipeplan.files.profile import (
+    BackendFusion,
+    BackendRefusal,
+    Block,
+    CostRow,
+    Edge,
+    PhaseRow,
+    Profile,
+    RingCosts,
+    TiedParameter,
+)
 from pipeplan.files.read_write import (
     FORMATS,
     parse,
     read_cluster,
+    read_cover,
     read_modules,
     read_placement,
     read_plan,
@@ -28,9 +40,13 @@ from pipeplan.files.recipe import Recipe
 
 __all__ = [
     "FORMATS",
+    "BackendFusion",
+    "BackendRefusal",
     "Block",
     "Cluster",
     "CostRow",
+    "Cover",
+    "CoveredGroup",
     "DeviceKind",
     "Edge",
     "File",
@@ -46,11 +62,13 @@ __all__ = [
     "Profile",
     "Provenance",
     "Recipe",
+    "RingCosts",
     "Source",
     "StageModules",
     "TiedParameter",
     "parse",
     "read_cluster",
+    "read_cover",
     "read_modules",
     "read_placement",
     "read_plan",

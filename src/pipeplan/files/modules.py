@@ -9,10 +9,13 @@ from pydantic import Field, model_validator
 from pipeplan.files.base import CurrentVersion, File, FileModel, current_version, said_only
 from pipeplan.workload.elements import (
     CONTEXT,
+    CONTEXT_EXCHANGE,
     EXPERT,
     EXPERT_SHARDS,
+    GATHERED_CONTEXT,
     ZERO,
     ZERO_GROUP,
+    ContextExchange,
     Count,
     Index,
     Items,
@@ -39,6 +42,7 @@ class StageModules(FileModel):
     shards: Annotated[Count, Field(description="devices that split each block (tensor parallel)")] = 1
     replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
     context: Annotated[Count, said_only(1, CONTEXT)] = 1
+    context_exchange: Annotated[ContextExchange, said_only(GATHERED_CONTEXT, CONTEXT_EXCHANGE)] = GATHERED_CONTEXT
     expert: Annotated[Count, said_only(1, EXPERT)] = 1
     expert_shards: Annotated[Count, said_only(1, EXPERT_SHARDS)] = 1
     zero: Annotated[ZeroLevel, said_only(0, ZERO)] = 0

@@ -10,12 +10,14 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from pipeplan.files.base import SAID_ONLY, CurrentVersion, File, FileModel, current_version
 from pipeplan.workload.elements import (
     CONTEXT,
+    CONTEXT_EXCHANGE,
     EXPERT,
     EXPERT_SHARDS,
     REDUCE_EVERY,
     UNSHARD_EVERY,
     ZERO,
     ZERO_GROUP,
+    ContextExchange,
     Count,
     DeviceCount,
     Index,
@@ -50,7 +52,7 @@ def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shar
     return None
 
 
-_SAID_ONLY = ("expert_shards", "zero", "zero_group", "unshard_every", "reduce_every")
+_SAID_ONLY = ("context_exchange", "expert_shards", "zero", "zero_group", "unshard_every", "reduce_every")
 
 
 class PlacedStage(FileModel):
@@ -64,6 +66,10 @@ class PlacedStage(FileModel):
     shards: Annotated[Count, Field(description="devices that split each block (tensor parallel)")] = 1
     replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
     context: Annotated[Count, Field(description=CONTEXT, json_schema_extra={SAID_ONLY: True})] = 1
+    context_exchange: Annotated[
+        ContextExchange | None,
+        Field(description=f"{CONTEXT_EXCHANGE}; null: as a search chooses", json_schema_extra={SAID_ONLY: True}),
+    ] = None
     expert: Annotated[Count, Field(description=EXPERT, json_schema_extra={SAID_ONLY: True})] = 1
     expert_shards: Annotated[
         Count | None,
@@ -110,7 +116,7 @@ class PlacedStage(FileModel):
     def _group_is_whole(self) -> PlacedStage:
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("devices name a device twice")
-        if problem := group_problem(self.shards, self.context, self.replicas, len(self.devices)):
+        if problem := group_problem(self.shards, self.context, self.replicas, len(self.devices), self.context_exchange):
             raise ValueError(problem)
         if problem := expert_problem(
             self.expert, len(self.devices), bool(self.configurations), self.expert_shards or 1

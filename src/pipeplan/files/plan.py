@@ -40,6 +40,7 @@ from pipeplan.files.recipe import AUTOCAST, Recipe
 from pipeplan.units import format_ns
 from pipeplan.workload.action import ACTION_PATTERN, Action, StateAction, operation_of
 from pipeplan.workload.elements import (
+    GATHERED_CONTEXT,
     MAX_DEVICES,
     Count,
     Dependency,
@@ -238,6 +239,7 @@ MIGRATIONS["plan", 1] = _memory_has_master_copies
 
 
 _EXCHANGE = ("unshard_every", "reduce_every", "block_groups")
+_PLACED_OTHERWISE = ("devices", "context_exchange", "expert_shards")
 
 
 class Plan(File):
@@ -333,6 +335,8 @@ class Plan(File):
             for key in ("context", "expert", "expert_shards"):
                 if stage.get(key) == 1:
                     del stage[key]
+            if stage.get("context_exchange") == GATHERED_CONTEXT:
+                del stage["context_exchange"]
             if not stage.get("cuts"):
                 stage.pop("cuts", None)
             if stage.get("speed") == 1:
@@ -393,7 +397,7 @@ class Plan(File):
         if len(set(stage.devices)) != len(stage.devices):
             raise ValueError(f"stages[{number}].devices name a device twice")
         size = len(stage.devices) * self.players_each
-        if problem := group_problem(stage.shards, stage.context, stage.replicas, size):
+        if problem := group_problem(stage.shards, stage.context, stage.replicas, size, stage.context_exchange):
             raise ValueError(f"stages[{number}]: {problem}")
         own = bool(stage.configurations), stage.expert_shards
         if problem := expert_problem(stage.expert, size, *own):
@@ -823,11 +827,10 @@ class Plan(File):
             stages=tuple(
                 PlacedStage(
                     **{
-                        name: getattr(stage, name)
-                        for name in PlacedStage.model_fields
-                        if name not in ("devices", "expert_shards")
+                        name: getattr(stage, name) for name in PlacedStage.model_fields if name not in _PLACED_OTHERWISE
                     },
                     devices=self.group_of(stage),
+                    context_exchange=stage.context_exchange if stage.context > 1 else None,
                     expert_shards=stage.expert_shards if stage.expert > 1 else None,
                 )
                 for stage in self.stages

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, cached_property
 from operator import attrgetter
@@ -9,12 +10,13 @@ from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from pipeplan.errors import UsageError
 from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version, said_only
 from pipeplan.files.placement import Placement
 from pipeplan.files.recipe import CUSTOM, Recipe
 from pipeplan.graphs import topological_order
 from pipeplan.units import MAX_BYTES, bytes_of, ns_of
-from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
+from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds, Text
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS
 
 TokensPerSample = Annotated[
@@ -30,7 +32,23 @@ FlopsPerSample = Annotated[
 TRAINING: Final = "training"
 INFERENCE: Final = "inference"
 Mode = Literal["training", "inference"]
+EAGER: Final = "eager"
+"""The backend of every row that names none: torch as it runs operator by operator."""
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
+
+
+Change = Annotated[int, Field(ge=-MAX_BYTES, le=MAX_BYTES)]
+
+
+class RingCosts(FileModel):
+    """How much more than a row with gathered keys and values F and I take, and hold, where these go around a ring.
+
+    Less where it is below 0.
+    """
+
+    forward_ns: Change = 0
+    input_grad_ns: Change = 0
+    workspace_bytes: Change = 0
 
 
 class CostRow(FileModel):
@@ -44,7 +62,8 @@ class CostRow(FileModel):
     from the start of F to the end of the last F that takes it (to its own end where none does).
 
     With ``context`` c a device has one of c equal parts of each sample's sequence: a row is what it takes there, with
-    what it waits for keys and values of the others.
+    what it waits for keys and values of the others, which are gathered before the attention core; ``ring`` says how
+    much that changes where they go around a ring beside it instead.
 
     With ``expert`` e the block's experts are on e devices, each with whole ones of its own: a row has one device's
     words, those that choose its experts, and both exchanges of them. All other parts are split over ``shards``. Or each
@@ -56,9 +75,12 @@ class CostRow(FileModel):
     A block with attention may say what it comes to where backward computes the attention core again (scores, softmax
     and their mixture; Korthikanti et al. 2022, section 5): B or I takes ``selective_ns`` longer, and
     ``selective_activation_bytes`` are held instead of ``activation_bytes``.
+
+    With a ``backend`` other than eager torch it is what the block takes where that runs it. Plans are made of eager's.
     """
 
     microbatch_size: Annotated[Count, Field(description="samples in the micro-batch")]
+    backend: Annotated[Name, said_only(EAGER, "what runs it: eager torch, or a kernel backend")] = EAGER
     shards: Annotated[Count, Field(description="devices that split the block")] = 1
     context: Annotated[
         Count,
@@ -93,6 +115,13 @@ class CostRow(FileModel):
         Bytes | None,
         said_only(None, "held between forward and backward where the attention core is recomputed"),
     ] = None
+    ring: Annotated[
+        RingCosts | None,
+        said_only(None, "more or less than that where keys and values go around a ring; only with context"),
+    ] = None
+    compile_ns: Annotated[
+        Nanoseconds, said_only(0, "what a kernel backend took to build it, once, before it ran; in no other time")
+    ] = 0
     repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[
         dict[
@@ -110,6 +139,8 @@ class CostRow(FileModel):
             raise ValueError(f"expert_shards {self.expert_shards} does not divide the {self.expert} devices of expert")
         if self.sequence_parallel and self.shards == 1:
             raise ValueError("sequence_parallel is of several shards, and shards is 1")
+        if self.ring is not None:
+            self._require_ring(self.ring)
         if (self.selective_ns is None) != (self.selective_activation_bytes is None):
             raise ValueError("selective_ns and selective_activation_bytes come together or not at all")
         if self.selective_activation_bytes is not None and self.selective_activation_bytes > self.activation_bytes:
@@ -118,6 +149,29 @@ class CostRow(FileModel):
                 f"{self.activation_bytes} that are held where nothing is recomputed"
             )
         return self
+
+    def _require_ring(self, ring: RingCosts) -> None:
+        """Devices that share sequences have one, and what it takes less is no more than there is."""
+        if self.context == 1:
+            raise ValueError("ring is of devices that share sequences, and context is 1")
+        if self.input_grad_ns is None:
+            raise ValueError("ring says how much longer I is, and the row has no input_grad_ns")
+        for key, less in (("forward_ns", ring.forward_ns), ("input_grad_ns", ring.input_grad_ns)):
+            if (whole := getattr(self, key)) + less < 0:
+                raise ValueError(f"ring.{key} is {less}, more below 0 than the row's {whole}")
+        if self.workspace_bytes + ring.workspace_bytes < 0:
+            raise ValueError(
+                f"ring.workspace_bytes is {ring.workspace_bytes}, more below 0 than the row's {self.workspace_bytes}"
+            )
+
+    def taking(self, more: RingCosts) -> CostRow:
+        """The row where F and I take so much more; a forward that backward runs again does, too."""
+        again = more.forward_ns * self.recompute
+        longer = {"forward_ns": more.forward_ns, "selective_ns": more.forward_ns}
+        longer |= dict.fromkeys(("backward_ns", "input_grad_ns"), more.input_grad_ns + again)
+        longer["workspace_bytes"] = more.workspace_bytes
+        known = {key: own + longer[key] for key in longer if (own := getattr(self, key)) is not None}
+        return self.model_copy(update=known)
 
     @property
     def has_backward(self) -> bool:
@@ -137,10 +191,10 @@ class CostRow(FileModel):
         return halves if self.backward_ns is None else self.backward_ns
 
     @property
-    def key(self) -> tuple[int, int, int, int, int, str | None, bool]:
-        """What the row is for: micro-batch size, shards, context, expert and its shards, configuration, recompute."""
+    def key(self) -> tuple[int, int, int, int, int, str | None, bool, str]:
+        """What the row is for: micro-batch size, shards, context, expert and its shards, and so on to the backend."""
         split = self.shards, self.context, self.expert, self.expert_shards
-        return (self.microbatch_size, *split, self.configuration, self.recompute)
+        return (self.microbatch_size, *split, self.configuration, self.recompute, self.backend)
 
 
 Parameters = Annotated[int, Field(ge=0, le=MAX_BYTES)]
@@ -189,6 +243,10 @@ class PhaseRow(FileModel):
     what it needs beside that while it runs; the cache is in neither.
 
     With ``expert`` e the block's experts are on e devices, each of which has as many requests of its own.
+
+    With ``dcp`` c the attention core is of one of c pieces of the caches of c times as many requests, those of a device
+    and of the others that have pieces (decode context parallelism). What these exchange is packed, unpacked and merged
+    in that time, but takes none on its way; ``by_queries``: of queries alone, and new keys and values for their keeper.
     """
 
     phase: Phase
@@ -196,6 +254,8 @@ class PhaseRow(FileModel):
     context_tokens: Annotated[Count, Field(description="tokens of each request's text, those of this step included")]
     shards: Annotated[Count, Field(description="devices that split the block")] = 1
     expert: Annotated[Count, said_only(1, "devices that share the block's experts, each with whole ones")] = 1
+    dcp: Annotated[Count, said_only(1, "devices that have pieces of the same caches, split along their tokens")] = 1
+    by_queries: Annotated[bool, said_only(False, "of these all get queries alone; only with dcp")] = False
     forward_ns: Nanoseconds
     core_ns: Annotated[Nanoseconds, said_only(0, "of these the attention core, which reads the cache")] = 0
     activation_bytes: Bytes = 0
@@ -207,12 +267,17 @@ class PhaseRow(FileModel):
     def _core_is_part(self) -> PhaseRow:
         if self.core_ns > self.forward_ns:
             raise ValueError(f"core_ns {self.core_ns} is part of forward_ns, and more than its {self.forward_ns}")
+        if self.dcp > 1 and self.phase != "decode":
+            raise ValueError(f"dcp {self.dcp} is of decode, not of {self.phase}")
+        if self.by_queries and self.dcp == 1:
+            raise ValueError("by_queries is of rows with dcp 2 or more")
         return self
 
     @property
-    def key(self) -> tuple[str, int, int, int, int]:
-        """What the row is for: phase, tokens of the text, requests, shards, expert."""
-        return (self.phase, self.context_tokens, self.microbatch_size, self.shards, self.expert)
+    def key(self) -> tuple[str, int, int, int, int, int, bool]:
+        """What the row is for: phase, tokens of the text, requests, shards, expert, dcp, by_queries."""
+        case = self.shards, self.expert, self.dcp, self.by_queries
+        return (self.phase, self.context_tokens, self.microbatch_size, *case)
 
 
 class Block(Parts):
@@ -276,8 +341,8 @@ class Block(Parts):
         Of these devices ``expert_shards`` split each expert. A block that has no experts costs the same however many
         share those of others.
         """
-        own = context, *((expert, expert_shards) if self.expert_parameters else (1, 1))
-        return [row for row in self.costs if (row.context, row.expert, row.expert_shards) == own]
+        own = context, *((expert, expert_shards) if self.expert_parameters else (1, 1)), EAGER
+        return [row for row in self.costs if (row.context, row.expert, row.expert_shards, row.backend) == own]
 
     @classmethod
     def of(
@@ -350,6 +415,7 @@ class Block(Parts):
                     f"{f'expert {row.expert}, ' if row.expert > 1 else ''}"
                     f"{f'expert_shards {row.expert_shards}, ' if row.expert_shards > 1 else ''}"
                     f"recompute {row.recompute}"
+                    f"{f', backend {row.backend}' if row.backend != EAGER else ''}"
                 )
             seen[row.key] = index
             if row.expert > 1 and not self.expert_parameters:
@@ -407,6 +473,22 @@ class TiedParameter(Parts):
     def frozen_parameters(self) -> int:
         """None: see above."""
         return 0
+
+
+class BackendFusion(FileModel):
+    """Blocks that a kernel backend runs at once, and what that takes: a row for each backend and micro-batch size."""
+
+    blocks: Annotated[Items[Name], Field(min_length=2, description="in the order in which they run")]
+    costs: Annotated[Items[CostRow], Field(min_length=1)]
+
+
+class BackendRefusal(FileModel):
+    """Blocks that a kernel backend does not run, or runs wrongly, at a micro-batch size; and why."""
+
+    blocks: Annotated[Items[Name], Field(min_length=1)]
+    backend: Name
+    microbatch_size: Count
+    reason: Text
 
 
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -491,7 +573,17 @@ class Profile(File):
         Items[Annotated[Items[Name], Field(min_length=2)]],
         said_only((), "groups of blocks that no stage has without the rest of their group"),
     ] = ()
+    fusions: Annotated[
+        Items[BackendFusion], said_only((), "groups of blocks that kernel backends run at once, with their costs")
+    ] = ()
+    backend_change_ns: Annotated[
+        Nanoseconds, said_only(0, "what it takes to hand a result to a block that another kernel backend runs")
+    ] = 0
+    refusals: Annotated[
+        Items[BackendRefusal], said_only((), "what kernel backends do not run, or ran wrongly, when it was measured")
+    ] = ()
     _of_kinds: dict[str, Profile] = PrivateAttr(default_factory=dict)
+    _rings: frozenset[tuple[int, int]] = PrivateAttr(default_factory=frozenset)
 
     @model_validator(mode="after")
     def _is_a_graph(self) -> Profile:
@@ -522,6 +614,7 @@ class Profile(File):
         self._require_counts()
         self._require_tied(ids)
         self._require_groups(ids)
+        self._require_fusions(ids)
         order = self.topological_order()
         if self.placement is not None:
             self.check_placement(self.placement, order)
@@ -583,6 +676,23 @@ class Profile(File):
                 if id_ in group_of:
                     raise ValueError(f"keep_together[{index}] names {id_!r}, which keep_together[{group_of[id_]}] has")
                 group_of[id_] = index
+
+    def _require_fusions(self, place_of: Mapping[str, int]) -> None:
+        """Groups that backends run, or refuse, are of blocks that are there; their rows are of the profile's mode."""
+        named = [(f"fusions[{index}]", each.blocks) for index, each in enumerate(self.fusions)]
+        named += [(f"refusals[{index}]", each.blocks) for index, each in enumerate(self.refusals)]
+        for place, blocks in named:
+            if unknown := next((id_ for id_ in blocks if id_ not in place_of), None):
+                raise ValueError(f"{place} names {unknown!r}, which is not a block")
+        seen: dict[Hashable, str] = {}
+        for index, fusion in enumerate(self.fusions):
+            for number, row in enumerate(fusion.costs):
+                place = f"fusions[{index}].costs[{number}]"
+                if self.is_inference == row.has_backward:
+                    raise ValueError(f"{place}: a row of the mode {self.mode!r} has {'no ' * row.has_backward}backward")
+                case = frozenset(fusion.blocks), row.key
+                if seen.setdefault(case, place) != place:
+                    raise ValueError(f"{place} is for the same case as {seen[case]}")
 
     def _require_tied(self, place_of: dict[str, int]) -> None:
         """Tied parameters name blocks, each once, that count as much; ``place_of`` are the blocks by id."""
@@ -659,6 +769,36 @@ class Profile(File):
         return cls(name=name, source=source, blocks=known, edges=made, **how)
 
     @property
+    def of_eager(self) -> Profile:
+        """What plans are made of: rows of eager torch alone. It is the same file, as its fingerprint says.
+
+        Raises:
+            UsageError: a block has no such row.
+        """
+        rows_are_eager = all(row.backend == EAGER for block in self.blocks for row in block.costs)
+        if rows_are_eager and not self.fusions and not self.refusals:
+            return self
+        blocks = []
+        for block in self.blocks:
+            rows = tuple(row for row in block.costs if row.backend == EAGER)
+            if not rows:
+                raise UsageError(
+                    f"block {block.id!r} has no row of eager torch, of which plans are made; profile it again, or add "
+                    "one"
+                )
+            blocks.append(block.model_copy(update={"costs": rows}))
+        plain = self.model_copy(update={"blocks": tuple(blocks), "fusions": (), "refusals": (), "backend_change_ns": 0})
+        return plain.with_kinds(self.of_kinds).read_as(self.fingerprint)
+
+    @property
+    def groups_by_backend(self) -> dict[str, int]:
+        """{kernel backend: how many blocks and groups of blocks it has times for}, but for eager torch."""
+        of_blocks = [{row.backend for row in block.costs} for block in self.blocks]
+        found = Counter(name for names in of_blocks for name in names if name != EAGER)
+        found.update(name for fusion in self.fusions for name in {row.backend for row in fusion.costs})
+        return dict(sorted(found.items()))
+
+    @property
     def of_kinds(self) -> Mapping[str, Profile]:
         """{kind of device: the profile of the same model on it}, of those that have one of their own; in no file."""
         return self._of_kinds
@@ -668,6 +808,17 @@ class Profile(File):
         copied = self.model_copy()
         copied._of_kinds = dict(profiles)
         copied.__dict__.pop("made_once", None)
+        return copied
+
+    @property
+    def rings(self) -> frozenset[tuple[int, int]]:
+        """The (shards, context) whose rows are those of rings, as :mod:`pipeplan.costs.context` chose; in no file."""
+        return self._rings
+
+    def with_rings(self, rings: Iterable[tuple[int, int]]) -> Profile:
+        """Note that these have them."""
+        copied = self.model_copy()
+        copied._rings = frozenset(rings)
         return copied
 
     @cached_property
@@ -687,6 +838,9 @@ class Profile(File):
         copied = super().model_copy(update=update, deep=deep)
         if update:
             copied._of_kinds = {}
+            if not deep:  # what is worked out of fields that are the same, which takes a while of thousands of blocks
+                same = (name for name, fields in _WORKED_OUT.items() if fields.isdisjoint(update))
+                copied.__dict__.update((name, self.__dict__[name]) for name in same if name in self.__dict__)
         return copied
 
     def __repr__(self) -> str:
@@ -796,5 +950,16 @@ class Profile(File):
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Micro-batch sizes for which every block has a row, ascending."""
-        sizes = [{row.microbatch_size for row in block.rows()} for block in self.blocks]
+        sizes = [{row.microbatch_size for row in block.rows()} for block in self.kinds]
         return tuple(sorted(set.intersection(*sizes)))
+
+
+_WORKED_OUT = {
+    "by_id": {"blocks"},
+    "alike": {"blocks"},
+    "kinds": {"blocks"},
+    "edges_into": {"edges"},
+    "edges_from": {"edges"},
+    "_order": {"blocks", "edges"},
+}
+"""{what a profile works out once: the fields of which}."""

@@ -35,6 +35,7 @@ from pipeplan.files.base import (
     sha256_of_text,
 )
 from pipeplan.files.cluster import Cluster
+from pipeplan.files.cover import Cover
 from pipeplan.files.modules import Modules
 from pipeplan.files.placement import Placement
 from pipeplan.files.plan import Plan
@@ -197,6 +198,7 @@ FORMATS: dict[str, type[File]] = {
     "plan": Plan,
     "placement": Placement,
     "modules": Modules,
+    "cover": Cover,
 }
 """Every file format by its ``kind``."""
 
@@ -230,6 +232,11 @@ def read_plan(path: str) -> Plan:
 def read_modules(path: str) -> Modules:
     """Read and validate a file of modules; ``-`` is stdin. Raises FileError."""
     return _read(path, Modules)
+
+
+def read_cover(path: str) -> Cover:
+    """Read and validate a file of kernel backends by block; ``-`` is stdin. Raises FileError."""
+    return _read(path, Cover)
 
 
 def read_placement(path: str) -> Placement:

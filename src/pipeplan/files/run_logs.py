@@ -65,6 +65,27 @@ class RunLog:
         self.peak_bytes[rank] = max(self.peak_bytes.get(rank, 0), round(size))
 
 
+def read_load_factor(path: str) -> float:
+    """How many times the average the fullest of devices that share experts had, by the output of ``run --json``.
+
+    Raises:
+        FileError: the file cannot be read, is no such output, or is of a run whose devices shared no experts.
+    """
+    where = "<stdin>" if path == "-" else path
+    try:
+        found = json.loads(read_bytes(path))
+    except ValueError as error:
+        raise FileError(f"{where}: not JSON: {error}; give a number, or the output of pipeplan run --json") from None
+    loads = found.get("experts") if isinstance(found, dict) else None
+    factor = loads.get("load_factor") if isinstance(loads, dict) else None
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf:
+        raise FileError(
+            f"{where}: it has no experts.load_factor of 1 or more; give the output of pipeplan run --json of a plan "
+            "with --ep above 1"
+        )
+    return float(factor)
+
+
 def read_run(paths: Sequence[str], num_devices: int) -> MeasuredTrace | RunLog:
     """What a run left: pipeplan's trace, a log, or the profiler's trace of each rank; ``-`` is stdin.
 

@@ -21,7 +21,7 @@ from pipeplan.partition.chain.kernel import balanced_split
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Request, resolve_batch
 from pipeplan.schedule.rules.language import Rules
-from pipeplan.workload.elements import Recompute
+from pipeplan.workload.elements import GATHERED_CONTEXT, RING, ContextExchange, Recompute
 
 SOURCES = {"torch": "torch", "megatron": "Megatron-LM", "layers": "the layer list"}
 """What can be read, and what it is called: a schedule's CSV, a pipeline layout, a list of layers per stage."""
@@ -280,6 +280,7 @@ def _megatron(asked: _Sourced) -> _Read:
     shards, context, expert = (sizes.get(name, 1) for name in ("shards", "context", "expert"))
     split = sizes.get("expert_shards", shards) if expert > 1 else 1  # by default as many as split all else
     expert *= split
+    exchange = _context_exchange(asked.profile, arguments, shards, context)
     positions = sizes.get("positions") or (len(layout) if asked.devices is None else min(len(layout), asked.devices))
     require_layout(layout, positions)
     groups = _groups(asked, positions, shards * context)
@@ -302,6 +303,7 @@ def _megatron(asked: _Sourced) -> _Read:
             devices=tuple(groups[rank]),
             shards=shards,
             context=context,
+            context_exchange=exchange,
             expert=expert,
             expert_shards=split if expert > 1 else None,
             replicas=replicas,
@@ -322,6 +324,26 @@ def _megatron(asked: _Sourced) -> _Read:
     ]
     strategy = "circular" if chunks > 1 else "one-to-one"
     return _Read(stages, groups, ranks, orders, strategy, count, size, notes=tuple(notes))
+
+
+_EXCHANGES: Mapping[str, ContextExchange] = {"p2p": RING, "all_gather": GATHERED_CONTEXT}
+
+
+def _context_exchange(
+    profile: Profile, arguments: Mapping[str, str], shards: int, context: int
+) -> ContextExchange | None:
+    """How devices that share sequences exchange keys and values: by default around a ring, if its costs are known."""
+    said = arguments.get("--cp-comm-type")
+    if said is not None and said not in _EXCHANGES:
+        raise UsageError(f"--cp-comm-type {said}: plans have {' or '.join(_EXCHANGES)}")
+    if context == 1:
+        return None
+    known = any(
+        row.ring is not None and (row.shards, row.context) == (shards, context)
+        for block in profile.kinds
+        for row in block.costs
+    )
+    return _EXCHANGES[said] if said is not None else RING if known else None
 
 
 def _size(arguments: Mapping[str, str], flag: str) -> int:

@@ -143,7 +143,7 @@ def _require_placed(ranks: Sequence[int], target: ExportTarget) -> None:
 
 def _require_alike(stages: Sequence[Stage], target: ExportTarget) -> None:
     """Refuse stages that are split unlike the first. Raises UsageError."""
-    keys = ["shards", "context", "expert", "expert_shards", "replicas"]
+    keys = ["shards", "context", "context_exchange", "expert", "expert_shards", "replicas"]
     keys += ["zero", "zero_group", "microbatch_size"] if target.trains else []
     for number, stage in enumerate(stages):
         for key in keys:

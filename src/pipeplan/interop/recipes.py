@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.interop.settings import torchtitan_settings
+from pipeplan.workload.elements import GATHERED_CONTEXT, RING
 
 SCHEDULE = "schedule.csv"
 """The schedule, in the folder of its recipe."""
@@ -107,6 +108,12 @@ def _base(base: str | None) -> list[str]:
 # NeMo AutoModel ------------------------------------------------------------------------------------------------------
 
 
+_EXCHANGED = {
+    RING: "  # with keys and values around a ring, as Transformer Engine's attention sends them",
+    GATHERED_CONTEXT: "  # with keys and values gathered, as torch's own attention has them",
+}
+
+
 def automodel_recipe(plan: Plan, names: Sequence[Sequence[str]], schedule: str) -> str:
     """The blocks of a recipe that the plan settles, as YAML; everything else of a recipe stays one's own."""
     stage = plan.stages[0]
@@ -126,7 +133,7 @@ def automodel_recipe(plan: Plan, names: Sequence[Sequence[str]], schedule: str) 
         "  strategy: fsdp2",
         f"  dp_size: {stage.replicas}",
         f"  tp_size: {stage.shards}",
-        f"  cp_size: {stage.context}",
+        f"  cp_size: {stage.context}{_EXCHANGED.get(stage.context_exchange, '') if stage.context > 1 else ''}",
         f"  pp_size: {count}",
         f"  ep_size: {stage.expert}",
         f"  activation_checkpointing: {json.dumps(again)}",

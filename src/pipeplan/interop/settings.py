@@ -6,14 +6,14 @@ of the arguments of Megatron-LM beside megatron-core 0.16, and of TrainingArgume
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipeplan.catalog import export_target
 from pipeplan.costs.zero import GATHERED
 from pipeplan.files import Plan
 from pipeplan.schedule.state import origin_of
 from pipeplan.simulator.simulation import Simulation
-from pipeplan.workload.elements import Stage
+from pipeplan.workload.elements import GATHERED_CONTEXT, RING, ContextExchange, Stage
 from pipeplan.workload.workload import Workload
 
 _TORCHTITAN_SCHEDULES = {
@@ -59,6 +59,7 @@ def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
         f"parallelism.data_parallel_shard_degree = {shard}",
         f"training.global_batch_size = {workload.mini_batch}",
     ]
+    lines.extend(_rotated(stage))
     if stage.expert > 1:
         lines.insert(3, f"parallelism.expert_parallel_degree = {stage.expert // stage.expert_shards}")
     if stage.expert_shards > 1:
@@ -160,10 +161,23 @@ def megatron_sizes(workload: Workload, positions: int, *, divided: bool = False)
         f"--tensor-model-parallel-size {stage.shards}",
         *(["--sequence-parallel"] if divided and stage.shards > 1 else []),
         f"--context-parallel-size {stage.context}",
+        *([f"--cp-comm-type {_MEGATRON_EXCHANGES[stage.context_exchange]}"] if stage.context > 1 else []),
         *(_megatron_experts(stage) if stage.expert > 1 else []),
         f"--micro-batch-size {workload.microbatch_size // stage.replicas}",
         f"--global-batch-size {workload.mini_batch}",
     ]
+
+
+_MEGATRON_EXCHANGES: Mapping[ContextExchange, str] = {RING: "p2p", GATHERED_CONTEXT: "all_gather"}
+"""How keys and values of devices that share sequences are exchanged, as Megatron-LM calls it."""
+
+
+def _rotated(stage: Stage) -> list[str]:
+    """How torch's context parallelism exchanges keys and values: all at once, or piece by piece beside attention."""
+    if stage.context == 1:
+        return []
+    method = "alltoall" if stage.context_exchange == RING else "allgather"
+    return [f"parallelism.context_parallel_rotate_method = {method!r}"]
 
 
 def _megatron_experts(stage: Stage) -> list[str]:
@@ -186,7 +200,7 @@ def _uniform(workload: Workload, target: str) -> tuple[Stage | None, str]:
     """A stage that represents all stages; or none, and the reason."""
     able = export_target(target)
     stages = workload.stages
-    keys = ("shards", "context", "expert", "expert_shards", "replicas", "zero", "zero_group")
+    keys = ("shards", "context", "context_exchange", "expert", "expert_shards", "replicas", "zero", "zero_group")
     splits = {tuple(getattr(each, key) for key in keys) for each in stages}
     if len(splits) > 1 or any(each.configurations for each in stages):
         return None, "# no settings: stages differ in how they are split"

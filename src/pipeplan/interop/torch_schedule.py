@@ -103,6 +103,7 @@ def modules_of(plan: Plan, ranks: PlanRanks, names: Sequence[Sequence[str] | Non
             shards=stage.shards,
             replicas=stage.replicas,
             context=stage.context,
+            context_exchange=stage.context_exchange,
             expert=stage.expert,
             expert_shards=stage.expert_shards,
             zero=stage.zero,

@@ -8,7 +8,8 @@ whole mini-batch of B samples, an integer number of ns; divided by B it is Graph
            + the optimizer's step (and, where replicas divide state, gathering its parameters), if that is known
 
 Its memory is parameters, gradients and optimizer state, the activations of the micro-batches in flight and the
-largest workspace. Sending between stages takes no device's time, as everywhere in pipeplan, and is left out.
+largest workspace. Sending between stages takes no device's time, as everywhere in pipeplan, and is left out, but for
+published planners, which count it: they are given ``links``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pipeplan.costs.zero import ALONE, TOGETHER, WHOLE, Exchanging, Experts, Zer
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts, Repeat
+from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
@@ -145,6 +147,7 @@ class PartitionProblem:
     actions of a stage is ``all_reduce``; of one without replicas nothing does unless it ``steps``. ``repeats`` [row]
     are tensors that several blocks count as held, for the blocks in topological ``order``. Where nothing fits, it may
     take ``patience`` seconds by the clock to find out how much memory would do; inf where no clock may count.
+    Planners that count messages do so over ``links``; with None messages take no time.
     """
 
     costs: Mapping[str, Costs]
@@ -158,6 +161,7 @@ class PartitionProblem:
     steps: bool = False
     repeats: tuple[tuple[Repeat, ...], ...] = ()
     patience: float = PATIENCE
+    links: CountedLinks | None = None
 
     @classmethod
     def of(
@@ -176,6 +180,7 @@ class PartitionProblem:
         all_reduce: AllReduce = free,
         steps: bool = False,
         patience: float = PATIENCE,
+        links: CountedLinks | None = None,
     ) -> PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
 
@@ -218,6 +223,7 @@ class PartitionProblem:
             steps,
             repeats=_repeats_of(profile, rows),
             patience=patience,
+            links=links,
         )
 
     @property

@@ -210,7 +210,7 @@ def _provenance(request: Request, candidate: PlacementCandidate, scheduler: str,
             **{key: value for key in ("zero", "zero_group") if (value := getattr(request, key)) is not None},
             **{
                 key: value
-                for key in ("shards", "context", "expert", "expert_shards")
+                for key in ("shards", "context", "context_exchange", "expert", "expert_shards")
                 if (value := getattr(request, key)) is not None
             },
             "spread": request.spread,

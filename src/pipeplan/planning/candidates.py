@@ -20,12 +20,15 @@ from pipeplan.costs.stages import FOLD_LEAST, shared_in
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
-from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe, polished
 from pipeplan.partition.chain.costs import Array, Chain
 from pipeplan.partition.chain.rebalance import PER_DEVICE, balanced, even
+from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.mapping import neighbours
+from pipeplan.partition.pipedream import pipedream
+from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
 from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
@@ -34,6 +37,7 @@ from pipeplan.planning.request import SUBMODULES, Batch, Request, first_layers_o
 from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
+from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.search import MOST_ENTRIES
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
@@ -47,7 +51,8 @@ class PlacementCandidate:
     """A placement for micro-batches of a size, recomputing or not where stages do not say.
 
     ``source`` says who made it. A ``fallback`` is for when nothing else fits. ``given`` are the costs of stages whose
-    blocks are each split in a way of its own, by the stage's place. ``usual`` is the schedule it was cut for.
+    blocks are each split in a way of its own, by the stage's place. ``usual`` is the schedule it was cut for. Where
+    stages were cut for the links between their devices they ``stay`` there.
     """
 
     placement: Placement
@@ -57,6 +62,7 @@ class PlacementCandidate:
     fallback: bool = False
     given: Mapping[int, StageCost] | None = None
     usual: Usual | None = None
+    stay: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -412,20 +418,25 @@ def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
     return able if only.zero_groups else [zero for zero in able if zero.group in (1, replicas)]
 
 
-def even_cuts(request: Request, before_next: Callable[[], None] = lambda: None) -> Iterator[PlacementCandidate]:
+def even_cuts(
+    request: Request,
+    before_next: Callable[[], None] = lambda: None,
+    wanted: Callable[[Choice], bool] = lambda choice: True,
+) -> Iterator[PlacementCandidate]:
     """Chains cut evenly by time, in the order in which they are likely to fit and to be quick: the quickest to plan.
 
     Where blocks may be split, those come first that usually take least time, of the longest pipelines and then of all.
     Else those with fewest stages, each on as many replicas, then those that recompute: of these every size of
     micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, or the
     schedule that is asked for; it takes a time linear in blocks and devices. ``before_next`` is called whenever one has
-    been tried, or does not fit, and before another is looked for.
+    been tried, or does not fit, and before another is looked for. Only what is ``wanted``, at the moment when it is its
+    turn, is cut.
     """
     request = request.levelled
     blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
     known: dict[Pricing, tuple[list[StageCost], int]] = {}
-    for choice in checked(_followed(_plain(request), before_next), 1):
+    for choice in checked(_followed(filter(wanted, checked(_plain(request), 16)), before_next), 1):
         if choice.usual in (None, USUAL[0]) and choice.strategy == "one-to-one":
             if choice.pricing not in known:
                 costs = blocks.costs(choice.pricing)
@@ -483,7 +494,7 @@ def _plain(request: Request) -> Iterator[Choice]:
         many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
         for each in chain.from_iterable(_written_first(request, _uniform_of(same, *which)) for which in tables):
-            suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
+            suits = each.choice.strategy in able and (name != "auto" or _is_first(request, each.choice))
             suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS
             if suits and each.choice not in seen:
                 seen.add(each.choice)
@@ -491,7 +502,7 @@ def _plain(request: Request) -> Iterator[Choice]:
     elif name != "auto" or request.placement not in ("auto", "one-to-one"):
         groups = [list(alike) for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas)]
         if is_large(request):
-            groups.sort(key=lambda alike: min(map(_written, alike)))
+            groups.sort(key=lambda alike: min(_written(request, each) for each in alike))
         for alike in groups:
             yield from _best_size_first(request, alike)
     else:
@@ -506,6 +517,16 @@ def _plain(request: Request) -> Iterator[Choice]:
             yield from _best_size_first(request, sizes)
 
 
+def _is_first(request: Request, choice: Choice) -> bool:
+    """Whether a row is one to begin with: that of 1F1B, or what is usual for another strategy that is asked for.
+
+    By its name, or by how many stages devices have.
+    """
+    asked = request.placement != "auto" or request.chunks not in (None, 1)
+    other = choice.usual is not None and choice.usual.strategy != USUAL[0].strategy
+    return (asked and other) or choice.usual == USUAL[0]
+
+
 def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[BoundedChoice]:
     """The rows of a large request, where a schedule is asked for by name, with those first that are quick to write.
 
@@ -516,13 +537,31 @@ def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[
         return rows
     limits = [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
-    return sorted(rows, key=lambda each: (each.least_bytes > room, _written(each.choice)))
+    return sorted(rows, key=lambda each: (each.least_bytes > room, *_written(request, each.choice)))
 
 
-def _written(choice: Choice) -> int:
-    """How many times fourfold of :data:`MOST_ENTRIES` the programs of all devices have, messages among them."""
-    entries = 2 * choice.actions_looked_at * choice.width * choice.replicas
-    return max(0, math.ceil(math.log(entries / MOST_ENTRIES, 4)))
+def _written(request: Request, choice: Choice) -> tuple[int, int]:
+    """How many times fourfold of :data:`MOST_ENTRIES` the programs of all devices have, messages among them: where a
+    part repeats, and where nothing does."""
+    looked_at = replace(choice, positions=_positions(request, choice)).actions_looked_at
+    every = 2 * choice.width * choice.replicas
+    repeated, whole = (
+        max(0, math.ceil(math.log(every * actions / MOST_ENTRIES, 4)))
+        for actions in (looked_at, num_actions(request, choice))
+    )
+    return repeated, whole
+
+
+def _positions(request: Request, choice: Choice) -> int:
+    """Groups of devices, of so many replicas each, that a choice has stages on."""
+    return choice.positions or max(1, request.num_devices // (choice.replicas * choice.width))
+
+
+def num_actions(request: Request, choice: Choice) -> int:
+    """So many at least has a run of it in which nothing repeats: forwards and backwards of every stage."""
+    routes = 1 + STRATEGIES[choice.strategy].two_ways
+    stages = _positions(request, choice) * choice.per_position * routes
+    return (1 if request.profile.is_inference else 2) * stages * choice.batch.num_microbatches // routes
 
 
 _MANY_KINDS = 1_000
@@ -647,10 +686,11 @@ def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bo
 
 
 def _by_name(request: Request) -> list[str]:
-    """Those for which the schedule that is asked for is usual, or else all."""
-    every = list(_strategies(request))
-    own = [usual.strategy for usual in USUAL if usual.name == request.scheduler]
-    return [each for each in every if each in own] or every
+    """Those for which the schedule is that is asked for, or else all; where devices have several stages that may."""
+    several = request.chunks not in (None, 1)
+    every = [each for each in _strategies(request) if STRATEGIES[each].chunked or not several]
+    known = CLASSIC.get(request.scheduler)
+    return [each for each in every if known is not None and each in known.strategies] or every
 
 
 def any_stages(request: Request) -> bool:
@@ -986,11 +1026,11 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
 
 def _profiled(request: Request, replicas: int, spread: bool, split: SplitSizes | None = None) -> tuple[int, int]:
     """The least and most samples per device for which every block has costs as placed; none: (1, 0)."""
-    blocks, own = request.profile.blocks, split or SplitSizes.asked(request)
+    blocks, own = request.profile.kinds, split or SplitSizes.asked(request)
     ways = [split.shards if split else shards_of(request, replicas, spread, block) for block in blocks]
     sizes = [
         [row.microbatch_size for row in block.rows(*own[1:]) if row.shards == way]
-        for block, way in zip(request.profile.blocks, ways, strict=True)
+        for block, way in zip(blocks, ways, strict=True)
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
 
@@ -1259,7 +1299,7 @@ class PublishedPlanners(CandidateStep):
         if request.num_devices * len(request.profile.blocks) > self.most:
             return
         planners: dict[str, Partitioner] = {
-            "PipeDream": pipedream,
+            "PipeDream": partial(pipedream, beside=False),
             "DAPPLE": dapple,
             "Piper": partial(piper, max_downsets=self.downsets),
         }
@@ -1276,30 +1316,67 @@ def _one_published(request: Request, name: str, planner: Partitioner, size: int)
 Partitioner = Callable[[PartitionProblem], Iterator[Partition]]
 
 
-def published_alone(
-    request: Request, name: str, planner: Partitioner, *, each_stage: bool = False
-) -> Iterator[Proposal]:
+def published_alone(request: Request, name: str, planner: Partitioner, *, places: bool = False) -> Iterator[Proposal]:
     """Only what a planner of stages in a line chooses: for each size, since its paper is given one.
 
-    Stages recompute each as the planner finds best (``each_stage``), or all alike as it is asked. Where blocks are no
-    line, every stage still waits for the one before it, as in the systems that these planners are for.
+    Stages recompute all alike, as is asked. The planner may ``place`` stages on devices, where they stay. Where blocks
+    are no line, every stage still waits for the one before it, as in the systems that these planners are for.
     """
+    for size, again in product(_sizes_of_replicas(request), request.recomputes):
+        yield partial(_tried, _alone, request, name, planner, size, again, stay=places)
+
+
+def _alone(
+    request: Request, name: str, planner: Partitioner, size: int, again: Again, *, stay: bool
+) -> PlacementCandidate:
+    return _in_a_line(request, name, planner(_linked(request, size, (again,))), size, stay=stay)
+
+
+def piper_alone(request: Request) -> Iterator[Proposal]:
+    """Only what Piper's planner chooses, as :func:`published_alone`: stages split their blocks, and recompute some."""
+    for size in _sizes_of_replicas(request):
+        yield partial(_tried, _by_piper, request, size)
+
+
+def _by_piper(request: Request, size: int) -> PlacementCandidate:
+    counts = {1} if request.shards == 1 else {row.shards for row in request.profile.blocks[0].costs}
+    found, errors = list[PartitionProblem](), list[UsageError]()
+    for shards in sorted(count for count in counts if count <= request.num_devices):
+        try:
+            found.append(_linked(request, size, request.recomputes, shards))
+        except UsageError as error:  # not all blocks have costs for that
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return _in_a_line(request, "Piper", piper(found[0], split=found[1:]), size)
+
+
+def _sizes_of_replicas(request: Request) -> list[int]:
+    """Open sizes that the replicas which are asked for can share."""
     sizes = open_sizes(request)
-    if request.replicas is not None:  # which share each micro-batch
-        sizes = [size for size in sizes if size % request.replicas == 0] or sizes
-    ways = [request.recomputes] if each_stage else [(again,) for again in request.recomputes]
-    for size, recomputes in product(sizes, ways):
-        yield partial(_tried, _in_a_line, request, name, planner, size, recomputes)
+    return [size for size in sizes if size % (request.replicas or 1) == 0] or sizes
 
 
 def _in_a_line(
-    request: Request, name: str, planner: Partitioner, size: int, recomputes: Sequence[Again]
+    request: Request, name: str, found: Iterator[Partition], size: int, *, stay: bool = False
 ) -> PlacementCandidate:
-    problem = _problem(request, [size], recomputes, replicas=request.replicas)
-    placement = next(planner(problem)).placement
+    placement = next(found).placement
     if not_joined(request.profile) is not None:
         placement = placement.model_copy(update={"strategy": "sequential"})
-    return PlacementCandidate(placement, Batch(request.batch.mini_batch // size, size), False, name)
+    batch = Batch(request.batch.mini_batch // size, size)
+    return PlacementCandidate(placement, batch, False, name, stay=stay)
+
+
+def _linked(request: Request, size: int, recomputes: Sequence[Again], shards: int = 1) -> PartitionProblem:
+    """The question for planners that count messages, and sums where stages stand.
+
+    Raises:
+        UsageError: blocks were not profiled for so many shards.
+    """
+    devices = request.num_devices // shards
+    problem = _problem(request, [size], recomputes, replicas=request.replicas, shards=shards, devices=devices)
+    after = AfterActions.of(request.profile, request.cluster, shards, request.sharing)
+    return replace(problem, links=CountedLinks(request.cluster, request.profile.edges, after.on))
 
 
 def not_joined(profile: Profile) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ from pipeplan.schedule.classic import CLASSIC
 SEARCHED = "searched"
 
 _OF_DEVICES = ("replicas", "shards", "context", "expert", "expert_shards", "positions", "chunks")
-_SIZES = (*_OF_DEVICES, "zero", "zero_group", "spread")
+_SIZES = (*_OF_DEVICES, "context_exchange", "zero", "zero_group", "spread")
 
 
 def choices_of(request: Request, source: str, scheduler: str, *, late_inputs: bool = False) -> dict[str, str]:

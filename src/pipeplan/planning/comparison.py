@@ -82,6 +82,7 @@ class ComparisonRow:
     cut_short: bool = False
     shards: int = 1
     context: int = 1
+    context_exchange: str = ""
     zero: int = 0
     expert: int = 1
     expert_shards: int = 1
@@ -91,13 +92,15 @@ class ComparisonRow:
     choices: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def figures(self) -> dict[str, object]:
-        """The row as an object of ``compare --json``; how many forwards run in parts, and how many devices split each
-        expert, it has where some do."""
+        """The row as an object of ``compare --json``; where some do, it has how many forwards run in parts, how many
+        devices split each expert, and how those that share sequences exchange keys and values."""
         found = asdict(self)
         if not self.sliced_microbatches:
             del found["sliced_microbatches"]
         if self.expert_shards == 1:
             del found["expert_shards"]
+        if not self.context_exchange:
+            del found["context_exchange"]
         return found
 
     @property
@@ -509,6 +512,8 @@ def _stands(workload: Workload) -> dict[str, Any]:
     """What its stages run on, and how many forwards they have in parts, in the words of rows."""
     stages = workload.stages
     most: dict[str, Any] = {name: max(getattr(each, name) for each in stages) for name in _SIZES}
+    shared = dict.fromkeys(each.context_exchange for each in stages if each.context > 1)
+    most |= {"context_exchange": ", ".join(shared)} if shared else {}
     return most | {"idle_devices": workload.idle_devices, "sliced_microbatches": num_sliced(workload)}
 
 

@@ -1,4 +1,4 @@
-"""Published planners by name: each alone, by its own algorithm and objective, but that sending takes no time there.
+"""Published planners by name: each alone, by its own algorithm and objective.
 
 ``auto`` is ours, which tries what all of them choose and more. A planner chooses stages, devices and the sizes of
 micro-batches; schedules are searched on these stages as on any others, or are what ``--scheduler`` says.
@@ -12,9 +12,10 @@ from functools import partial
 
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Placement
-from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
-from pipeplan.planning.candidates import Proposal, StageGraphs, not_joined, published_alone
+from pipeplan.partition.dapple import dapple
+from pipeplan.partition.pipedream import pipedream
+from pipeplan.planning.candidates import Proposal, StageGraphs, not_joined, piper_alone, published_alone
 from pipeplan.planning.request import Request
 
 AUTO_PLANNER = "auto"
@@ -47,16 +48,18 @@ PLANNERS: dict[str, NamedPlanner] = {
         needs_chain=True,
     ),
     "pipedream": NamedPlanner(
-        lambda request: published_alone(request, "PipeDream", pipedream),
-        "time of the slowest of contiguous stages, sums of gradients included (PipeDream, 3.1)",
+        lambda request: published_alone(request, "PipeDream", pipedream, places=True),
+        "the longest of contiguous stages' compute, sums of gradients and messages between them, level by level of the "
+        "cluster's links (PipeDream, 3.1)",
     ),
     "piper": NamedPlanner(
-        lambda request: published_alone(request, "Piper", piper, each_stage=True),
-        "time of the slowest stage between downsets, each with its replicas and recomputation (Piper, 4)",
+        piper_alone,
+        "compute, messages and sums of the busiest stage between downsets, each with its degrees of data and tensor "
+        "parallelism, and blocks that it recomputes (Piper, 3 and 4)",
     ),
     "dapple": NamedPlanner(
-        lambda request: published_alone(request, "DAPPLE", dapple),
-        "latency of the pipeline along its pivot stage (DAPPLE, 4)",
+        lambda request: published_alone(request, "DAPPLE", dapple, places=True),
+        "latency of the pipeline along its pivot stage, sending counted as stages, on devices by policies (DAPPLE, 4)",
     ),
 }
 """Every planner by the name ``--planner`` takes."""

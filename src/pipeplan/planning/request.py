@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from pipeplan.catalog import ExportTarget
 from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
+from pipeplan.costs.context import with_exchanges
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions, mean_spread
 from pipeplan.costs.joining import JoinedProfile, require_kept, with_groups
@@ -48,7 +49,7 @@ from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
 from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
-from pipeplan.workload.elements import MAX_DEVICES, Again
+from pipeplan.workload.elements import MAX_DEVICES, Again, ContextExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,9 @@ class Request:
     and then what may be shorter (:mod:`pipeplan.planning.divided_state`), in a table of uniform layouts any, and AUTO
     where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
-    of a chain, ``context`` how many of them, or groups, share each sequence, ``expert`` how many devices of a stage
-    share experts, ``expert_shards`` how many of these split each, ``positions`` how many devices, or groups of them,
+    of a chain, ``context`` how many of them, or groups, share each sequence, ``context_exchange`` how these have keys
+    and values of all (None: as is quicker, which ``profile`` has settled), ``expert`` how many devices of a stage share
+    experts, ``expert_shards`` how many of these split each, ``positions`` how many devices, or groups of them,
     blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
     micro-batches run their warmup forwards in two parts (or ``autopipe``: as many as its formula has). ``planner`` is
     who chooses the stages: a published planner alone
@@ -278,6 +280,7 @@ class Request:
     auto_level: int = 1
     shards: int | None = None
     context: int | None = None
+    context_exchange: ContextExchange | None = None
     expert: int | None = None
     expert_shards: int | None = None
     positions: int | None = None
@@ -513,6 +516,10 @@ class Request:
         if chunks is None and rules is not None and chosen == rules.placement:
             chunks = rules.chunks
         stated, overhead = profile, others.pop("launch_overhead_ns", None)
+        exchange = others.get("context_exchange")
+        placed = chosen.stages if isinstance(chosen, Placement) else ()
+        begun = start.stages if start is not None and exchange is None else ()
+        profile = with_exchanges(profile, exchange, placed or begun)
         overhead = profile.launch_overhead_ns if overhead is None else overhead
         profile = with_launches(profile, overhead)
         together = None
@@ -544,7 +551,7 @@ class Request:
             scheduler=scheduler,
             rules=rules,
             launch_overhead_ns=overhead,
-            stated=stated if overhead or together is not None else None,
+            stated=None if profile is stated else stated,
             start=start,
             joined=together,
             serving=serving,
@@ -751,6 +758,7 @@ _SIZE_FLAGS = {"shards": "--tp", "context": "--cp", "positions": "--pp", "replic
 
 _CHOICE_FLAGS = {
     **_SIZE_FLAGS,
+    "context_exchange": "--cp-exchange",
     "expert": "--ep",
     "expert_shards": "--etp",
     "chunks": "--chunks",

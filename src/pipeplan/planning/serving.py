@@ -22,6 +22,7 @@ from pipeplan.planning.candidates import cut_so, open_splits
 from pipeplan.planning.decoding import DecodeCost, Decoding, decoding_of
 from pipeplan.planning.request import Request
 from pipeplan.planning.uniform_space import Blocks, Choice
+from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes
 
 _MOST = 2_000_000
@@ -220,7 +221,7 @@ class _ServedChain:
         found, limit = list[int](), self.limits[rank]
         whole: StageCost | None = None
         working = cached = 0
-        for end in range(begin + 1, last + 1):
+        for end in checked(range(begin + 1, last + 1)):
             if self._ns(rank, begin, end) > most_ns:
                 break
             if limit is not None:
@@ -259,7 +260,7 @@ def _steps(request: Request, decoding: Decoding, shards: int) -> list[DecodeCost
     joined, profile = request.joined, request.profile
     known: dict[tuple[int, ...], DecodeCost] = {}
     found = list[DecodeCost]()
-    for name in profile.topological_order():
+    for name in checked(profile.topological_order()):
         members: Sequence[Block] = [profile.by_id[name]]
         if joined is not None:
             members = [joined.whole.by_id[each] for each in joined.members[name]]

@@ -20,7 +20,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from pipeplan.costs.zero import AUTO, WHOLE, Experts, Zero
-from pipeplan.errors import InfeasibleError, NotApplicableError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.errors import (
+    InfeasibleError,
+    NotApplicableError,
+    PipeplanError,
+    SearchTimeoutError,
+    TooLongError,
+    UsageError,
+)
 from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
@@ -41,6 +48,7 @@ from pipeplan.planning.candidates import (
     has_table,
     is_large,
     kept_choice,
+    num_actions,
     placed,
     strategy_choices,
 )
@@ -67,6 +75,7 @@ from pipeplan.planning.trials import (
     preferred,
     workloads,
 )
+from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.usual import USUAL
 from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, processes
@@ -82,6 +91,7 @@ from pipeplan.workload.elements import Recompute, Stage, recompute_of
 from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.slices import without_parts
+from pipeplan.workload.steady_state.loop import MAX_WRITTEN
 from pipeplan.workload.workload import Workload
 
 
@@ -582,8 +592,7 @@ class EvenCut(PlanStep):
     name = "even cut"
     when = (
         "first, once; any strategy, with --scheduler auto or a named schedule. With --deterministic only for more than "
-        f"{LARGE} blocks x devices, with --placement auto or one-to-one and --scheduler auto. Of such requests a cut "
-        "that is begun has {most} of what is left"
+        f"{LARGE} blocks x devices. Of such requests a cut that is begun has {{most}} of what is left"
     )
     of = "what is left"
     in_turn = True
@@ -598,7 +607,7 @@ class EvenCut(PlanStep):
             return
         search.begun = True
         if search.budget.deterministic:
-            if request.scheduler == "auto" and request.placement in ("auto", "one-to-one") and is_large(request):
+            if is_large(request):
                 self._look(search, request)
         elif search.budget.left() <= self.hurry and not is_large(request):
             with shielded():
@@ -649,19 +658,24 @@ class EvenCut(PlanStep):
 
         Returns whether others do not fit, of those that there are sizes and a place in the schedule for.
         """
-        unsuited, short = set[str](), False
-        cuts = even_cuts(request, begin)
+        unsuited, most, short = set[str](), math.inf, False
+
+        def wanted(choice: Choice) -> bool:
+            return choice.strategy not in unsuited and num_actions(request, choice) <= most
+
+        cuts = even_cuts(request, begin, wanted)
         for candidate in cuts:
-            if candidate.placement.strategy in unsuited:
-                continue
             trial = Trial.of(search.request, candidate, search.steps)
             try:
                 if _is_named(request):
                     trial.search(request, search.budget, search.budget.remaining)
-                elif candidate.placement.strategy == "one-to-one":
+                elif candidate.placement.strategy == "one-to-one" or is_large(request):
                     trial.look_plainly()
                 else:
                     trial.look(usual=candidate.usual)
+            except TooLongError:
+                most, short = MAX_WRITTEN, True  # all of those that may not repeat either come later
+                continue
             except NotApplicableError:
                 unsuited.add(candidate.placement.strategy)
                 continue
@@ -1144,8 +1158,9 @@ def _takes_little(search: PlanSearch, schedule: Schedule | None) -> bool:
     return schedule is not None and _entries(schedule) + len(search.request.profile.blocks) <= _FEW
 
 
-_MOMENT = 0.5
-"""Seconds in which a plan is made after an interruption; else it is the one that was made before, if there is one."""
+_MOMENT = 0.4
+"""Seconds in which a plan is made after an interruption; else it is the one that was made before, if there is one. What
+is begun ends before, and what is known is written after: of plans that took longer half a second became 0.55."""
 
 _MAKING = 0.1
 """The part of the time that making plans on the way may take, beside the first and those of many more actions."""

@@ -24,8 +24,10 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.serving import Served, request_of, served, serving_of
 from pipeplan.planning.start import busiest_ns, gain_said
 from pipeplan.planning.steps import STEPS, search_plan
+from pipeplan.planning.trials import FIRST_SECONDS
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, SearchStep, scheduler_words
-from pipeplan.time_limit import Limit
+from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_ns
 
 FREE = 0.3
@@ -49,6 +51,12 @@ class _TargetParts:
         """Seconds left."""
         total = self.request.time_limit
         return total - self.spent if self.request.deterministic else min(total - self.spent, self.whole.left())
+
+    @property
+    def rest(self) -> Budget:
+        """What is left, which no clock ends where work is counted."""
+        seconds, deterministic = max(0.0, self.left), self.request.deterministic
+        return Budget(seconds, deterministic=deterministic, whole=self.whole, clock=self.whole.clock)
 
     def search(self, asked: Request, seconds: float, **how: Any) -> Result | None:
         """Search for so long; None where nothing was found."""
@@ -220,11 +228,31 @@ def _words(found: Result) -> str:
 
 def _served(request: Request, parts: _TargetParts, explain: bool) -> Result:
     """One pipeline with the best cut, as a plan of forwards in order (of a profile of training, 1F1B)."""
-    cut = served(request)
+    cut = _cut(request, parts)
     found = _planned(request, parts, request_of(request, cut.placement), explain)
     parts.results.append(found)
     notes = [*found.notes, *_started_from(request, cut)]
-    return _merged(request, replace(found, cost=_cost_of(request, cut), notes=tuple(notes)), parts, ())
+    return _merged(request, replace(found, cost=_cost_of(request, cut, parts), notes=tuple(notes)), parts, ())
+
+
+def _cut(request: Request, parts: _TargetParts) -> Served:
+    """The best cut, in the time that there is.
+
+    Raises:
+        KeyboardInterrupt: interrupted before it was found.
+        SearchTimeoutError: time was up before.
+    """
+    limit = parts.rest
+    limit.wait(0.0, FIRST_SECONDS)
+    try:
+        with limit.enforced():
+            return served(request)
+    except TimeUpError as up:
+        if up.limit is not limit:
+            raise
+        if limit.interrupted:
+            raise KeyboardInterrupt from None
+        raise SearchTimeoutError(f"no cut was found in {limit.seconds:.1f} s; raise --time-limit") from None
 
 
 def _planned(request: Request, parts: _TargetParts, asked: Request, explain: bool) -> Result:
@@ -244,12 +272,14 @@ def _planned(request: Request, parts: _TargetParts, asked: Request, explain: boo
     return found
 
 
-def _cost_of(request: Request, cut: Served) -> TargetCost | CacheCost:
-    """What the cut has, beside blocks that are cut anywhere."""
+def _cost_of(request: Request, cut: Served, parts: _TargetParts) -> TargetCost | CacheCost:
+    """What the cut has, beside blocks that are cut anywhere, where there is time for that."""
     only, free, apart = request.only, request.free, None
     assert only is not None
     assert free is not None
-    with suppress(PipeplanError):
+    limit = parts.rest
+    limit.wait(0.0, FIRST_SECONDS / 2)
+    with suppress(PipeplanError), limit.ended():
         one: dict[str, Any] = {"replicas": 1, "expert": 1, "expert_shards": None}
         alone = replace(free, batch=request.batch, only=only, serving=request.serving, **one)
         apart = served(alone)

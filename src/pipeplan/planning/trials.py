@@ -53,13 +53,13 @@ from pipeplan.workload.workload import Workload
 
 
 def may_move(request: Request, candidate: PlacementCandidate) -> bool:
-    """Whether other devices may be nearer: not where the placement was given, or all are equally near.
+    """Whether other devices may be nearer: not where the placement was given, stays, or all are equally near.
 
     Devices that split blocks stay neighbours, as their collectives are priced; stages on all devices have no choice.
     Among devices of different speeds stages are cut for those that they stand on.
     """
     cluster, stages = request.cluster, candidate.placement.stages
-    if request.uneven:
+    if request.uneven or candidate.stay:
         return False
     if cluster is None or len(cluster.levels) < 2 or isinstance(request.placement, Placement):
         return False

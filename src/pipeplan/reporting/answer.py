@@ -27,6 +27,7 @@ from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import counted, number_ranges, printable
 from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.elements import GATHERED_CONTEXT, RING, Stage
 from pipeplan.workload.slices import parts_words
 from pipeplan.workload.workload import Workload
 
@@ -118,7 +119,7 @@ def plan_clauses(simulation: Simulation, *, free_links: bool) -> list[Clause]:
     return [
         (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}{free}", 0),
         ("" if split == "1" else f" x {split}-way tensor split", 0),
-        ("" if context == "1" else f" x {context}-way context split", 0),
+        ("" if context == "1" else f" x {context}-way context split{_exchange(stages)}", 0),
         ("" if expert == "1" else f", experts {expert} ways", 0),
         ("" if split_experts == "1" else f" ({split_experts} split each)", 0),
         (f", {shared}" if (shared := zero_words(stages)) else "", 0),
@@ -128,6 +129,13 @@ def plan_clauses(simulation: Simulation, *, free_links: bool) -> list[Clause]:
         (f", {recomputed}" if recomputed else "", 1),
         (f"; {sizes}", 0),
     ]
+
+
+def _exchange(stages: Sequence[Stage]) -> str:
+    """How devices that share sequences have keys and values of all."""
+    words = {RING: "ring", GATHERED_CONTEXT: "keys and values gathered"}
+    found = dict.fromkeys(words[stage.context_exchange] for stage in stages if stage.context > 1)
+    return f" ({', '.join(found)})"
 
 
 def _stages_per_device(workload: Workload) -> list[int]:

@@ -9,6 +9,8 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
+from pipeplan.files import Plan
+from pipeplan.files.plan import Decode
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.decoding import DecodeAnswer
 from pipeplan.reporting.layout import Clause, Column, Row, console_for, fitted, flowed, labelled, tables
@@ -25,6 +27,28 @@ _FORMS = {
     "cp-q": "decode context parallel, queries alone gathered: each device has a piece of every cache",
     "pp": "a pipeline of single devices",
 }
+
+
+def way_of(decode: Decode) -> str:
+    """How devices share a plan's caches, in the field's words; a mixture by its meshes."""
+    return _FORMS.get(decode.kv, decode.kv).partition(":")[0] or "caches are not shared"
+
+
+def decode_clauses(plan: Plan, token_ns: int | None) -> str:
+    """What a plan of decode steps serves, and what that takes."""
+    decode = plan.decode
+    assert decode is not None
+    turns = f", in {decode.groups} groups that take turns" if decode.groups > 1 else ""
+    said = [] if token_ns is None else [f"{format_ns(token_ns)} between two tokens of a request"]
+    if plan.tokens_per_s is not None:
+        said.append(f"{plan.tokens_per_s:,.0f} tokens/s of all")
+    said.append(f"{counted(decode.batch, 'request')} of {decode.context_tokens:,} tokens at the last step{turns}")
+    if decode.prefill_tokens:
+        said.append(f"{decode.prefill_tokens:,} tokens of prompts beside every group's step")
+    said.append(f"{way_of(decode)}, {format_bytes(max(plan.cache_bytes))} of cache on the fullest device")
+    if decode.max_requests is not None:
+        said.append(f"room for {counted(decode.max_requests, 'such request')}")
+    return "; ".join(said)
 
 
 def print_decoding(

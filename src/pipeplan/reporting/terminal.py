@@ -16,6 +16,7 @@ from rich.text import Text
 
 from pipeplan.planning.alternatives import Explanation
 from pipeplan.planning.build_plan import Result
+from pipeplan.reporting.decoding import way_of
 from pipeplan.reporting.layout import (
     Column,
     console_for,
@@ -43,7 +44,7 @@ from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import counted, number_ranges
 from pipeplan.units import format_bytes, format_ns
-from pipeplan.workload.elements import ONCE, Stage
+from pipeplan.workload.elements import ONCE, RING, Stage
 from pipeplan.workload.kinds import MASTER, MEMORY_KINDS, PARAMETERS, MemoryBytes, Role, in_order, role_of
 from pipeplan.workload.samples import size_in_words
 from pipeplan.workload.slices import num_sliced, parts_words
@@ -212,7 +213,7 @@ def stage_way(workload: Workload, stage: Stage) -> str:
     words = [
         (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
         (bool(stage.configurations), _configurations(stage)),
-        (stage.context > 1, f"context {stage.context}"),
+        (stage.context > 1, f"context {stage.context}{' (ring)' * (stage.context_exchange == RING)}"),
         (stage.expert > 1, f"expert {stage.expert}"),
         (stage.expert_shards > 1, f"expert shards {stage.expert_shards}"),
         (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
@@ -378,7 +379,7 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
         rows.append(("period", f"{time or 'reaches no steady state'}, bound {bound}"))
         rows.append(("repetend", f"unroll {repetend.unroll}, span {repetend.span}"))
     if (decode := simulation.plan.decode) is not None and (token_ns := simulation.token_ns) is not None:
-        groups = f"{counted(decode.batch, 'request')} in {counted(decode.groups, 'group')} ({decode.kv})"
+        groups = f"{counted(decode.batch, 'request')} in {counted(decode.groups, 'group')}; {way_of(decode)}"
         rows.append(("token", f"{format_ns(token_ns)} from one of a request to its next, of {groups}"))
     if simulation.loop is not None:
         loop, written = simulation.loop, simulation.graph.workload.num_microbatches

@@ -337,7 +337,8 @@ class Classic:
 
     ``automatic`` ones try many orders and take their time, others a moment: with ``quick_tasks``, for up to that many
     actions. One that ``splits`` runs input and weight gradients apart by its definition, the others whole backwards.
-    ``forwards`` are its orders where there are no backwards.
+    ``forwards`` are its orders where there are no backwards. ``strategies`` are those whose chains it may be for; none:
+    all.
     """
 
     placed: Condition
@@ -346,6 +347,7 @@ class Classic:
     quick_tasks: int | None = None
     splits: bool = False
     forwards: Orderer | None = None
+    strategies: tuple[str, ...] = ()
 
     def is_quick(self, num_tasks: int) -> bool:
         """Whether it takes only a moment for this many actions."""
@@ -494,31 +496,37 @@ def enough_for_dualpipe(problem: OneMicrobatch) -> str | None:
     return f"it needs at least {2 * problem.num_devices} micro-batches, two per device"
 
 
-def split(placed: Condition, orders: Orderer, *, automatic: bool = False) -> Classic:
-    """A schedule that has no meaning with whole backwards."""
-    return Classic(all_of(placed, is_split), orders, automatic, splits=True)
+def split(placed: Condition, orders: Orderer, *on: str, automatic: bool = False) -> Classic:
+    """A schedule that has no meaning with whole backwards, of chains of these strategies."""
+    return Classic(all_of(placed, is_split), orders, automatic, splits=True, strategies=on)
+
+
+_ONE, _TURNS, _V = "one-to-one", "circular", "v-shape"
 
 
 CLASSIC: dict[str, Classic] = {
     "gpipe": Classic(always, by_rules("gpipe"), forwards=stage_by_stage),
-    "1f1b": Classic(one_stage_each, by_rules("1f1b"), forwards=in_turn),
-    "zb-h1": split(one_stage_each, by_rules("zb-h1")),
-    "zb-h2": split(one_stage_each, by_rules("zb-h2")),
-    "zb-1p": split(one_each, automatic(1), automatic=True),
-    "zb-2p": split(one_each, automatic(2), automatic=True),
-    "zb-auto": split(one_each, automatic(None), automatic=True),
+    "1f1b": Classic(one_stage_each, by_rules("1f1b"), forwards=in_turn, strategies=(_ONE,)),
+    "zb-h1": split(one_stage_each, by_rules("zb-h1"), _ONE),
+    "zb-h2": split(one_stage_each, by_rules("zb-h2"), _ONE),
+    "zb-1p": split(one_each, automatic(1), _ONE, automatic=True),
+    "zb-2p": split(one_each, automatic(2), _ONE, automatic=True),
+    "zb-auto": split(one_each, automatic(None), _ONE, automatic=True),
     "interleaved-1f1b": Classic(
-        all_of(one_size, circular, joined), by_rules("interleaved-1f1b"), forwards=interleaved_forwards
+        all_of(one_size, circular, joined),
+        by_rules("interleaved-1f1b"),
+        forwards=interleaved_forwards,
+        strategies=(_TURNS,),
     ),
-    "interleaved-zb": split(all_of(one_size, circular, joined), by_rules("interleaved-zb")),
-    "looped-bfs": Classic(circular, by_rules("looped-bfs"), forwards=stage_by_stage),
-    "zb-v": split(v_shape, scripted(zero_bubble_v)),
-    "v-half": split(v_shape, repeated_block((2, 1, 2, 1)), automatic=True),
-    "v-min": split(v_shape, repeated_block((1, 1, 1, 1)), automatic=True),
-    "dualpipe-v": Classic(all_of(v_shape, enough_for_dualpipe), scripted(dualpipe_v), splits=True),
-    "hanayo": Classic(waves, by_rules_in_units("hanayo")),
-    "chimera": Classic(all_of(unparted, needs_two_ways), by_rules("chimera")),
-    "kfkb": Classic(one_stage_each, as_given(best_kfkb_orders)),
+    "interleaved-zb": split(all_of(one_size, circular, joined), by_rules("interleaved-zb"), _TURNS),
+    "looped-bfs": Classic(circular, by_rules("looped-bfs"), forwards=stage_by_stage, strategies=(_TURNS,)),
+    "zb-v": split(v_shape, scripted(zero_bubble_v), _V),
+    "v-half": split(v_shape, repeated_block((2, 1, 2, 1)), _V, automatic=True),
+    "v-min": split(v_shape, repeated_block((1, 1, 1, 1)), _V, automatic=True),
+    "dualpipe-v": Classic(all_of(v_shape, enough_for_dualpipe), scripted(dualpipe_v), splits=True, strategies=(_V,)),
+    "hanayo": Classic(waves, by_rules_in_units("hanayo"), strategies=(_V,)),
+    "chimera": Classic(all_of(unparted, needs_two_ways), by_rules("chimera"), strategies=("bidirectional",)),
+    "kfkb": Classic(one_stage_each, as_given(best_kfkb_orders), strategies=(_ONE,)),
     "greedy": Classic(always, as_given(greedy_orders), quick_tasks=1_500),
     "1f1b+": Classic(needs_shared, by_rules("1f1b+")),
 }

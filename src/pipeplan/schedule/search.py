@@ -6,12 +6,13 @@ bound, the budget is spent, or the user interrupts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter
 
-from pipeplan.errors import InfeasibleError, NotApplicableError, UsageError, choose_from
+from pipeplan.errors import InfeasibleError, NotApplicableError, TooLongError, UsageError, choose_from
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
@@ -164,7 +165,7 @@ class _Search:
 
         Raises:
             InfeasibleError: it does not fit.
-            NotApplicableError: nothing of it repeats, and written out it is too much.
+            TooLongError: nothing of it repeats, and written out it is too much.
         """
         run = shorter.repeated(short.graph, short.orders, workload.num_microbatches)
         if run is not None:
@@ -173,7 +174,7 @@ class _Search:
         each, own = sum(map(len, workload.slots)), workload.num_microbatches
         if each > MAX_WRITTEN:
             least = own * MAX_WRITTEN // each
-            raise NotApplicableError(
+            raise TooLongError(
                 f"--scheduler {self.scheduler} does not apply: nothing in it repeats in {own:,} micro-batches, "
                 f"and written out its {each:,} actions and messages are more than the {MAX_WRITTEN:,} of a plan; lower "
                 f"--microbatches to {least:,} or less, or choose --scheduler auto, or one that repeats, such as 1f1b"
@@ -217,15 +218,15 @@ MOST_ENTRIES = 10_000
 
 
 def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES) -> Schedule | None:
-    """1F1B, and GPipe where that does not fit, of one stage per device: written down, in a time linear in the actions.
+    """1F1B, and GPipe where that does not fit or devices have several stages: in a time linear in the actions.
 
-    They are those of :func:`first_look`, which follows rules action by action. Of a run whose programs would have more
-    entries it is a part that is repeated. None where they do not apply or fit.
+    Of one stage per device they are those of :func:`first_look`, which follows rules action by action. Of a run whose
+    programs would have more entries it is a part that is repeated. None where they do not apply or fit.
     """
     fewer = max(1, most_entries // workload.entries)
     if workload.num_microbatches <= 2 * fewer:
         return _plain(workload)
-    fewer += (workload.num_microbatches - fewer) % microbatches_alike(workload)
+    fewer += (workload.num_microbatches - fewer) % math.lcm(microbatches_alike(workload), workload.num_routes)
     short = _plain(workload.with_microbatches(fewer))
     return None if short is None else ShorterRun().repeating(short, workload)
 
@@ -233,16 +234,36 @@ def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES) -> Schedule
 def _plain(workload: Workload) -> Schedule | None:
     """The same, everything written."""
     problem = OneMicrobatch.of(workload, require_room=False)
-    if len(problem.workload.stages) > problem.num_devices or not problem.workload.is_uniform:
+    if not problem.workload.is_uniform:
         return None
     graph = task_graph(problem.workload)
     given = graph if problem.reduction is None else task_graph(workload)
     depths, count = problem.workload.stage_depths, problem.num_microbatches
+    if len(depths) > problem.num_devices:
+        return timed(problem, given, _forwards_first(problem), "gpipe")
     for name, before in (("1f1b", [1 + max(depths) - depth for depth in depths]), ("gpipe", [count] * len(depths))):
         found = timed(problem, given, _plain_orders(problem, before), name)
         if found is not None:
             return found
     return None
+
+
+def _forwards_first(problem: OneMicrobatch) -> Orders:
+    """[device] GPipe's order of several stages: all forwards as they are deep, then all backwards the other way."""
+    depths, every = problem.workload.stage_depths, range(problem.num_microbatches)
+    orders = [list[int]() for _ in range(problem.num_devices)]
+    deeper = sorted(range(len(depths)), key=depths.__getitem__)
+    for stages, backward in ((deeper, False), (deeper[::-1], True)):
+        for stage in checked(stages, 64):
+            operations = problem.stage_operations[stage]
+            own = [
+                operation * len(every) + m
+                for m in every
+                for operation in (operations[1:] if backward else operations[:1])
+            ]
+            for device in problem.workload.stages[stage].devices:
+                orders[device] += own
+    return orders
 
 
 def _plain_orders(problem: OneMicrobatch, before: Sequence[int]) -> Orders:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from pipeplan.costs import build_workload, transfer_time, with_recipe, with_syncs
+from pipeplan.costs.context import of_stages
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.zero import IN_ACTIONS, Zero
@@ -56,7 +57,7 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
     _require_kinds(plan, profile)
     if plan.recipe is not None:
         profile = with_recipe(profile, plan.recipe)
-    profile = with_launches(profile, plan.launch_overhead_ns)
+    profile = with_launches(of_stages(profile, placement.stages), plan.launch_overhead_ns)
     built = _Built(plan, profile, placement, cluster)
     devices = built.any.devices if cluster is not None else plan.devices
     return replace(

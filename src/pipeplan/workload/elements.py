@@ -129,6 +129,12 @@ ZERO = (
 )
 ZERO_GROUP = "neighbouring replicas (each context times) that together have one copy of what is divided; none: all"
 CONTEXT = "devices that share the sequence of each sample, in equal parts (context parallel)"
+ContextExchange = Literal["gathered", "ring"]
+GATHERED_CONTEXT: ContextExchange = "gathered"
+RING: ContextExchange = "ring"
+CONTEXT_EXCHANGE = (
+    "how these have keys and values of all: gathered before the attention core, or sent around a ring beside it"
+)
 
 
 EXPERT = (
@@ -140,8 +146,12 @@ EXPERT = (
 EXPERT_SHARDS = "how many neighbours of these devices split each expert (expert tensor size)"
 
 
-def group_problem(shards: int, context: int, replicas: int, num_devices: int) -> str | None:
-    """What is wrong with how many devices a stage has, if anything."""
+def group_problem(
+    shards: int, context: int, replicas: int, num_devices: int, exchange: ContextExchange | None = None
+) -> str | None:
+    """What is wrong with how many devices a stage has, if anything, and with how these exchange keys and values."""
+    if exchange == RING and context == 1:
+        return "context_exchange ring is of devices that share sequences, and context is 1"
     if shards * context * replicas == num_devices:
         return None
     between = f" x context {context}" if context > 1 else ""
@@ -371,6 +381,7 @@ class Stage(Element):
     shards: Count = 1
     replicas: Count = 1
     context: Annotated[Count, Meaning(CONTEXT, said_only=True)] = 1
+    context_exchange: Annotated[ContextExchange, Meaning(CONTEXT_EXCHANGE, said_only=True)] = GATHERED_CONTEXT
     expert: Annotated[Count, Meaning(EXPERT, said_only=True)] = 1
     expert_shards: Annotated[Count, Meaning(EXPERT_SHARDS, said_only=True)] = 1
     configuration: Name | None = None

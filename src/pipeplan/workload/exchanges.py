@@ -8,7 +8,9 @@ exchange at a time, in the order of the programs, beside compute.
 
 * UNSHARD stands right before the first action that needs a stage's parameters after a RESHARD, RESHARD right after the
   last one that they stay gathered for. A group of blocks is gathered as soon as its last copy was given up; the action
-  starts when each group will be there before it comes to the group's blocks.
+  starts when each group will be there before it comes to the group's blocks. There is memory for all groups from when
+  the action before has ended, when whoever runs the program comes to their UNSHARD, be it that the network starts with
+  some of them later; for those that it starts with earlier from then on.
 * REDUCE_GRAD of a group may run as soon as the last action that adds to what it reduces has come to the group's end. An
   action that adds to gradients comes to a group only when the group's last gradients were reduced: there is one buffer
   for each.
@@ -79,9 +81,14 @@ class StateRun:
 
 @dataclass(frozen=True, slots=True)
 class WholeState:
-    """Bytes that each device of a stage holds from a moment to another: gathered parameters, or whole gradients."""
+    """Bytes of a group of blocks that each device of a stage holds from a moment to another.
+
+    Gathered parameters, or whole gradients.
+    """
 
     kind: MemoryKind
+    stage: int
+    group: int
     size: int
     begin_ns: int
     end_ns: int
@@ -99,8 +106,8 @@ class _StageState:
     """Of a stage: actions left that need parameters, and that add to gradients; for how many more it is gathered.
 
     ``given_up`` and ``reduced`` [group] say when its last copy was given up, its last gradients reduced. ``added``
-    counts the micro-batches whose gradients wait to be reduced. ``gathered_at``, ``added_at`` [group]: since when
-    it holds the bytes.
+    counts the micro-batches whose gradients wait to be reduced. ``gathered_at`` [group] is when its gathering began,
+    ``held_at`` and ``added_at`` since when it holds the bytes.
     """
 
     uses: int
@@ -110,6 +117,7 @@ class _StageState:
     given_up: list[int] = field(default_factory=list)
     reduced: list[int] = field(default_factory=list)
     gathered_at: list[int] = field(default_factory=list)
+    held_at: list[int] = field(default_factory=list)
     added_at: list[int] = field(default_factory=list)
 
 
@@ -156,7 +164,7 @@ class Network:
         self.free = 0
         self.runs: list[StateRun] = []
         self.held: list[WholeState] = []
-        self._floor = 0  # when the action began that stands last in the programs so far
+        self._floor = self._ended = 0  # when the action begins, and ends, that stands last in the programs so far
         self._waiting: list[_Asked] = []  # REDUCE_GRADs
         self._states = dict[int, _StageState]()
         self._courses = dict[int, list[tuple[int, int, int]]]()  # [operation] what its actions come to
@@ -172,10 +180,7 @@ class Network:
             ]
             if groups:
                 uses, additions = counts
-                moments = [[0] * groups for _ in range(4)]
-                self._states[number] = _StageState(
-                    uses, additions, 0, 0, moments[0], moments[1], moments[2], moments[3]
-                )
+                self._states[number] = _StageState(uses, additions, 0, 0, *([0] * groups for _ in range(5)))
 
     def start(self, task: int, ready_ns: int) -> int:
         """When an action starts that could start at ``ready_ns``: the next one of these devices."""
@@ -190,7 +195,7 @@ class Network:
             course = self._courses[item]
             start = self._after_exchanges(task, operation.stage, stage, state, role, course, start)
         self._run([each for each in self._waiting if each[0] < start], task)
-        self._floor = start
+        self._floor, self._ended = start, start + operation.duration_ns
         if state is not None:
             self._use(task, operation.stage, stage, state, role, course, start)
         return start
@@ -200,7 +205,7 @@ class Network:
         """What decides when later exchanges run."""
         states = (
             (
-                (state.left, *state.gathered_at) if state.left and not self._is_once(number) else (),
+                (state.left, *state.held_at) if state.left and not self._is_once(number) else (),
                 (state.added, *state.added_at) if state.added and not self._is_once(number, adds=True) else (),
                 (*state.given_up, *state.reduced),
             )
@@ -252,6 +257,8 @@ class Network:
         if gathers:
             assert stage.unshard_every is not None
             state.left = min(stage.unshard_every, state.uses)
+            issued = [max(self._ended, given_up) for given_up in state.given_up]
+            state.held_at = [min(each) for each in zip(state.gathered_at, issued, strict=True)]
         return start
 
     def _use(
@@ -271,7 +278,7 @@ class Network:
                 for group, _, end in course:
                     state.given_up[group] = start + end
                     size = stage.block_groups[group].gathered_bytes
-                    self.held.append(WholeState(PARAMETERS, size, state.gathered_at[group], start + end))
+                    self.held.append(WholeState(PARAMETERS, number, group, size, state.held_at[group], start + end))
                     self.runs.append(StateRun(RESHARD, number, group, start + end, start + end, task, after=True))
         if role not in GRADIENT_ROLES:
             return
@@ -294,7 +301,8 @@ class Network:
             self.runs.append(StateRun(REDUCE_GRAD if reduces else UNSHARD, number, group, start, end, task))
             if reduces:
                 state.reduced[group] = end
-                self.held.append(WholeState(GRADIENTS, blocks.reduced_bytes, state.added_at[group], end))
+                size = blocks.reduced_bytes
+                self.held.append(WholeState(GRADIENTS, number, group, size, state.added_at[group], end))
             else:
                 state.gathered_at[group] = start
         done = {(each[3], each[4]) for each in asked if each[1]}

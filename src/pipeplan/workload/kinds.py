@@ -118,6 +118,10 @@ def payload_of(name: str) -> str:
     return kind_of(name).payload
 
 
+PREFILL = "PREFILL"
+"""The instruction that takes in a chunk of a prompt beside a decode step."""
+
+
 def is_instruction(name: str) -> bool:
     """Whether a kind is a user's instruction: a word that is none of the known kinds."""
     return role_of(name) is Role.CUSTOM

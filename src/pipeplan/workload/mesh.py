@@ -27,11 +27,18 @@ CACHE = "cache"
 CACHE_BY_QUERIES = "cacheq"
 """The same where queries alone are gathered, and a new key and value is sent to the device that keeps it."""
 
+EXPERTS = "experts"
+"""The axis along which devices share requests, and have some of the experts each; all else of the block is whole. In
+training it is no axis of a mesh, but of neighbouring devices of a stage."""
+
+EXPERT_PARTS = "expertparts"
+"""Along which neighbours among these split the same experts."""
+
 COPIES = "copies"
 """The axis along which all devices do the same."""
 
-_WHOLE_ALONG = (SAMPLES, PLACES, CACHE, CACHE_BY_QUERIES)
-"""Axes along which devices have the same parameters."""
+_WHOLE_ALONG = (SAMPLES, PLACES, CACHE, CACHE_BY_QUERIES, EXPERTS)
+"""Axes along which devices have the same parameters, but for experts."""
 
 _AXIS = re.compile(r"([a-z]+)([1-9][0-9]{0,5})")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -19,8 +20,10 @@ from pipeplan.runtime.decoding.choosing import WordChoice
 from pipeplan.runtime.decoding.layouts import BlockLayout, Route, positions, routes
 from pipeplan.runtime.decoding.options import DecodeOptions, DecodeOutcome, read_prompts
 from pipeplan.runtime.decoding.pieces import CachePiece, Looks
+from pipeplan.runtime.decoding.rank import Turns
 from pipeplan.runtime.decoding.requests import RequestQueue, Row
 from pipeplan.runtime.launch.job import RunResult, WrittenText
+from pipeplan.workload.kinds import PREFILL
 from pipeplan.workload.mesh import Mesh
 from runtime_support.decoding_rank import plan_of
 
@@ -100,6 +103,50 @@ def test_attention_without_torchs_operator_is_the_same() -> None:
     wide = torch.cat([value, value], -1)
     for one, other in zip(attention(query, key, value, mask, 0.3), attention(query, key, wide, mask, 0.3), strict=True):
         assert torch.allclose(one, other[..., :4] if one.ndim == 4 else other, atol=1e-14)
+
+
+@pytest.mark.parametrize("devices", [[[0], [1], [0], [1]], [[0], [0], [1], [1]], [[0], [1]]])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_turns_of_devices_are_chunks_and_steps_that_wait_for_each_other(devices: list[list[int]], groups: int) -> None:
+    """Each in its device's order, and by what the plan says that it takes: ten steps of every group, none left out."""
+    plan = plan_of("gpt2-tiny", [""] * len(devices), devices, batch=3, groups=groups, context=9, chunk_tokens=2)
+    chunks = {each.id: each.attributes["stage"] for each in plan.operations if each.kind == PREFILL}
+    parts = {id_: (stage, "chunk") for id_, stage in chunks.items()}
+    parts |= {f"{stage}F": (stage, "step") for stage in chunks.values()}
+    takes = {
+        (*parts[each.target], turn): (*parts[each.source], turn - each.later)
+        for each in plan.dependencies
+        for turn in range(each.later, 10 * groups)
+    }
+    orders = [
+        [(stage, part, turn) for stage, turn, part in itertools.islice(Turns.of(plan, device), 300)]
+        for device in range(2)
+    ]
+    done = set[tuple[int, str, int]]()
+    places = [0, 0]
+    moved = True
+    while moved:
+        moved = False
+        for device, order in enumerate(orders):
+            while places[device] < len(order) and takes.get(order[places[device]]) in {None, *done}:
+                done.add(order[places[device]])
+                places[device] += 1
+                moved = True
+    assert done >= {(*part, turn) for part in parts.values() for turn in range(10 * groups)}
+    Turns.require_known(plan)
+
+
+def test_a_groups_prompts_enter_one_after_another_where_a_plan_reads_in_chunks() -> None:
+    queue = RequestQueue([[1, 2, 3], [4], [5, 6]], [2], new_words=2, chunk=2, one_by_one=True)
+    seen = []
+    for turn in range(20):
+        if queue.ends_at(turn):
+            break
+        seen.append([(rows.reads, row.request, row.begin, row.count) for rows in queue.turn(turn) for row in rows.rows])
+    read = [each for each in itertools.chain(*seen) if each[0]]
+    assert read == [(True, 0, 0, 1), (True, 0, 1, 2), (True, 1, 0, 1), (True, 2, 0, 2)]
+    assert all(sum(each[0] for each in turn) <= 1 for turn in seen)
+    assert sum(not each[0] for each in itertools.chain(*seen)) == 3  # of each a word comes with its prompt
 
 
 def test_requests_take_places_that_others_have_left() -> None:

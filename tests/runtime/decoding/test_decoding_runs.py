@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ KINDS: dict[Kept, str] = {"dp": "samples4", "tp": "shards4", "cp": "cache4", "cp
 def test_bytes_that_are_sent_are_those_predicted() -> None:
     """Prompts of one word, so that all is decode; in as many steps as devices each of them keeps each text's word."""
     prompts = [[number + 1] for number in range(REQUESTS)]
-    kept = {"prompts": prompts, "sizes": (REQUESTS,), "new_tokens": STEPS}
+    kept: dict[str, Any] = {"prompts": prompts, "sizes": (REQUESTS,), "new_tokens": STEPS}
     cases = [case(LLAMA, [kind], ALL, **kept) for kind in KINDS.values()]
     for (name, _), found in zip(KINDS.items(), written_by(cases, 4), strict=True):
         shape = AttentionShape.of(HIDDEN, HEADS, KEY_HEADS)
@@ -140,16 +141,24 @@ def test_a_plan_is_followed_from_a_file_of_weights(tmp_path: Path) -> None:
         for own, tensor in model.build(block.id, others).state_dict().items()
     }
     save_file(weights, tmp_path / "weights.safetensors")
-    plan = plan_of("gpt2-tiny", ["", "", "", ""], [[0], [1], [0], [1]], batch=4, groups=2, context=13)
+    kinds, devices = ["", "", "", ""], [[0], [1], [0], [1]]
+    plan = plan_of("gpt2-tiny", kinds, devices, batch=4, groups=2, context=13)
+    chunks = plan_of("gpt2-tiny", kinds, devices, batch=4, groups=2, context=13, chunk_tokens=2)
     assert plan.repetend is not None
     options = DecodeOptions(model="gpt2-tiny", prompts=PROMPTS, new_tokens=4, seed=others)
     with warm_ranks():
         found = _api.run(plan, replace(options, init=str(tmp_path / "weights.safetensors"), seed=0))
+        in_chunks = _api.run(chunks, options)
     asked = {"prompts": PROMPTS, "new_tokens": 4, "dtype": "float32", "seed": others}
     wanted = unsplit({"model": "gpt2-tiny", "options": asked})
-    assert [list(each.ids) for each in found.result.requests] == [[word for word, _ in of] for of in wanted.values()]
+    for run in (found, in_chunks):
+        assert [list(each.ids) for each in run.result.requests] == [[word for word, _ in of] for of in wanted.values()]
     assert all(sorted(each.times_ns) == [*each.times_ns] for each in found.result.requests)
     assert found.figures()["predicted_token_ns"] == plan.token_ns
+    wire = found.result.wire_bytes
+    for sent, moved in zip(found.result.sent_bytes, wire, strict=True):
+        assert moved is not None
+        assert sum(sent.values()) < moved < 3 * sum(sent.values())  # what goes about each message, of a few bytes here
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -14,19 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import pipeplan
 from pipeplan.checker import check
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.executor.rank_program import ProgramStep
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import context as context_module
 from pipeplan.runtime.parallel.attention_cores import RecomputedCores
 from pipeplan.runtime.parallel.context import causal_attention, own_pieces, own_positions
 from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.hugging_face import SEED, SEQUENCE, text, training_of
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
-from runtime_support.threads import together
+from runtime_support.threads import MailChannels, ThreadGroup, run_in_threads, together
 from support.marks import asked_for, slow_but
 
 
@@ -40,7 +44,7 @@ def plan_of(name: str, *groups: tuple[int, ...], split: bool = False, **more: An
     model = model_of(name)
     ids = [block.id for block in model.blocks]
     bounds = [round(number * len(ids) / len(groups)) for number in range(len(groups) + 1)]
-    shards = more.pop("shards", 1)
+    shards, profile = more.pop("shards", 1), more.pop("profile", None)
     stages = [
         PlacedStage(
             blocks=tuple(ids[bounds[number] : bounds[number + 1]]),
@@ -53,7 +57,7 @@ def plan_of(name: str, *groups: tuple[int, ...], split: bool = False, **more: An
         )
         for number, devices in enumerate(groups)
     ]
-    return placed_plan(model, stages, num_microbatches=3, microbatch_size=2, split=split)
+    return placed_plan(model, stages, num_microbatches=3, microbatch_size=2, split=split, profile=profile)
 
 
 PIPELINE, TENSOR, DATA = ((0, 1), (3, 2)), ((0, 2, 1, 3),), ((2, 0, 1, 3),)
@@ -178,3 +182,46 @@ def test_models_that_cannot_share_sequences_are_refused_by_name() -> None:
         load_model("mmt-tiny").shared_by(2)
     with pytest.raises(UsageError, match="sequences of 12, of which 4 devices cannot have an early and a late piece"):
         model_of("llama").shared_by(4)
+
+
+def test_bytes_that_ranks_move_are_the_plan_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages between equal pieces as its hops have it, and keys and values as rows of its profile price them.
+
+    The plan is for float32, and runs here in float64.
+    """
+    moved, sent = Counter[tuple[str, int]](), Counter[tuple[int, int]]()
+    gather, send = ThreadGroup.gather, MailChannels.send
+
+    def gathered(self: ThreadGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+        moved["all_gather", self._name[self._index]] += tensor.nbytes * self._members // 2
+        return gather(self, tensor)
+
+    def scattered(self: ThreadGroup, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        together = torch.stack(list(pieces))
+        moved["reduce_scatter", self._name[self._index]] += together.nbytes // 2
+        return torch.stack([found[self._index] for found in gather(self, together)]).sum(0)
+
+    def counted(self: MailChannels, step: ProgramStep, tensors: Sequence[torch.Tensor], made: object) -> None:
+        sent[self._program.rank, step.peer] += sum(each.nbytes for each in tensors) // 2
+        send(self, step, tensors, made)
+
+    monkeypatch.setattr(ThreadGroup, "gather", gathered)
+    monkeypatch.setattr(ThreadGroup, "scatter", scattered)
+    monkeypatch.setattr(MailChannels, "send", counted)
+    how = {"device": "h100-80gb", "dtype": "float32", "microbatch": 2}
+    profile = pipeplan.estimate("gpt2-tiny", context=2, **how)
+    plan = plan_of("gpt2-tiny", *PIPELINE, split=True, profile=profile)
+    model = model_of("gpt2-tiny")
+    run_in_threads(plan, model, 3)
+    (_, part) = splits_of(model, (1,), torch.float32, None, (2,), alone=True)
+    for rank in range(4):
+        blocks = next(stage.blocks for stage in plan.stages if rank in stage.devices)
+        for way in ("all_gather", "reduce_scatter"):
+            each = [c for b in part.model.blocks if b.id in blocks for c in b.collectives if c.operation == way]
+            assert moved[way, rank] == plan.mini_batch * sum(one.bytes_per_sample for one in each) > 0
+    hops = Counter[tuple[int, int]]()
+    for dependency in plan.dependencies:
+        for hop in dependency.hops:
+            hops[hop.source_device, hop.target_device] += hop.bytes * plan.num_microbatches
+    assert sent == hops
+    assert set(hops) == {(0, 3), (1, 2), (3, 0), (2, 1)}

@@ -182,7 +182,7 @@ def test_what_does_not_run_split_says_so() -> None:
 COMMANDS = {
     "1": "--devices 1 --pp 1 --tp 1",
     "4": "--devices 4 --tp 2 --pp 2",
-    "4 sharing sequences": "--devices 4 --tp 1 --pp 2 --cp 2",
+    "4 sharing sequences": "--devices 4 --tp 1 --pp 2 --cp 2 --cp-exchange gathered",
     "2": "--devices 2 --pp 1 --tp 1 --dp 2 --zero 1",
 }
 

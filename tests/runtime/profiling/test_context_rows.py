@@ -7,7 +7,7 @@ import torch
 
 import pipeplan
 from pipeplan.costs.communication import Exchange, prices_in, prices_of
-from pipeplan.costs.devices import device_preset
+from pipeplan.costs.devices import Kernel, device_preset
 from pipeplan.costs.operators import attention_core
 from pipeplan.costs.uniform.layer import attention_ns
 from pipeplan.costs.uniform.shares import catalog_shares
@@ -58,21 +58,30 @@ def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: i
         for shards in (1, 2):
             row, part = own[shards, context], other[shards, 1]
             assert row.activation_bytes == part.activation_bytes
-            assert row.workspace_bytes == part.workspace_bytes
             assert row.weight_grad_ns == part.weight_grad_ns
             if block.operator != "attention":
                 assert (row.forward_ns, row.backward_ns) == (part.forward_ns, part.backward_ns)
+                assert (row.workspace_bytes, row.ring) == (part.workspace_bytes, None)
                 continue
             moved = 2 * WIDTH * context * PART * max(1, KV_HEADS // shards) * SIZE
-            gather = prices_of(H100)(Exchange("all_gather", moved), context)
+            gather = prices_of(RATES.device)(Exchange("all_gather", moved), context)
             if cluster is not None:
                 gather = (context - 1) * (LATENCY + 1e9 * moved / context / BANDWIDTH)
-                assert gather > core_ns(context, shards, backward=True), "all of it is not hidden"
+                assert gather > core_ns(context, shards, backward=True), "a ring does not hide it either"
+            assert row.ring is not None
+            assert row.workspace_bytes == part.workspace_bytes + 2 * moved
+            mixed, others, hop = WIDTH * PART * HEADS // shards * SIZE, context - 1, gather / (context - 1)
+            assert row.workspace_bytes + row.ring.workspace_bytes == part.workspace_bytes + 4 * moved // context + mixed
             for backward, name in ((False, "forward_ns"), (True, "input_grad_ns")):
                 core = core_ns(context, shards, backward=backward)
-                waited = max(0.0, gather * (1 + backward) - core)
-                expected = getattr(part, name) + core * (1 - 1 / context) + waited
-                assert getattr(row, name) == pytest.approx(expected, rel=1e-3)
+                alone = getattr(part, name) + core * (1 - 1 / context)
+                assert getattr(row, name) == pytest.approx(alone + gather * (1 + backward), rel=1e-3)
+                merge = RATES.kernel_ns(Kernel(mixed, 3 * (mixed + backward * moved // context)))
+                step, inner = core / context, others - 1
+                around = max(0, hop - step) + inner * max(merge, hop - step) + merge
+                if backward:
+                    around = 2 * max(0, hop - step) + inner * max(0, 2 * hop - step) + others * merge
+                assert getattr(row, name) + getattr(row.ring, name) == pytest.approx(alone + around, rel=1e-3)
 
 
 def test_copies_of_keys_and_values_for_heads_of_queries_are_not_sent() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 import pipeplan
+from pipeplan.cli.profile_verb import LoadFactor
 from pipeplan.costs.communication import LinkPath, dispatch_ns
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.uniform.shares import catalog_shares, machine_of, usual_attention
 from pipeplan.costs.uniform.step import step_time
 from pipeplan.costs.uniform.words import Transformer, UniformLayout
-from pipeplan.errors import UsageError
+from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Cluster, CostRow, Profile
 from support.marks import slow_but
 
@@ -158,3 +161,14 @@ def test_layers_of_deepseek_v3_take_what_closed_forms_say() -> None:
         assert sum(row.forward_ns for row in layer) == pytest.approx(float(time.forward_ns), rel=0.05 * tensor)
         backward = float(time.input_grad_ns + time.weight_grad_ns)
         assert sum(row.backward_ns or 0 for row in layer) == pytest.approx(backward, rel=0.08 * tensor)
+
+
+def test_a_load_may_be_what_a_run_has_counted(tmp_path: Path) -> None:
+    """The output of ``run --json``; another file is refused, with what it lacks."""
+    path = tmp_path / "run.json"
+    path.write_text('{"plan": "p", "experts": {"load_factor": 1.5, "blocks": []}}')
+    assert [LoadFactor().convert(each, None, None) for each in (str(path), path, "1.25", 2)] == [1.5, 1.5, 1.25, 2.0]
+    for text, problem in (("{}", "no experts.load_factor of 1 or more"), ("load: 2", "not JSON")):
+        path.write_text(text)
+        with pytest.raises(FileError, match=problem):
+            LoadFactor().convert(str(path), None, None)

@@ -24,7 +24,7 @@ from pipeplan.runtime.training.sharded_state import ExchangingStage, ShardedStag
 from pipeplan.schedule.search import plain_look
 from pipeplan.workload.elements import ONCE
 from pipeplan.workload.exchanges import networks_at, passes
-from pipeplan.workload.kinds import PARAMETER_ROLES, RESHARD, Role
+from pipeplan.workload.kinds import PARAMETER_ROLES, PARAMETERS, RESHARD, Role
 from pipeplan.workload.task_graph import task_graph
 from runtime_support.sharded_plans import one_stage, sharded_plan
 
@@ -92,30 +92,30 @@ class Watched:
         passed = sum(end - size > number for end, size in zip(ends, groups, strict=True)) if back else 0
         passed = passed if back else sum(end <= number for end in ends)
         place = self.step.action.operation, self.step.action.microbatch, passed
-        held = {group for group in range(len(groups)) if any(map(has_memory, self.state._units_of(group)))}
+        held = {group for group in range(len(groups)) if any(unit.has_memory for unit in self.state._units_of(group))}
         assert self.found.setdefault(place, held) == held, place
 
 
-def has_memory(unit: Any) -> bool:
-    return any(each.whole.untyped_storage().size() > 0 for each in unit.rows)
-
-
 def planned(plan: Plan) -> dict[Place, set[int]]:
-    """What is not given up yet, by the plan's timeline, where an action comes to each group and after the last."""
+    """What an action has of its own by the plan's timeline, where it comes to each group and after the last.
+
+    Not what the network gathers meanwhile for actions after it.
+    """
     graph, (stage,) = task_graph(plan.workload), plan.stages
     numbers = [(each, n) for each in plan.workload.operations for n in range(plan.num_microbatches)]
     starts = [plan.starts_ns[each.id][n] for each, n in numbers]
     assert graph.offsets[:2] == [0, plan.num_microbatches], "tasks are numbered by operation, then by micro-batch"
     ((_, network),) = networks_at(graph, starts)
-    given_up = [run for run in network.runs if run.kind == RESHARD]
+    spans = [each for each in network.held if each.kind is PARAMETERS]
     found: dict[Place, set[int]] = {}
     for task, (operation, number) in enumerate(numbers):
         if operation.role not in PARAMETER_ROLES:
             continue
         course = passes(stage.block_groups, operation.role)
         for passed, moment in enumerate([0, *(end for _, _, end in course)]):
-            gone = {run.group for run in given_up if run.task == task and run.start_ns <= starts[task] + moment}
-            found[operation.id, number, passed] = set(range(len(stage.block_groups))) - gone
+            at = starts[task] + moment
+            own = (each for each in spans if each.begin_ns <= starts[task] and at < each.end_ns)
+            found[operation.id, number, passed] = {each.group for each in own}
     return found
 
 
@@ -155,7 +155,7 @@ def run(
             runner.run(step, {}, batch)
     sharded.reduce()
     assert runner.idle
-    assert not any(map(has_memory, sharded.units))
+    assert not any(unit.has_memory for unit in sharded.units)
     assert {name: p.shape for name, p in named.items()} == shapes
     gradients = {name: sharded.own(p).grad for name, p in named.items()}
     return watched.found, {name: each for name, each in gradients.items() if each is not None}

@@ -57,6 +57,7 @@ LONG = (
     "and the other way round",
     "whole, then split over three",
     "shares divided, then stages, then whole",
+    "whole, then experts over two",
     "branches",
 )
 """Pairs of which others show the kind."""

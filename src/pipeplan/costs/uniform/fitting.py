@@ -21,7 +21,9 @@ FEWEST_LAYOUTS = 5
 """A kind of device with fewer takes its neighbour's shares."""
 
 _LOWEST, _HIGHEST = 0.2, 1.0
-_POINTS, _ROUNDS = 9, 5
+_FIRST, _POINTS, _ROUNDS = 33, 9, 5
+"""Points of a side of the first grid, fine enough for a narrow valley, then of those around its best point."""
+
 _DIGITS = 3
 
 
@@ -87,8 +89,8 @@ def _fit(measured: Sequence[TimedRun]) -> tuple[float, float]:
 
     low, high = np.full(2, _LOWEST), np.full(2, _HIGHEST)
     best = (low + high) / 2
-    for _ in range(_ROUNDS):
-        sides = [np.linspace(low[axis], high[axis], _POINTS) for axis in range(2)]
+    for number in range(_ROUNDS):
+        sides = [np.linspace(low[axis], high[axis], _POINTS if number else _FIRST) for axis in range(2)]
         matrix, bandwidth = (each.ravel() for each in np.meshgrid(*sides, indexing="ij"))
         place = int(np.argmin(loss(matrix, bandwidth)))
         best = np.array([matrix[place], bandwidth[place]])

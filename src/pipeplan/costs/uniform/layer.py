@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeplan.costs.communication import Exchange, places_reached, ring_ns
+from pipeplan.costs.context import MERGED, Added, SharedCore
 from pipeplan.costs.operators import (
     Operator,
     activation,
@@ -149,7 +150,10 @@ def collective_ns(machine: Machine, exchange: Exchange, devices: Number, stride:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """A layer's parts, and its messages in ns, each way: ``tensor`` between devices that share its products."""
+    """A layer's parts, and its messages in ns, each way: ``tensor`` between devices that share its products.
+
+    ``context`` is what its core waits for where devices share sequences.
+    """
 
     core: LayerPart
     up: LayerPart
@@ -157,7 +161,7 @@ class LayerCosts:
     experts: LayerPart
     elementwise: LayerPart
     tensor_ns: Number
-    context_ns: Number
+    context: Added
     expert_ns: Number
 
     @property
@@ -232,7 +236,7 @@ def layer_of(model: Transformer, layout: UniformLayout, machine: Machine) -> Lay
         experts,
         elementwise,
         np.where(sparse & (model.shared_ffn == 0), 1, 2) * collective_ns(machine, exchange, split, 1),
-        _context_ns(model, layout, machine, kv_heads),
+        _context(model, layout, machine, core, heads * value, kv_heads),
         _experts_ns(model, layout, machine, tokens, routed),
     )
 
@@ -280,10 +284,16 @@ def _attention(
     )
 
 
-def _context_ns(model: Transformer, layout: UniformLayout, machine: Machine, kv_heads: Number) -> Number:
-    """Keys and values of the whole sequence, gathered or sent around a ring: the same bytes."""
-    size = 2 * WIDTH * layout.microbatch * model.sequence * kv_heads * model.head_size
-    return collective_ns(machine, Exchange("all_gather", size), layout.context, layout.tensor)
+def _context(
+    model: Transformer, layout: UniformLayout, machine: Machine, core: LayerPart, mixed: Number, kv_heads: Number
+) -> Added:
+    """Keys and values of the whole sequence, gathered or sent around a ring; the core's mixture is ``mixed`` wide."""
+    shared = 2 * WIDTH * layout.microbatch * model.sequence * kv_heads * model.head_size
+    gather = collective_ns(machine, Exchange("all_gather", shared), layout.context, layout.tensor)
+    out = WIDTH * tokens_of(model, layout) * mixed
+    merges = [moving_ns(machine, MERGED * size) for size in (out, out + shared / layout.context)]
+    both = SharedCore(layout.context, core.forward_ns, core.input_grad_ns, gather, shared, out, *merges)
+    return Added(*(np.where(layout.ring > 0, *each) for each in zip(both.ring, both.gathered, strict=True)))
 
 
 def _experts_ns(model: Transformer, layout: UniformLayout, machine: Machine, tokens: Number, routed: Number) -> Number:

@@ -56,7 +56,8 @@ def memory(model: Transformer, layout: UniformLayout, machine: Machine) -> Memor
         + (1 - layout.again_elementwise) * layer.elementwise.saved_bytes
     )
     kept = np.maximum(kept, entering)
-    most = whole.saved_bytes - kept  # what one layer's recomputation brings back
+    # what one layer's recomputation brings back, and keys and values of others
+    most = whole.saved_bytes - kept + layer.context.workspace_bytes
     gathered = np.where(layout.zero == 3, 2 * WIDTH * whole.parameters, 0)
     logits = 2 * head.saved_bytes * (model.vocabulary > 0)
     at_first = _at(of_first + experts, microbatches_in_flight(layout) * first * kept, most + gathered)

@@ -12,6 +12,8 @@ not printed               assumed
 ``vp``                    1, where the schedule is called interleaved 2
 ``sequence_parallel``     with tensor parallelism
 ``recompute``             nothing
+keys and values           with ``cp`` around a ring where attention is Transformer Engine's, as Megatron-LM has it,
+                          else gathered
 ``zero``                  3 with an ``fsdp`` group, else 0; an FSDP group is all replicas
 ``overlap``               gradients with backward, parameters with forward, but for DeepSpeed's pipeline engine,
                           which sums after all else; tensor parallelism not
@@ -221,6 +223,7 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
         data=data,
         microbatch=microbatch,
         global_batch=math.ceil(batch / (data * microbatch)) * data * microbatch,
+        ring=_ring(row) if context > 1 else 0,
         **_experts(row, model, tensor, data * tensor * context),
         zero=zero,
         zero_group=group,
@@ -248,6 +251,17 @@ def _experts(row: _Fields, model: Transformer, tensor: int, devices: int) -> dic
         raise Unsaid(f"ep {expert} x etp {own} do not divide {devices} devices of a stage and {model.experts} experts")
     fused = "deepep" in f"{row.text('overlap')} {row.text('attention')}"
     return {"expert": expert, "expert_tensor": own, "fused_dispatch": int(fused)}
+
+
+def _ring(row: _Fields) -> int:
+    """Whether devices that share sequences send keys and values around a ring, instead of gathering them."""
+    text = f"{row.text('attention')}; {row.text('overlap')}"
+    if re.search(r"cp.comm.type\W*all.?gather|(keys?|kv)\b[^;,]*\bgather|gather\w*\b[^;,]*\b(keys?|kv)\b", text):
+        return 0
+    if re.search(r"cp.comm.type\W*p2p|\bring\b", text):
+        return 1
+    row.assumed.append("cp exchange")
+    return int(bool(re.search(r"\bte\b|transformer engine", row.text("attention"))))
 
 
 def _schedule(row: _Fields, pipeline: int) -> tuple[str, bool]:

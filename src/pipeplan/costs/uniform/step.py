@@ -151,7 +151,7 @@ def _layer_times(
     """Forward, input gradient with what is computed again, and weight gradient, with what they wait for."""
     whole = layer.whole
     again = (
-        layout.again_core * layer.core.forward_ns
+        layout.again_core * (layer.core.forward_ns + layer.context.forward_ns)
         + layout.again_up * layer.up.forward_ns
         + layout.again_products * (layer.products.forward_ns + layer.experts.forward_ns + layer.expert_ns)
         + layout.again_elementwise * layer.elementwise.forward_ns
@@ -159,10 +159,9 @@ def _layer_times(
     tensor, weight_grad = layer.tensor_ns, whole.weight_grad_ns
     hidden_tensor = tensor / layout.tensor + np.maximum(0, tensor - layer.products.forward_ns)
     exposed = np.where(layout.overlap_tensor > 0, np.minimum(tensor, hidden_tensor), tensor)
-    context = np.maximum(0, layer.context_ns - layer.core.forward_ns)
-    forward = whole.forward_ns + exposed + context + layer.expert_ns
-    context = np.maximum(0, 2 * layer.context_ns - layer.core.input_grad_ns)
-    input_grad = whole.input_grad_ns + again + exposed * (1 + layout.again_products) + context + layer.expert_ns
+    forward = whole.forward_ns + exposed + layer.context.forward_ns + layer.expert_ns
+    input_grad = whole.input_grad_ns + again + exposed * (1 + layout.again_products)
+    input_grad = input_grad + layer.context.input_grad_ns + layer.expert_ns
 
     # Sharded parameters: gathered before forward and backward, gradients summed after it, beside compute
     sharded = layout.zero == 3

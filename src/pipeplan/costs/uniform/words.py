@@ -53,7 +53,8 @@ class Transformer:
 class UniformLayout:
     """How a model is trained on tp x pp x cp x dp devices.
 
-    ``expert`` devices share the experts, each of which is split over ``expert_tensor``. ``microbatch`` and
+    Keys and values go around a ring of the ``context`` devices where ``ring`` is 1, else they are gathered. ``expert``
+    devices share the experts, each of which is split over ``expert_tensor``. ``microbatch`` and
     ``global_batch`` are in samples. ``zero`` is the level of sharding over ``zero_group`` devices. Of a layer's forward
     the shares ``again_*`` are computed once more in backward: of the attention ``core``, of latent attention's products
     ``up``, of all other ``products`` with their messages, of what is ``elementwise``. ``overlap_tensor`` and
@@ -68,6 +69,7 @@ class UniformLayout:
     data: Number
     microbatch: Number
     global_batch: Number
+    ring: Number = 0
     expert: Number = 1
     expert_tensor: Number = 1
     fused_dispatch: Number = 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pipeplan.files import Plan
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.reporting.answer import idle_clauses, memory_clauses, plan_clauses
+from pipeplan.reporting.decoding import decode_clauses
 from pipeplan.reporting.html.source import ReportSource, ShownPlan
 from pipeplan.reporting.html.tables import ReportTable, TableCell, TableRow, count, ns, share, size, text
 from pipeplan.reporting.layout import Clause
@@ -38,10 +39,19 @@ def answer(report: ReportSource, shown: ShownPlan) -> list[tuple[str, str]]:
         ("idle", _joined(idle_clauses(simulation))),
         ("busiest", _busiest(shown)),
         ("waits most", _waits(shown)),
-        ("10 % more memory", _more_memory(report.frontier, shown.plan, simulation.iteration_ns)),
+        _memory_or_tokens(report, shown),
         ("prediction", _prediction(shown)),
         ("made by", shown.plan.provenance.command or "a command that the plan does not say"),
     ]
+
+
+def _memory_or_tokens(report: ReportSource, shown: ShownPlan) -> tuple[str, str]:
+    """What more memory would bring; of decode steps, whose memory is for requests, what is served."""
+    simulation = shown.simulation
+    if shown.plan.decode is not None:
+        token_ns = simulation.token_ns
+        return "tokens", decode_clauses(shown.plan, None if token_ns is None else round(token_ns))
+    return "10 % more memory", _more_memory(report.frontier, shown.plan, simulation.iteration_ns)
 
 
 def _joined(clauses: Sequence[Clause]) -> str:

@@ -8,11 +8,10 @@ sent to the one that keeps them.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +24,16 @@ from pipeplan.runtime.decoding.layouts import BlockLayout
 from pipeplan.runtime.decoding.pieces import CachePiece, Looks
 from pipeplan.runtime.decoding.requests import Pass
 from pipeplan.runtime.parallel.attention_cores import ATTENTION
+
+
+class WordWay(NamedTuple):
+    """Between two devices with pieces of the same caches: which of one's words [rows * width] ``go``, how many ``come``
+    from the other, and which of these are ``kept``; None: all.
+    """
+
+    go: Tensor | None
+    come: int
+    kept: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,24 @@ class CachedRows:
         words = self.looks.words(torch.device("cpu")) // self.looks.count
         return chosen, slots[:, None].expand(chosen.shape)[chosen], words[chosen]
 
-    def kept_by(self, device: int, rows: range) -> Tensor:
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Slots and numbers of the words kept here, and where in [rows, width] these are, None of all in order."""
+        chosen, slots, words = self.kept
+        return slots, words, _numbers(chosen)
+
+    @cached_property
+    def ways(self) -> dict[int, WordWay]:
+        """{device of the line: the words that go there and come from there}; what stays here goes to this one."""
+        valid, alone, found = self.keepers >= 0, self.layout.by_queries, {}
+        for device, others in self.line.items():
+            here = self._kept_by(self.device, others)
+            goes = self._kept_by(device, self.own) if alone or device == self.device else valid[self.within(self.own)]
+            comes = here if alone else valid[self.within(others)]
+            found[device] = WordWay(_numbers(goes), int(comes.sum()), _numbers(here[comes]))
+        return found
+
+    def _kept_by(self, device: int, rows: range) -> Tensor:
         """[rows, width] which of the words of some rows a device of the line keeps."""
         found: Tensor = self.keepers[self.within(rows)] == self.layout.pieces.place(device)
         return found
@@ -92,6 +118,16 @@ class CachedRows:
 
     def _after(self, slot: int) -> int:
         return sum(row.slot < slot for row in self.rows.rows)
+
+
+def _numbers(chosen: Tensor) -> Tensor | None:
+    """The places of what is chosen, one after another; None of all."""
+    return None if bool(chosen.all()) else chosen.flatten().nonzero().flatten()
+
+
+def _taken(words: Tensor, chosen: Tensor | None) -> Tensor:
+    """Some of [words, ...]; None: all."""
+    return words if chosen is None else words.index_select(0, chosen)
 
 
 @dataclass(slots=True)
@@ -156,8 +192,8 @@ class DecodingAttention(TorchFunctionMode):
         copies = key.shape[1] // (caches.key_heads or key.shape[1])
         key, value = (each[:, :: max(1, copies)].transpose(1, 2) for each in (key, value))  # words first
         if rows.layout.pieces.size == 1:
-            chosen, slots, words = rows.kept
-            piece.append(slots, words, key[chosen], value[chosen])
+            slots, words, chosen = rows.places
+            piece.append(slots, words, *(_taken(each.flatten(0, 1), chosen) for each in (key, value)))
             mixed, _ = piece.attend(query, rows.looks, caches.window, scale)
             return mixed
         return self._in_pieces(piece, query, key, value, scale)
@@ -166,7 +202,7 @@ class DecodingAttention(TorchFunctionMode):
         assert self._exchange is not None, "pieces are of several devices"
         rows = self._rows
         queries, keys, values = self._gather(query, key, value)
-        _, slots, words = rows.kept
+        slots, words, _ = rows.places
         piece.append(slots, words, keys, values)
         mixed, sums = piece.attend(queries, rows.looks, self._caches.window, scale)
         return self._merge(query, mixed, sums)
@@ -175,38 +211,26 @@ class DecodingAttention(TorchFunctionMode):
         """Queries of the whole line, and keys and values [words, heads, size] of those words that are kept here."""
         assert self._exchange is not None
         rows, own = self._rows, len(self._rows.own)
-        alone = rows.layout.by_queries
-        valid = rows.keepers >= 0
+        mine = [query[:own], *(each[:own].flatten(0, 1) for each in (key, value))]
         given, coming = dict[int, Sequence[Tensor]](), dict[int, Sequence[Form]]()
-
-        def passed(device: int, of: range) -> Tensor:
-            """Which words of some rows go to a device."""
-            return rows.kept_by(device, of) if alone else valid[rows.within(of)]
-
         for device, others in rows.line.items():
             if device == rows.device:
                 continue
-            chosen = passed(device, rows.own)
-            given[device] = [query[:own], key[:own][chosen], value[:own][chosen]] if own else []
-            count = int(passed(rows.device, others).sum())
-            forms = [(len(others), *query.shape[1:])], [(count, *each.shape[2:]) for each in (key, value)]
-            coming[device] = [(shape, query.dtype) for shapes in forms for shape in shapes] if len(others) else []
+            way = rows.ways[device]
+            given[device] = [mine[0], *(_taken(each, way.go) for each in mine[1:])] if own else []
+            shapes = [(len(others), *query.shape[1:])] + [(way.come, *each.shape[1:]) for each in mine[1:]]
+            coming[device] = [(shape, query.dtype) for shape in shapes] if len(others) else []
         found = self._exchange.trade("attention", given, coming)
-        parts = defaultdict[str, list[Tensor]](list)
+        parts: tuple[list[Tensor], ...] = [], [], []
         for device, others in rows.line.items():
-            if not len(others):
-                continue
-            if device == rows.device:
-                chosen = rows.kept_by(device, others)
-                queries, keys, values = query[:own], key[:own][chosen], value[:own][chosen]
-            else:
-                queries, keys, values = found[device]
-                if not alone:
-                    chosen = rows.kept_by(rows.device, others)[valid[rows.within(others)]]
-                    keys, values = keys[chosen], values[chosen]
-            for name, each in (("queries", queries), ("keys", keys), ("values", values)):
-                parts[name].append(each)
-        return torch.cat(parts["queries"]), torch.cat(parts["keys"]), torch.cat(parts["values"])
+            if len(others):
+                queries, *written = mine if device == rows.device else found[device]
+                of = rows.ways[device]
+                kept = of.go if device == rows.device else of.kept
+                for part, each in zip(parts, (queries, *(_taken(each, kept) for each in written)), strict=True):
+                    part.append(each)
+        queries, keys, values = map(torch.cat, parts)
+        return queries, keys, values
 
     def _merge(self, query: Tensor, mixed: Tensor, sums: Tensor) -> Tensor:
         """The own rows' mixtures of all pieces; as what came, where none is its own and a row stood in for one."""

@@ -17,6 +17,7 @@ from pipeplan.runtime.decoding.options import DecodeOptions
 from pipeplan.runtime.decoding.rank import DecodingRank, Turns
 from pipeplan.runtime.decoding.requests import Pass, RequestQueue
 from pipeplan.runtime.decoding.stage import DecodingStage, WrittenModel, lines_of
+from pipeplan.runtime.decoding.wire import sent_over_tcp
 from pipeplan.runtime.executor.process_groups import AllRanks, ProcessGroups, require_alike
 from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, RunResult, Started, WrittenText, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others
@@ -45,6 +46,8 @@ def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnE
     rank_device(options.device, options.transport, options.num_threads)
     name = options.model.value if isinstance(options.model, PythonValue) else options.model
     model = load_model(name, sequence=options.sequence, grain=options.grain, seed=options.seed)
+    if options.stop is not None:
+        Turns.require_known(plan)
     turns = Turns.of(plan, progress.rank)
     here, groups = rank_of(plan.stages, turns, plan.decode.sizes, model, options, progress, plan.decode.prefill_tokens)
     here.counters = counters_of(plan, progress.rank)
@@ -60,17 +63,21 @@ def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnE
     on_event(Started(0, {"torch": torch.__version__}))
     all_ranks.begin()
     here.clock = all_ranks.passed_ns
+    before = sent_over_tcp()
     here.run()
+    after = sent_over_tcp()
     progress.begin(Phase.REPORTING)
     words = [(each.request, each.place, each.word, each.at_ns) for each in here.words]
     chosen = {(request, place): (word, at) for own in all_ranks.gather(words) for request, place, word, at in own}
     sent, kept = all_ranks.gather(here.sent_bytes), all_ranks.gather(here.cache_bytes)
+    wire = all_ranks.gather(None if before is None or after is None else after - before)
     all_ranks.close()
     groups.close()
     progress.begin(Phase.DONE)
     requests = tuple(_text(chosen, request) for request in range(len(options.prompts)))
     versions = {"torch": torch.__version__}
-    return RunResult((), (), versions, requests=requests, sent_bytes=tuple(sent), cache_bytes=tuple(kept))
+    counted = {"sent_bytes": tuple(sent), "wire_bytes": tuple(wire), "cache_bytes": tuple(kept)}
+    return RunResult((), (), versions, requests=requests, **counted)
 
 
 def said(options: DecodeOptions) -> dict[str, object]:
@@ -119,7 +126,8 @@ def rank_of(
     windows = [found for block in model.blocks if (found := decoder.windows(block.id)) is not None]
     written = WrittenModel.of(model, options.chunk(planned_chunk, min(windows, default=None)))
     require_blocks(written.model, placed)
-    queue = RequestQueue(options.prompts, sizes, options.new_tokens, written.chunk, options.stop)
+    follows = any(part == "chunk" for _, _, part in turns.entries)
+    queue = RequestQueue(options.prompts, sizes, options.new_tokens, written.chunk, options.stop, follows)
     groups = ProcessGroups({line for stage in placed for line in lines_of(stage)}, progress)
     sent = SentBytes()
 

@@ -35,14 +35,15 @@ class SentBytes:
         return {f"{block} {purpose}": count for (block, purpose), count in sorted(self.counts.items()) if count}
 
 
-@dataclass(frozen=True, slots=True)
 class StageExchange:
     """One rank's end of exchanges among devices of its stage: ``ranks`` by their numbers there."""
 
-    ranks: Mapping[int, int]
-    group: RankGroup
-    progress: Progress
-    sent: SentBytes
+    def __init__(self, ranks: Mapping[int, int], group: RankGroup, progress: Progress, sent: SentBytes) -> None:
+        self._order = sorted(ranks, key=ranks.__getitem__)
+        self._group, self._progress, self._sent = group, progress, sent
+        own = [*ranks.values()]
+        self._next = own[(own.index(progress.rank) + 1) % len(own)]
+        """Who is waited for: the next of the ranks, so that who does not come is found by going round."""
 
     def trade(
         self, purpose: str, given: Mapping[int, Sequence[Tensor]], coming: Mapping[int, Sequence[Form]]
@@ -51,32 +52,30 @@ class StageExchange:
 
         Sent are the tensors' bytes, directly, and nothing beside.
         """
-        order = sorted(self.ranks, key=self.ranks.__getitem__)
-        parts = [_bytes_of(given.get(device, ())) for device in order]
-        sizes = [sum(map(_size_of, coming.get(device, ()))) for device in order]
-        own = [part.numel() for part in parts]
-        self.sent.note(purpose, sum(own))
-        carried = torch.cat(parts) if any(own) else parts[0]
-        found = carried.new_empty(sum(sizes))
-        before = self.progress.board.read(self.progress.rank)
-        self.progress.begin(Phase.WAITING, before.counter, self._next)
-        with transfer_errors(-1):
-            dist.all_to_all_single(found, carried, sizes, own, group=self.group.group)
-        self.progress.begin(before.phase, before.counter)
-        pieces = dict(zip(order, torch.split(found, sizes), strict=True))
+        parts, own = list[Tensor](), list[int]()
+        for device in self._order:
+            flat = [_bytes_of(each) for each in given.get(device, ()) if each.numel()]
+            parts += flat
+            own.append(sum(each.numel() for each in flat))
+        sizes = [sum(map(_size_of, coming.get(device, ()))) for device in self._order]
+        self._sent.note(purpose, sum(own))
+        carried = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        found = torch.empty(sum(sizes), dtype=torch.uint8)
+        before = self._progress.board.read(self._progress.rank)
+        self._progress.begin(Phase.WAITING, before.counter, self._next)
+        self._carry(found, carried, sizes, own)
+        self._progress.begin(before.phase, before.counter)
+        pieces = dict(zip(self._order, torch.split(found, sizes), strict=True))
         return {device: _tensors(pieces[device], forms) for device, forms in coming.items()}
 
-    @property
-    def _next(self) -> int:
-        """Who is waited for: the next of the ranks, so that who does not come is found by going round."""
-        order = [*self.ranks.values()]
-        return order[(order.index(self.progress.rank) + 1) % len(order)]
+    def _carry(self, found: Tensor, carried: Tensor, sizes: list[int], own: list[int]) -> None:
+        with transfer_errors(-1):
+            dist.all_to_all_single(found, carried, sizes, own, group=self._group.group)
 
 
-def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of some tensors, one after another."""
-    flat = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors if each.numel()]
-    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, one after another."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _size_of(form: Form) -> int:
@@ -85,12 +84,12 @@ def _size_of(form: Form) -> int:
 
 
 def _tensors(flat: Tensor, forms: Sequence[Form]) -> list[Tensor]:
-    """Tensors of these forms, from their bytes."""
-    pieces = torch.split(flat, [_size_of(form) for form in forms])
-    return [
-        piece.clone().view(dtype).view(shape) if piece.numel() else torch.empty(shape, dtype=dtype)
-        for piece, (shape, dtype) in zip(pieces, forms, strict=True)
-    ]
+    """Tensors of these forms, from their bytes: where they lie, but for those that numbers of their width cannot."""
+    found = []
+    for piece, (shape, dtype) in zip(torch.split(flat, [_size_of(form) for form in forms]), forms, strict=True):
+        lies = piece if piece.storage_offset() % dtype.itemsize == 0 else piece.clone()
+        found.append(lies.view(dtype).view(shape) if piece.numel() else torch.empty(shape, dtype=dtype))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,3 +119,10 @@ class CountedCollectives:
         """A piece for each device."""
         self.sent.note("exchanges", sum(each.nbytes for each in pieces[1:]))
         return self.group.exchange(pieces)
+
+    def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
+        """Rows for each device, of as many as each wants."""
+        before = self.group.routed.copy()
+        found = self.group.route(rows, give, get)
+        self.sent.note("exchanges", sum(width * count for width, count in (self.group.routed - before).items()))
+        return found

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pipeplan.errors import UsageError
 from pipeplan.files.placement import PlacedStage
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, SAMPLES, SHARDS, Mesh, MeshAxis
+from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, EXPERTS, SAMPLES, SHARDS, Mesh, MeshAxis
 
 _KNOWN = (SAMPLES, CACHE, CACHE_BY_QUERIES, SHARDS, COPIES)
 
@@ -37,6 +37,11 @@ class BlockLayout:
             return cls(Mesh(((SAMPLES, stage.replicas), (SHARDS, stage.shards))))
         text = stage.configurations[number]
         mesh = Mesh.parse(text)
+        if mesh.size_of(EXPERTS) > 1:
+            raise UsageError(
+                f"configuration {text!r} has experts on several devices, whose tokens no run of decode steps exchanges "
+                "yet; take a plan from a profile without --expert"
+            )
         if unknown := [name for name, _ in mesh.axes if name not in _KNOWN]:
             raise UsageError(f"configuration {text!r} splits by {unknown[0]!r}, which no decode step does")
         return cls(Mesh((*mesh.axes, *(((SAMPLES, stage.replicas),) if stage.replicas > 1 else ()))))

@@ -219,6 +219,7 @@ class DecodeOutcome(RunOutcome):
             "tokens_per_s": count * 1e9 / last if last else None,
             "requests": [{"ids": list(each.ids), "times_ns": list(each.times_ns)} for each in result.requests],
             "sent_bytes": [dict(each) for each in result.sent_bytes],
+            "wire_bytes": list(result.wire_bytes),
             "cache_bytes": list(result.cache_bytes),
             "predicted_cache_bytes": list(self.plan.cache_bytes),
             "versions": dict(result.versions),

@@ -8,6 +8,7 @@ where all requests end after as many words.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,13 @@ from pipeplan.runtime.decoding.requests import Row
 
 _UNEVEN = 1.3
 """Times the words that rows look at together: up to so many are read at once, padded, and more by each row alone."""
+
+
+Span = tuple[int, int]
+"""First word of a piece that is looked at, and the one after the last."""
+
+Seen = tuple[Tensor | None, Tensor | None]
+"""A mask of what is not looked at, and which places look at nothing; None where all look at all, or at something."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,8 @@ class Looks:
     place: int
     count: int
     first: int
-    _masks: dict[tuple[int | None, int], tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int], Seen] = field(default_factory=dict)
+    _spans: dict[int | None, Span | None] = field(default_factory=dict)
 
     def words(self, device: torch.device) -> Tensor:
         """[rows, width] where in its text each word is; -1 where there is none."""
@@ -59,6 +68,42 @@ class Looks:
         row = self.rows[number]
         return [self.range(number, row.begin + turn, window) for turn in range(row.count)]
 
+    def common(self, window: int | None) -> Span | None:
+        """First and last word of what all rows look at, where it is worth while to read it at once."""
+        if window not in self._spans:
+            self._spans[window] = self._common(window)
+        return self._spans[window]
+
+    def _common(self, window: int | None) -> Span | None:
+        slots = [row.slot for row in self.rows]
+        if self.width > 1 or not slots or slots[-1] - slots[0] + 1 != len(slots):
+            return None
+        ranges = self._firsts(window)
+        begin, end = min(each for each, _ in ranges), max(each for _, each in ranges)
+        looked = sum(end - begin for begin, end in ranges)
+        return (begin, end) if 0 < len(slots) * (end - begin) <= _UNEVEN * looked else None
+
+    def _firsts(self, window: int | None) -> list[Span]:
+        """What each row's first word looks at."""
+        return [self.range(number, row.begin, window) for number, row in enumerate(self.rows)]
+
+    def seen(self, window: int | None, number: int, span: Span, like: Tensor) -> Seen:
+        """What places of a row do not look at in a span, or those of all rows, number -1: [rows, 1, places, words].
+
+        Found once: every layer looks at the same.
+        """
+        key = window, number
+        if key not in self._masks:
+            if number >= 0:
+                self._masks[key] = _unseen(self.ranges(number, window), span, like)
+            else:  # rows come first, of one place each
+                mask, blank = _unseen(self._firsts(window), span, like)
+                self._masks[key] = (
+                    None if mask is None else mask.permute(2, 1, 0, 3),
+                    None if blank is None else blank.permute(2, 1, 0),
+                )
+        return self._masks[key]
+
 
 class CachePiece:
     """Keys and values of all requests that a device keeps some of: [slots, heads, words, size], made when they come."""
@@ -71,6 +116,12 @@ class CachePiece:
     def num_bytes(self) -> int:
         """What it has room for."""
         return sum(each.nbytes for each in self._kept or ())
+
+    def fill(self) -> None:
+        """Noise in all of it, for measurements: numbers close to zero can be slow."""
+        with torch.inference_mode():  # in which it was made
+            for each in self._kept or ():
+                each.normal_()
 
     def append(self, slots: Tensor, words: Tensor, key: Tensor, value: Tensor) -> None:
         """Keep keys and values [words, heads, size] as these ``words`` of these ``slots``."""
@@ -88,8 +139,10 @@ class CachePiece:
         What looks at nothing has no mixture, 0, and a sum of nothing, -inf.
         """
         assert self._kept is not None, "what a row enters is kept somewhere before it looks"
-        if looks.width == 1 and (span := self._common(looks, window)) is not None:
-            return self._at_once(query, looks, window, scale, span)
+        if (span := looks.common(window)) is not None:
+            slot = looks.rows[0].slot - looks.first
+            seen = looks.seen(window, -1, span, query)
+            return self._of(query, slice(slot, slot + len(looks.rows)), span, seen, scale)
         mixed = query.new_zeros(*query.shape[:-1], self._kept[1].shape[-1])
         sums = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
         for number, row in enumerate(looks.rows):
@@ -97,47 +150,17 @@ class CachePiece:
             begin, end = min(each for each, _ in ranges), max(each for _, each in ranges)
             if end > begin:
                 at = slice(number, number + 1), slice(None), slice(looks.width - row.count, None)
-                mask, blank = self._mask(looks, window, number, ranges, begin, end, query)
+                seen = looks.seen(window, number, (begin, end), query)
                 slot = row.slot - looks.first
-                mixed[at], sums[at] = self._of(query[at], slice(slot, slot + 1), begin, end, mask, blank, scale)
+                mixed[at], sums[at] = self._of(query[at], slice(slot, slot + 1), (begin, end), seen, scale)
         return mixed, sums
 
-    def _common(self, looks: Looks, window: int | None) -> tuple[int, int] | None:
-        """First and last word of what all rows look at, where it is worth while to read it at once."""
-        slots = [row.slot for row in looks.rows]
-        if not slots or slots[-1] - slots[0] + 1 != len(slots):
-            return None
-        ranges = [looks.range(number, row.begin, window) for number, row in enumerate(looks.rows)]
-        begin, end = min(each for each, _ in ranges), max(each for _, each in ranges)
-        looked = sum(end - begin for begin, end in ranges)
-        return (begin, end) if 0 < len(slots) * (end - begin) <= _UNEVEN * looked else None
-
-    def _at_once(
-        self, query: Tensor, looks: Looks, window: int | None, scale: float | None, span: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        slot = looks.rows[0].slot - looks.first
-        ranges = [looks.range(number, row.begin, window) for number, row in enumerate(looks.rows)]
-        mask, blank = self._mask(looks, window, -1, ranges, *span, query)
-        if mask is not None:
-            mask = mask.permute(2, 1, 0, 3)  # rows come first, of one place each
-        if blank is not None:
-            blank = blank.permute(2, 1, 0)
-        return self._of(query, slice(slot, slot + len(looks.rows)), *span, mask, blank, scale)
-
-    def _of(
-        self,
-        query: Tensor,
-        slots: slice,
-        begin: int,
-        end: int,
-        mask: Tensor | None,
-        blank: Tensor | None,
-        scale: float | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _of(self, query: Tensor, slots: slice, span: Span, seen: Seen, scale: float | None) -> tuple[Tensor, Tensor]:
         """Attention of queries [rows, heads, places, size] to words of as many slots; heads that share keys are places
         of one."""
         assert self._kept is not None
-        keys, values = (each[slots, :, begin:end] for each in self._kept)
+        mask, blank = seen
+        keys, values = (each[slots, :, slice(*span)] for each in self._kept)
         rows, heads, places, size = query.shape
         shared = heads // keys.shape[1]
         folded = query.reshape(rows, keys.shape[1], shared * places, size)
@@ -147,28 +170,14 @@ class CachePiece:
         mixed, sums = mixed.reshape(rows, heads, places, -1), sums.reshape(rows, heads, places)
         return mixed, sums if blank is None else sums.masked_fill(blank, -torch.inf)
 
-    @staticmethod
-    def _mask(
-        looks: Looks,
-        window: int | None,
-        number: int,
-        ranges: list[tuple[int, int]],
-        begin: int,
-        end: int,
-        like: Tensor,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """What each of some ranges does not look at [1, 1, ranges, words], and which look at nothing [1, 1, ranges].
 
-        None where all look at everything. Kept, as every layer looks at the same.
-        """
-        if (window, number) not in looks._masks:
-            found: tuple[Tensor | None, Tensor | None] = None, None
-            if any(each != (begin, end) for each in ranges):
-                words = torch.arange(begin, end, device=like.device)
-                first, after = torch.tensor(ranges, device=like.device).T[..., None]
-                unseen = ((words < first) | (words >= after))[None, None]
-                blank = unseen.all(-1)
-                mask = torch.zeros(unseen.shape, dtype=like.dtype, device=like.device)
-                found = mask.masked_fill_(unseen, -torch.inf), blank if bool(blank.any()) else None
-            looks._masks[window, number] = found
-        return looks._masks[window, number]
+def _unseen(ranges: Sequence[Span], span: Span, like: Tensor) -> Seen:
+    """Of some ranges of a span [1, 1, ranges, words] and [1, 1, ranges]."""
+    if all(each == span for each in ranges):
+        return None, None
+    words = torch.arange(*span, device=like.device)
+    first, after = torch.tensor(ranges, device=like.device).T[..., None]
+    unseen = ((words < first) | (words >= after))[None, None]
+    blank = unseen.all(-1)
+    mask = torch.zeros(unseen.shape, dtype=like.dtype, device=like.device).masked_fill_(unseen, -torch.inf)
+    return mask, blank if bool(blank.any()) else None

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.runtime.decoding.choosing import WordChoice
 from pipeplan.runtime.decoding.layouts import BlockLayout, Placed, Route, positions, routes
@@ -24,33 +26,63 @@ from pipeplan.runtime.decoding.stage import DecodingStage
 from pipeplan.runtime.executor.channels import TransferError, transfer_errors
 from pipeplan.runtime.executor.stage import StageError
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
+from pipeplan.workload.kinds import PREFILL
+
+Part = Literal["turn", "step", "chunk"]
+"""What is run of a turn: texts are written on in its step, prompts are read in its chunk, or both, prompts first."""
+
+Entry = tuple[int, int, Part]
+"""A stage, the number of a turn, and what of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
     """Which turns of which stages a device runs, in order: its part of a plan's repetend, again and again."""
 
-    entries: Sequence[tuple[int, int]]
+    entries: Sequence[Entry]
     unroll: int = 1
 
     @classmethod
     def of(cls, plan: Plan, device: int) -> Turns:
-        """Those of a device: stages and turns, later by ``unroll`` each time."""
-        own = [number for number, stage in enumerate(plan.stages) if device in stage.devices and stage.blocks]
-        repetend = plan.repetend
-        if repetend is None or len(own) == 1:
-            return cls([(number, 0) for number in own])
-        program = {text: place for place, text in enumerate(plan.whole_programs[device])}
-        entries = [(number, repetend.first[f"{number}F"] + more) for number in own for more in range(repetend.unroll)]
-        return cls(sorted(entries, key=lambda each: program[f"{each[0]}F{each[1]}"]), repetend.unroll)
+        """Those of a device, later by ``unroll`` each time: steps and, where the plan has them, chunks in its order.
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Pairs of stage and turn, without end, but of a device without stages."""
+        A plan without chunks says nothing of prompts: those are read before each of its steps.
+        """
+        own = [number for number, stage in enumerate(plan.stages) if device in stage.devices and stage.blocks]
+        chunks = {each.attributes["stage"]: each.id for each in plan.operations if each.kind == PREFILL}
+        ids: dict[tuple[int, Part], str] = {(number, "step" if chunks else "turn"): f"{number}F" for number in own}
+        ids |= {(number, "chunk"): chunks[number] for number in own if number in chunks}
+        repetend = plan.repetend
+        if repetend is None or len(ids) == 1:
+            return cls([(number, 0, part) for number, part in ids])
+        program = {text: place for place, text in enumerate(plan.whole_programs[device])}
+        entries = [
+            (program[f"{id_}{turn}"], (number, turn, part))
+            for (number, part), id_ in ids.items()
+            for turn in range(repetend.first[id_], repetend.first[id_] + repetend.unroll)
+        ]
+        return cls([entry for _, entry in sorted(entries)], repetend.unroll)
+
+    @staticmethod
+    def require_known(plan: Plan) -> None:
+        """Refuse a plan whose chunks run before it is known who reads: where a text may end, a chunk is of whoever has
+        taken its place, which the words of the group's last step say. Raises UsageError."""
+        repetend, groups = plan.repetend, plan.decode.groups if plan.decode is not None else 1
+        for each in plan.operations if repetend is not None else ():
+            step = f"{each.attributes['stage']}F" if each.kind == PREFILL else each.id
+            if repetend.first[each.id] - repetend.first[step] >= groups:
+                raise UsageError(
+                    f"the plan takes in {each.id} more than a step of its group ahead, and with --tokenizer texts may "
+                    "end sooner, so that it is not known then who reads; search without --prefill"
+                )
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Entries without end, but of a device without stages."""
         if not self.entries:
             return
-        by = -(max(turn for _, turn in self.entries) // self.unroll) * self.unroll
+        by = -(max(turn for _, turn, _ in self.entries) // self.unroll) * self.unroll
         while True:
-            yield from ((stage, turn + by) for stage, turn in self.entries if turn + by >= 0)
+            yield from ((stage, turn + by, part) for stage, turn, part in self.entries if turn + by >= 0)
             by += self.unroll
 
 
@@ -89,10 +121,14 @@ class DecodingRank:
     def run(self) -> None:
         """All turns, until every request has ended. Raises RankError, which names the action."""
         try:
-            for stage, turn in self.turns:
-                self.progress.step = turn // len(self.queue.sizes)
-                self.progress.begin(Phase.RUNNING, self.counters.get((stage, turn % len(self.queue.sizes)), -1))
-                if not self._turn(stage, turn):
+            left = {(stage, part) for stage, _, part in self.turns.entries}
+            for stage, turn, part in self.turns:
+                if (stage, part) in left:
+                    self.progress.step = turn // len(self.queue.sizes)
+                    self.progress.begin(Phase.RUNNING, self.counters.get((stage, turn % len(self.queue.sizes)), -1))
+                    if not self._turn(stage, turn, part):
+                        left.discard((stage, part))
+                elif not left:
                     break
             while self._under_way:
                 self._finish()
@@ -119,17 +155,24 @@ class DecodingRank:
         for stage in self.stages.values():
             stage.read_weights(path)
 
-    def _turn(self, number: int, turn: int) -> bool:
-        """A turn of a stage; False where nothing is left to do for any."""
+    def _turn(self, number: int, turn: int, part: Part) -> bool:
+        """A turn of a stage, or a part of it; False where nothing is left to do for any.
+
+        A chunk of a prompt needs no words, but where one may have ended a text and so made room for the prompt.
+        """
         groups = len(self.queue.sizes)
-        if turn >= groups and self.progress.rank in self._hearers:
+        hears = part != "chunk" or self.queue.stop is not None
+        if turn >= groups and hears and self.progress.rank in self._hearers:
             self._hear(turn - groups)
         if self.queue.ends_at(turn):
             return False
-        while self._under_way and self._under_way[0][0] <= turn - groups:
+        while hears and self._under_way and self._under_way[0][0] <= turn - groups:
             self._finish()  # it was taken: words have come back that were made of it
         stage = self.stages[number]
-        for which, rows in enumerate(self.queue.turn(turn)):
+        for rows in self.queue.turn(turn):
+            if part != "turn" and rows.reads != (part == "chunk"):
+                continue
+            which = int(rows.reads)
             received = {source: self._received(number, source, turn, which, rows) for source in self.sources[number]}
             made = stage.run(rows, received)
             for block, tensor in made.items():
@@ -153,9 +196,9 @@ class DecodingRank:
 
     @cached_property
     def _tags(self) -> dict[tuple[int, str], int]:
-        """{(stage, what it takes): the tag of its messages}; 0 is of words."""
+        """{(stage, what it takes): the tag of its messages in steps}; 0 is of words, and in chunks it is one more."""
         pairs = [(number, source) for number, wanted in enumerate(self.sources) for source in wanted]
-        return {pair: tag for tag, pair in enumerate(pairs, 1)}
+        return {pair: 2 * tag for tag, pair in enumerate(pairs, 1)}
 
     def _moves(self, giver: int, taker: int, block: str, rows: Pass) -> list[Route]:
         """How a block's output goes from the devices of one stage to those of another."""
@@ -186,7 +229,7 @@ class DecodingRank:
             else:
                 self.stages[giver].sent.block = block
                 self.stages[giver].sent.note("messages", piece.nbytes)
-                self._send(piece, target, self._tags[taker, block], turn)
+                self._send(piece, target, self._tags[taker, block] + which, turn)
 
     def _received(self, taker: int, block: str, turn: int, which: int, rows: Pass) -> Tensor:
         """The own rows of what a block of another stage has made."""
@@ -202,7 +245,7 @@ class DecodingRank:
                 found.append(self._here.pop((taker, block, turn, which)))
             else:
                 room = torch.empty((move.end - move.begin, *shape), dtype=dtype)
-                found.append(self._receive(room, source, self._tags[taker, block]))
+                found.append(self._receive(room, source, self._tags[taker, block] + which))
         return torch.cat(found) if found else torch.empty((0, *shape), dtype=dtype)
 
     def _send(self, tensor: Tensor, target: int, tag: int, turn: int) -> None:
@@ -266,7 +309,7 @@ class DecodingRank:
                 piece = found[move.begin - own.start : move.end - own.start]
                 stage.sent.block = "words"
                 stage.sent.note("words", piece.nbytes)
-                self._send(piece, target, 0, turn)
+                self._send(piece, target, which, turn)
 
     def _hear(self, turn: int) -> None:
         """All words of a turn, the own ones among them; once."""
@@ -274,7 +317,8 @@ class DecodingRank:
             return
         self._heard.add(turn)
         ranks, own = self.placed[self._last].devices, self.progress.rank
-        for which, rows in enumerate(self.queue.turn(turn)):
+        for rows in self.queue.turn(turn):
+            which = int(rows.reads)
             mine = self._here.pop((-1, "words", turn, which), None)
             if not rows.writing:
                 continue
@@ -287,7 +331,9 @@ class DecodingRank:
                     first = have[move.source].start
                     told = mine[move.begin - first : move.end - first]
                 else:
-                    told = self._receive(torch.empty(move.end - move.begin, dtype=torch.long), ranks[move.source], 0)
+                    told = self._receive(
+                        torch.empty(move.end - move.begin, dtype=torch.long), ranks[move.source], which
+                    )
                 for row, word in zip(rows.rows[move.begin : move.end], told.tolist(), strict=True):
                     if row.writes:
                         self.queue.tell(row, word)

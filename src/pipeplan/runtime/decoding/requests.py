@@ -27,11 +27,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Rows of a group that go through the model together, each with up to ``width`` words, in order of their slots."""
+    """Rows of a group that go through the model together, each with up to ``width`` words, in order of their slots.
+
+    One that ``reads`` is of prompts.
+    """
 
     group: int
     width: int
     rows: tuple[Row, ...]
+    reads: bool = False
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -60,7 +64,8 @@ class RequestQueue:
     """The requests of a run, by their ``prompts`` of numbers, and the groups of ``sizes`` slots that serve them.
 
     Each is written on by ``new_words`` words, or until ``stop`` comes. A turn of a group is one pass in which prompts
-    enter, up to ``chunk`` words of each at a time, and one in which texts that have entered are written on.
+    enter, up to ``chunk`` words of each at a time, and one in which texts that have entered are written on. With
+    ``one_by_one`` a group's prompts enter one after another, as a plan has it that takes in a chunk beside every step.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -68,6 +73,7 @@ class RequestQueue:
     new_words: int
     chunk: int
     stop: int | None = None
+    one_by_one: bool = False
     texts: list[list[int]] = field(init=False)
     _waiting: deque[int] = field(init=False)
     _slots: list[list[_TakenSlot | None]] = field(init=False)
@@ -116,14 +122,18 @@ class RequestQueue:
                 request = self._waiting.popleft()
                 slots[place] = _TakenSlot(request, len(self.prompts[request]))
         reading, writing = list[Row](), list[Row]()
+        unread = [running.request for running in slots if running is not None and running.entered < running.prompt]
         for place, running in enumerate(slots):
-            if running is not None:
-                is_read = running.entered < running.prompt
-                (reading if is_read else writing).append(self._row(place, running, is_read))
-        passes = ((self.chunk, reading), (1, writing))
-        return tuple(Pass(group, width, tuple(rows)) for width, rows in passes if rows)
+            if running is None:
+                continue
+            if running.entered >= running.prompt:
+                writing.append(self._row(place, running, is_read=False))
+            elif not self.one_by_one or running.request == min(unread):
+                reading.append(self._row(place, running, is_read=True))
+        passes = ((self.chunk, reading, True), (1, writing, False))
+        return tuple(Pass(group, width, tuple(rows), reads) for width, rows, reads in passes if rows)
 
-    def _row(self, place: int, running: _TakenSlot, is_read: bool) -> Row:
+    def _row(self, place: int, running: _TakenSlot, *, is_read: bool) -> Row:
         """A request's part of a turn. The first part of a prompt is the odd one, so that all end with whole ones."""
         begin = running.entered
         count = (running.prompt - begin - 1) % self.chunk + 1 if is_read else 1

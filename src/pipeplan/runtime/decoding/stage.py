@@ -78,11 +78,22 @@ def lines_of(stage: Placed) -> set[tuple[int, ...]]:
     return {line for line in found if len(line) > 1}
 
 
+@dataclass(slots=True)
+class _KnownPass:
+    """What follows from the rows of a pass, found once for all blocks: by layout, and what they read of samples."""
+
+    rows: Pass
+    ranges: dict[BlockLayout, list[range]] = field(default_factory=dict)
+    cached: dict[BlockLayout, CachedRows] = field(default_factory=dict)
+    samples: dict[tuple[str, range], Tensor] = field(default_factory=dict)
+
+
 @dataclass
 class DecodingStage:
     """One device's end of a stage: modules, caches, and what it exchanges with the stage's other devices.
 
-    ``words`` are those that rows enter, ``longest`` the most of a text, ``sizes`` [group] the slots of each.
+    ``words`` are those that rows enter, ``longest`` the most of a text, ``sizes`` [group] the slots of each;
+    ``exchange`` is how the stage's devices exchange.
     """
 
     stage: Placed
@@ -95,6 +106,7 @@ class DecodingStage:
     words: Words
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    exchange: type[StageExchange] = StageExchange
     modules: dict[tuple[str, int], nn.Module] = field(init=False, default_factory=dict)
     shares: dict[str, Share] = field(init=False, default_factory=dict)
     caches: dict[tuple[str, int], BlockCaches] = field(init=False, default_factory=dict)
@@ -108,7 +120,8 @@ class DecodingStage:
         self._forms = self.written.forms(self.dtype)
         self._mode = DecodingAttention()
         self._vocabulary: list[int] = []
-        self._known: tuple[Pass, dict[BlockLayout, CachedRows]] | None = None
+        self._exchanges: dict[tuple[int, ...], StageExchange] = {}
+        self._known: _KnownPass | None = None
         for id_ in self.stage.blocks:
             self._build(id_)
 
@@ -118,8 +131,12 @@ class DecodingStage:
         """[device] the rows of a pass that it has of the output of a block, or takes of one of another stage's."""
         if block not in self.layouts:
             block = next(id_ for id_ in self.stage.blocks if block in dict(self._specs[id_, 1].inputs))
-        layout, total = self.layouts[block], self.sizes[rows.group]
-        return [positions(rows.slots, layout.slots(device, total)) for device in range(len(self.stage.devices))]
+        layout, known = self.layouts[block], self._of_pass(rows)
+        if layout not in known.ranges:
+            slots, total = rows.slots, self.sizes[rows.group]
+            devices = range(len(self.stage.devices))
+            known.ranges[layout] = [positions(slots, layout.slots(device, total)) for device in devices]
+        return known.ranges[layout]
 
     def form(self, block: str, width: int) -> Form:
         """Shape and format of what a block makes of a row."""
@@ -178,20 +195,35 @@ class DecodingStage:
             made: Tensor = self.modules[id_, rows.width](*taken, *samples)
         return made[: len(own)]
 
+    def _of_pass(self, rows: Pass) -> _KnownPass:
+        if self._known is None or self._known.rows is not rows:
+            self._known = _KnownPass(rows)
+        return self._known
+
     def _here(self, rows: Pass, layout: BlockLayout) -> CachedRows:
-        """The rows in a layout: for all blocks of a pass one object, which so finds out once what follows."""
-        if self._known is None or self._known[0] is not rows:
-            self._known = rows, {}
-        return self._known[1].setdefault(layout, CachedRows(rows, layout, self.device, self.sizes[rows.group]))
+        """The rows in a layout."""
+        known = self._of_pass(rows).cached
+        if layout not in known:
+            known[layout] = CachedRows(rows, layout, self.device, self.sizes[rows.group])
+        return known[layout]
 
     def _sample(self, name: str, rows: Pass, own: range) -> Tensor:
         """Words or positions of the own rows; of a row that stands in, zeros."""
+        known = self._of_pass(rows).samples
+        if (name, own) not in known:
+            known[name, own] = self._made_sample(name, rows, own)
+        return known[name, own]
+
+    def _made_sample(self, name: str, rows: Pass, own: range) -> Tensor:
         if not own:
             return torch.zeros((1, rows.width), dtype=torch.long)
         if name == "tokens":
             return self.words(rows, own)
+        of = rows.rows[own.start : own.stop]
+        if rows.width == 1:
+            return torch.tensor([[row.begin] for row in of])
         found = torch.zeros((len(own), rows.width), dtype=torch.long)
-        for number, row in enumerate(rows.rows[own.start : own.stop]):
+        for number, row in enumerate(of):
             found[number, rows.width - row.count :] = torch.arange(row.begin, row.begin + row.count)
         return found
 
@@ -199,7 +231,7 @@ class DecodingStage:
         self, source: str, tensor: Tensor, have: Sequence[range], want: Sequence[range], width: int
     ) -> Tensor:
         """A block's output with the rows that this device wants, of what devices have."""
-        if list(have) == list(want):
+        if have is want or list(have) == list(want):
             return tensor
         moves = routes(have, want, range(len(want)))
         if any(move.source != move.target for move in moves):
@@ -228,8 +260,11 @@ class DecodingStage:
         return torch.cat(parts) if parts else tensor[:0]
 
     def _exchange(self, line: tuple[int, ...]) -> StageExchange:
-        ranks = {device: self.stage.devices[device] for device in line}
-        return StageExchange(ranks, self.groups.of(tuple(ranks.values())), self.progress, self.sent)
+        if line not in self._exchanges:
+            ranks = {device: self.stage.devices[device] for device in line}
+            group = self.groups.of(tuple(ranks.values()))
+            self._exchanges[line] = self.exchange(ranks, group, self.progress, self.sent)
+        return self._exchanges[line]
 
     def _caches(self, id_: str, group: int) -> BlockCaches:
         """A block's caches of a group."""

@@ -8,6 +8,8 @@ clock, and their mini-batches begin together.
 from __future__ import annotations
 
 import contextlib
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,6 +51,11 @@ class ProcessGroups:
         """The ranks of an action; of a single rank nothing leaves it."""
         return self._made[ranks]
 
+    @property
+    def routed(self) -> Counter[int]:
+        """{bytes of a row: rows that this rank has given others, of as many as each of them wanted}."""
+        return sum((made.routed for made in self._made.values()), Counter[int]())
+
     def connect(self, transport: str, timeout: timedelta) -> None:
         """Make the groups; all ranks of the run do so together. Raises RuntimeError as the transport does."""
         sets = {tuple(sorted(line)) for line in self._lines if len(line) > 1}
@@ -81,12 +88,14 @@ class RankGroup:
 
     ``ranks`` are in the order of their shares. Each exchange is noted as waiting for the next one of them, so that who
     does not come is found by going round. The ``group`` is made later for blocks that are built before.
+    ``routed`` {bytes of a row: rows that this rank has handed over for others in :meth:`route`}.
     """
 
     def __init__(self, ranks: Ranks, progress: Progress, group: dist.ProcessGroup | None = None) -> None:
         self._ranks, self._rank, self._progress, self.group = ranks, progress.rank, progress, group
         self._next = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
         self._order = [sorted(ranks).index(rank) for rank in ranks]  # a group numbers its ranks in ascending order
+        self.routed = Counter[int]()
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, as a tensor of its own."""
@@ -124,6 +133,20 @@ class RankGroup:
         with self._waiting():
             dist.all_to_all_single(found, own, group=self.group)
         return [found[place] for place in self._order]
+
+    def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
+        """Give each rank so many of the rows, one rank's after another's, and get so many of each, in their order."""
+        numbered = sorted(range(len(give)), key=self._order.__getitem__)  # the group's order of ranks
+        given, got = ([counts[place] for place in numbered] for counts in (give, get))
+        pieces = torch.split(rows.detach(), list(give))
+        own = self._carried(torch.cat([pieces[place] for place in numbered]))
+        found = own.new_empty(sum(get), *own.shape[1:])
+        width = math.prod(own.shape[1:]) * own.itemsize
+        self.routed[width] += sum(give) - give[self._ranks.index(self._rank)]
+        with self._waiting():
+            dist.all_to_all_single(found, own, got, given, group=self.group)
+        came = torch.split(found.to(rows.device), got)
+        return torch.cat([came[place] for place in self._order])
 
     def start_scatter(self, parts: Tensor) -> Pending:
         """Begin to sum ``parts`` [rank, size], of which each rank, in ascending order, gets its own."""

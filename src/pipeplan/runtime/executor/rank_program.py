@@ -11,8 +11,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
+from pipeplan.costs.experts import as_copies_of_experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.files.folded import device_programs, on_device
@@ -145,11 +147,15 @@ class ProgramLoop:
 
 
 class Division(NamedTuple):
-    """Ranks, in ascending order, that divide what they keep of some blocks, by a ZeRO level."""
+    """Ranks, in ascending order, that divide what they keep of some blocks, by a ZeRO level.
+
+    Or of those parts of them that devices share as experts: ``of_experts``.
+    """
 
     blocks: tuple[str, ...]
     ranks: tuple[int, ...]
     level: int
+    of_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,21 +357,35 @@ def _holders_with(plan: Plan, rank: int, here: Collection[int], every: Collectio
     """The shares of a rank's blocks, each with the ranks that have it; of ``every`` shared block all shares."""
     for number, stage in enumerate(plan.stages):
         if number in here:
-            place = stage.devices.index(rank) % stage.shards
-            ranks = stage.devices[place :: stage.shards]
-            shares = (share for share in _shares_of(stage, rank) if share.block not in every)
-            yield from ((share, other) for share in shares for other in ranks)
+            for other, shares in _with_shares(stage, rank):
+                yield from ((share, other) for share in shares if share.block not in every)
         if any(block in every for block in stage.blocks):
             for other in stage.devices:
                 yield from ((share, other) for share in _shares_of(stage, other) if share.block in every)
 
 
+def _with_shares(stage: Stage, rank: int) -> Iterator[tuple[int, tuple[Share, ...]]]:
+    """A stage's ranks with their shares: one for all that have the same parts, by their places among others.
+
+    Ranks with other parts have some parameters as this one has them, such as norms, or the same experts.
+    """
+    number = stage.devices.index(rank)
+    known = {(number % stage.shards, number % stage.expert): _shares_of(stage, rank)}
+    for place, other in enumerate(stage.devices):
+        what = place % stage.shards, place % stage.expert
+        if what not in known:
+            known[what] = _shares_of(stage, other)
+        yield other, known[what]
+
+
 def _lines_with(plan: Plan, rank: int, here: Collection[int]) -> frozenset[tuple[int, ...]]:
     """Of :func:`_lines` those with this rank."""
     own = [plan.stages[number] for number in here]
-    groups = (replace(stage, devices=_group_of(stage, rank), context=1) for stage in own)
+    alone = partial(replace, context=1, expert=1, expert_shards=1)
+    groups = (alone(stage, devices=_group_of(stage, rank)) for stage in own)
     found = {line for group in groups for line in _lines_of(group) if rank in line}
-    return frozenset(found | {_context_of(stage, rank) for stage in own if stage.context > 1})
+    further = (_context_of, _experts_of, _expert_parts_of)
+    return frozenset(found | {line(stage, rank) for line in further for stage in own} - {()})
 
 
 def _slices_of(
@@ -751,11 +771,29 @@ def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
     """What a rank has of a stage's blocks. Devices that share only samples have the same share."""
     group, context = _group_of(stage, rank), _context_of(stage, rank)
+    experts, parts = _experts_of(stage, rank), _expert_parts_of(stage, rank)
     found = (
         _share(block, mesh, group, group.index(rank))
         for block, mesh in zip(stage.blocks, _meshes_of(stage), strict=True)
     )
-    return tuple(replace(share, context=context) for share in found)
+    place, part = (line.index(rank) if line else 0 for line in (experts, parts))
+    own = partial(replace, context=context, experts=experts, expert=place, expert_parts=parts, expert_part=part)
+    return tuple(map(own, found))
+
+
+def _experts_of(stage: Stage, rank: int) -> tuple[int, ...]:
+    """The devices that share experts with a rank, one of each few that split the same; none where each has all."""
+    if stage.expert == 1:
+        return ()
+    first, place = divmod(stage.devices.index(rank), stage.expert)
+    begin = first * stage.expert
+    return stage.devices[begin + place % stage.expert_shards : begin + stage.expert : stage.expert_shards]
+
+
+def _expert_parts_of(stage: Stage, rank: int) -> tuple[int, ...]:
+    """The devices that have parts of the same experts; none where they are whole."""
+    first = stage.devices.index(rank) // stage.expert_shards * stage.expert_shards
+    return stage.devices[first : first + stage.expert_shards] if stage.expert_shards > 1 else ()
 
 
 def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
@@ -788,7 +826,8 @@ def _lines_of(stage: Stage) -> Iterator[tuple[int, ...]]:
     for first in range(0, len(stage.devices), stage.shards):
         group = stage.devices[first : first + stage.shards]
         yield from {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
-    yield from {_context_of(stage, rank) for rank in stage.devices if stage.context > 1}
+    lines = (_context_of, _experts_of, _expert_parts_of)
+    yield from {line(stage, rank) for line in lines for rank in stage.devices} - {()}
 
 
 def _stage_of(plan: Plan) -> dict[str, int]:
@@ -798,15 +837,20 @@ def _stage_of(plan: Plan) -> dict[str, int]:
 
 
 def _divisions(plan: Plan, of: Collection[int] | None = None) -> Iterator[Division]:
-    """For every stage, or ``of`` some, its replicas, or groups of them, with the same shares."""
+    """For every stage, or ``of`` some, its replicas, or groups of them, with the same shares, or the same experts."""
     for number, stage in enumerate(plan.stages):
-        if of is not None and number not in of:
-            continue
-        size = stage.sharers * stage.shards
-        for begin in range(0, len(stage.devices) if stage.sharers > 1 else 0, size):
-            for place in range(begin, begin + stage.shards):
-                ranks = stage.devices[place : begin + size : stage.shards]
-                yield Division(stage.blocks, tuple(sorted(ranks)), stage.zero)
+        if of is None or number in of:
+            yield from _dividing(stage, of_experts=False)
+            if stage.expert > 1:
+                yield from _dividing(as_copies_of_experts(stage), of_experts=True)
+
+
+def _dividing(stage: Stage, *, of_experts: bool) -> Iterator[Division]:
+    size = stage.sharers * stage.shards
+    for begin in range(0, len(stage.devices) if stage.sharers > 1 else 0, size):
+        for place in range(begin, begin + stage.shards):
+            ranks = stage.devices[place : begin + size : stage.shards]
+            yield Division(stage.blocks, tuple(sorted(ranks)), stage.zero, of_experts)
 
 
 def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:

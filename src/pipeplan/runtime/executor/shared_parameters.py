@@ -81,15 +81,19 @@ class _SharedParameter:
         mine = rank in divided[lowest].ranks if lowest in divided else rank == lowest
         return part.kind == first.kind and part.adds and mine
 
+    @property
+    def of_experts(self) -> bool:
+        """Whether devices share it as experts."""
+        return any(part.of_experts for part in self.ranks_of)
+
     def divided(self, divisions: Sequence[Division]) -> tuple[dict[int, Division], bool]:
         """With whom ranks divide it, and whether all do so alike, so that each sums its rows alone.
 
         Where they do not, whole gradients are summed, and nothing but what an optimizer keeps is divided.
         """
+        meant = [division for division in divisions if division.of_experts == self.of_experts]
         found: dict[int, list[Division | None]] = {
-            rank: list(
-                {next((d for d in divisions if rank in d.ranks and block in d.blocks), None) for block in blocks}
-            )
+            rank: list({next((d for d in meant if rank in d.ranks and block in d.blocks), None) for block in blocks})
             for rank, blocks in self.blocks_of.items()
         }
         each = {rank: own[0] for rank, own in found.items() if len(own) == 1 and own[0] is not None}
@@ -333,7 +337,8 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
     blocks_of: dict[int, set[str]] = defaultdict(set)
     for share, rank in holders:
         partners = tuple(range(share.count)) if share.partners else ()  # whoever they are
-        alike = replace(share, partners=partners, places=(), context=())
+        experts, each = (tuple(range(len(line))) for line in (share.experts, share.expert_parts))
+        alike = replace(share, partners=partners, places=(), context=(), experts=experts, expert_parts=each)
         ranks_of[share.block][alike].add(rank)
         blocks_of[rank].add(share.block)
     shapes = model.parameter_shapes()

@@ -26,6 +26,7 @@ from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.attention_cores import RecomputedCores
 from pipeplan.runtime.parallel.batch_norms import recomputed
 from pipeplan.runtime.parallel.device import Autocast, precise
+from pipeplan.runtime.parallel.experts import WordCounts, counting
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import Role
@@ -200,7 +201,7 @@ class StageRunner:
     ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
     there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does. ``state``
     is what it exchanges during the program. Gradients are ``loss_scale`` times those of the loss. While it is
-    ``evaluating``, nothing is kept for a backward.
+    ``evaluating``, nothing is kept for a backward; else it counts which experts words choose, by block.
     """
 
     part: StagePart
@@ -216,6 +217,7 @@ class StageRunner:
     lack: tuple[int, float, str] | None = None
     loss_scale: float = 1.0
     evaluating: bool = False
+    word_counts: dict[str, WordCounts] = field(default_factory=dict)
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W, or a part of one; what each takes and gives is as below."""
@@ -403,7 +405,8 @@ class StageRunner:
             arguments += [self.layouts.sample(block, samples.rows(name, rows)) for name in spec.samples]
             at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
             _begin_random_numbers(samples.seed_of(block, rows, self.part.piece), at.device)
-            with self.autocast() if self.autocast is not None else nullcontext():
+            casting = self.autocast() if self.autocast is not None else nullcontext()
+            with casting, nullcontext() if self.evaluating else counting(self.word_counts, block):
                 run = partial(recomputed, module) if again is True else module
                 with RecomputedCores() if again == "selective" else nullcontext() as cores:
                     made = run(*arguments)

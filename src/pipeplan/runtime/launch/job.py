@@ -110,6 +110,28 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """Which experts of a block the words of a run's training chose.
+
+    A word counts once for each of its experts: ``tokens_per_expert`` [expert] those that chose it, of which ``dropped``
+    in all were beyond a capacity, ``tokens_per_rank`` [place in ``ranks``] those that came to a rank. The fullest of
+    devices that share experts had ``load_factor`` times the average of each micro-batch; 1 where each has all.
+    """
+
+    block: str
+    tokens_per_expert: tuple[int, ...]
+    ranks: tuple[int, ...]
+    tokens_per_rank: tuple[int, ...]
+    dropped: int
+    load_factor: float
+
+    @property
+    def most_chosen(self) -> float:
+        """Words of the expert that most chose, as a multiple of the average; 1 if there were none."""
+        return max(self.tokens_per_expert) * len(self.tokens_per_expert) / (sum(self.tokens_per_expert) or math.inf)
+
+
+@dataclass(frozen=True, slots=True)
 class WrittenText:
     """What was generated for a prompt: its tokens, and when each was chosen, in ns since the run began."""
 
@@ -127,8 +149,9 @@ class RunResult:
     took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten`` says why
     weights are not where they should be, if they are not. ``tokens_per_sample`` is the
     trained model's, if that is known, and ``as_planned`` whether its sizes are the plan's. Of a decoding plan there are
-    ``requests`` in the prompts' order, and by rank ``sent_bytes``, by ``BLOCK PURPOSE``, and ``cache_bytes``, the room
-    for keys and values.
+    ``requests`` in the prompts' order, and by rank ``sent_bytes``, by ``BLOCK PURPOSE``, ``wire_bytes``, what its
+    connections have sent meanwhile (None where that is not known), and ``cache_bytes``, the room for keys and values.
+    ``experts`` are of the blocks whose words choose among some, as far as they are counted.
     """
 
     steps: tuple[StepResult, ...]
@@ -142,7 +165,9 @@ class RunResult:
     evaluations: tuple[Evaluated, ...] = ()
     requests: tuple[WrittenText, ...] = ()
     sent_bytes: tuple[Mapping[str, int], ...] = ()
+    wire_bytes: tuple[int | None, ...] = ()
     cache_bytes: tuple[int, ...] = ()
+    experts: tuple[ExpertLoad, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; :meth:`from_json` reads them back."""

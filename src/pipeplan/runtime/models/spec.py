@@ -20,6 +20,7 @@ from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.context import CONTEXT
 from pipeplan.runtime.parallel.sharding import (
     WHOLE,
+    Cut,
     ParameterPart,
     Shards,
     Slice,
@@ -29,7 +30,7 @@ from pipeplan.runtime.parallel.sharding import (
     share_of,
 )
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
-from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
+from pipeplan.workload.mesh import COPIES, EXPERT_PARTS, EXPERTS, PLACES, SAMPLES, SHARDS, Mesh
 
 Grain = Literal["layer", "half", "operator"]
 """What a block is of a model that is captured: a layer, half of one, or an operator."""
@@ -296,6 +297,12 @@ class Model:
 
     def part_of(self, share: Share, parameter: str) -> ParameterPart:
         """What a device with this share of a block has of a parameter. Raises UsageError if it cannot be split so."""
+        if (experts := self._sharing_experts(share)) is not None and parameter in experts.cuts:
+            own = [Slice(experts.cuts[parameter], len(share.experts), share.expert)]
+            if share.expert_parts:
+                cut = self._cuts_of_each_expert(share.block)[parameter]
+                own.append(Slice(cut, len(share.expert_parts), share.expert_part))
+            return ParameterPart(tuple(own), of_experts=True)
         splits, slices, copies, copy = self._splits_of(share), [], 1, 0
         for name, axis in share.mesh.named:
             place = axis.place(share.index)
@@ -327,10 +334,20 @@ class Model:
         split = self.block(id_).split
         return split is not None and split.divides(count)
 
+    def _sharing_experts(self, share: Share) -> Split | None:
+        """How a share's devices share the block's experts; None where it has none, or each device has all."""
+        return self.block(share.block).splits.get(EXPERTS) if share.experts else None
+
+    def _cuts_of_each_expert(self, id_: str) -> Mapping[str, Cut]:
+        """How each expert of a block is split: as where devices have parts of all of them."""
+        split = self.block(id_).split
+        return {} if split is None else split.cuts
+
     def _splits_of(self, share: Share) -> dict[str, Split]:
         """How a block is split along each axis of its share's mesh that splits it. Raises UsageError."""
         spec = self.block(share.block)
-        known = {**spec.splits} if spec.split is None else {SHARDS: spec.split, **spec.splits}
+        known = {name: split for name, split in spec.splits.items() if name != EXPERTS}  # shared by a whole stage
+        known |= {} if spec.split is None else {SHARDS: spec.split}
         axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
         for name in axes:
             if not known:
@@ -365,6 +382,7 @@ class Model:
         try:
             spec, splits = self.block(share.block), self._splits_of(share)
             splits |= {PLACES: spec.splits[PLACES]} if share.places else {}
+            splits |= {EXPERTS: experts} if (experts := self._sharing_experts(share)) is not None else {}
             splits |= {CONTEXT: spec.split} if share.context and not splits and spec.split is not None else {}
             if not splits:
                 return whole
@@ -372,6 +390,39 @@ class Model:
             return share_of(whole, made, partial(self.part_of, share))
         except UsageError as error:
             raise UsageError(self._cannot(share.block, share.mesh) + str(error)) from None
+
+    def require_shared_experts(self, id_: str, num_devices: int, shards: int, each: int = 1) -> bool:
+        """Check that devices can share a block's experts, each ``shards`` of which split all else of it.
+
+        Of these devices ``each`` so many have parts of the same experts.
+
+        Returns:
+            Whether it has any that could be.
+
+        Raises:
+            UsageError: they cannot have equally many, or would not have words of their own.
+        """
+        spec = self.block(id_)
+        if (split := spec.splits.get(EXPERTS)) is None:
+            return False
+        where = f"experts of block {id_!r} of model {self.name!r} cannot be shared by {num_devices} devices"
+        with torch.device("meta"):
+            whole = spec.build()
+        for name in split.cuts:
+            experts = whole.get_parameter(name)
+            if (count := experts.shape[0]) * each % num_devices:
+                raise UsageError(f"{where}: there are {count}, which is no multiple" + f" of {num_devices // each}")
+            if each > 1:
+                try:
+                    require_even(self._cuts_of_each_expert(id_)[name].of(repr(name), experts), each)
+                except UsageError as error:
+                    raise UsageError(f"{where}, {each} of which split each expert: {error}") from None
+        if shards > 1 and not (spec.split is not None and spec.split.divides(shards)):
+            raise UsageError(
+                f"{where} of which each {shards} split all else: these have the same words where they cannot divide "
+                "the sequence evenly; give a --sequence that is a multiple, or --tp 1"
+            )
+        return True
 
     def _cannot(self, id_: str, mesh: Mesh) -> str:
         over = f"{mesh.size} devices" + (f" as {mesh}" if mesh.axes != ((SHARDS, mesh.size),) else "")
@@ -447,7 +498,9 @@ def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
     """The place of a share's rank on all axes of its mesh; ``along`` is its place in a line of ranks."""
     axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
     found = {name: along(share.along(name)) for name in axes}
-    found |= {name: along(line) for name, line in ((PLACES, share.places), (CONTEXT, share.context)) if line}
+    lines = ((PLACES, share.places), (CONTEXT, share.context))
+    of_experts = ((EXPERTS, share.experts), (EXPERT_PARTS, share.expert_parts))
+    found |= {name: along(line) for name, line in (*lines, *of_experts) if line}
     return replace(found.get(SHARDS, WHOLE), along=found)
 
 

@@ -18,7 +18,9 @@ class Share:
     ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
     a mesh of these ``axes``, names and sizes, where it is not only split in the usual way. ``places`` are those that
     have the same share and other positions of a sequence, in order, this one among them, ``context`` those that have it
-    and other pieces of every sequence that the stage is given.
+    and other pieces of every sequence that the stage is given. ``experts`` are those that share the block's experts, in
+    order, if it has any: of these this one has number ``expert`` of equal parts, or of those again number
+    ``expert_part`` where ``expert_parts`` have the same experts.
     """
 
     block: str
@@ -27,6 +29,10 @@ class Share:
     axes: tuple[tuple[str, int], ...] = ()
     places: tuple[int, ...] = ()
     context: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+    expert: int = 0
+    expert_parts: tuple[int, ...] = ()
+    expert_part: int = 0
 
     @property
     def count(self) -> int:
@@ -44,4 +50,7 @@ class Share:
 
     def __str__(self) -> str:
         way = f" {self.mesh}" if self.axes else ""
-        return f"{self.block}[{self.index}/{self.count}{way}]" if self.partners else self.block
+        parts = [f"{self.index}/{self.count}{way}"] if self.partners else []
+        within = f", part {self.expert_part}/{len(self.expert_parts)}" if self.expert_parts else ""
+        parts += [f"experts {self.expert}/{len(self.experts)}{within}"] if self.experts else []
+        return f"{self.block}[{', '.join(parts)}]" if parts else self.block

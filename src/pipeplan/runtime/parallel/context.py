@@ -5,8 +5,8 @@ the places up to their own, so that a device's two pieces together have the same
 section 3.3.2). Keys and values of all places are gathered in front of attention, and again in its backward, for which
 only a device's own pieces are kept; what it finds for those of others goes back to them, summed.
 
-torch's ``context_parallel`` exchanges inside of its attention, too, but only on GPUs, over modules called by the whole
-process, and with buffers that it cuts in place: ``benchmarks/context_parallel.py``.
+torch's ``context_parallel`` balances alike, but only on GPUs, without windows, and in place of all attention of a
+process: ``benchmarks/context_parallel.py``.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.runtime.parallel.context import CONTEXT, causal_attention
-from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.experts import gated, routed
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.split_layers import cross_entropy
+from pipeplan.workload.mesh import EXPERT_PARTS, EXPERTS
 
 Change = Callable[[Tensor], Tensor]
 
@@ -86,6 +88,22 @@ def _word_losses(shards: Shards, logits: Tensor, targets: Tensor, words: int, co
     return cross_entropy(logits, targets, words, shards)
 
 
+def _routed(
+    shards: Shards,
+    words: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    num_experts: int,
+    count: int,
+) -> Tensor:
+    """What the experts of all devices that share them make of this one's words."""
+    devices, parts = (shards.along.get(name, WHOLE) for name in (EXPERTS, EXPERT_PARTS))
+    return routed(words, chosen, shares, num_experts, devices, gated(gate_up, down, activation), parts=parts)
+
+
 _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] = {
     "join_places": ("Tensor places, int count", _longer, lambda shards, part, count: shards.joined(part)),
     "scatter_places": ("Tensor places, int count", _shorter, lambda shards, part, count: shards.scattered(part)),
@@ -95,6 +113,12 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] 
     "even_gradient": ("Tensor whole, int count", _alike, _even_gradient),
     "own_words": ("Tensor indices, int words, int count", _alike, _own_words),
     "sum_words": ("Tensor found, Tensor indices, int words, int count", _alike, _sum_words),
+    "routed_experts": (
+        "Tensor words, Tensor chosen, Tensor shares, Tensor gate_up, Tensor down, str activation, int experts, "
+        "int count",
+        _alike,
+        _routed,
+    ),
     "context_attention": (
         "Tensor query, Tensor key, Tensor value, float scale, int window, int place, int count",
         _of_values,

@@ -128,11 +128,13 @@ class ParameterPart:
     """What a device has of a parameter: all of it, or a slice along each axis of a mesh that cuts it.
 
     Of the devices that split the block, ``copies`` have this part and the same gradient of it; this is number ``copy``.
+    ``of_experts``: it is cut among the devices that share experts.
     """
 
     slices: tuple[Slice, ...] = ()
     copies: int = 1
     copy: int = 0
+    of_experts: bool = False
 
     @property
     def adds(self) -> bool:
@@ -196,6 +198,9 @@ class Collectives(Protocol):
     def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Give each device its piece, and get theirs for this one; all are of one shape, in the order of the shares."""
 
+    def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
+        """Give each device so many of the rows, one device's after another's, and get so many of each."""
+
 
 @dataclass(frozen=True, slots=True)
 class _OneDevice:
@@ -214,6 +219,9 @@ class _OneDevice:
 
     def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         return list(pieces)
+
+    def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
+        return rows.view_as(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +306,16 @@ class Shards:
             return torch.cat(self._collectives.exchange(tensor.chunk(self.count, cut)), joined)
 
         return _mapped(share, partial(exchange, cut=taken, joined=given), partial(exchange, cut=given, joined=taken))
+
+    def everyones(self, counts: Tensor) -> Tensor:
+        """[device, ...] what every device counts."""
+        return torch.stack(self._collectives.gather(counts))
+
+    def routed(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
+        """Give each device so many of the rows, and get so many of each; gradients go back the same way."""
+        collectives = self._collectives
+        forth, back = (partial(collectives.route, give=a, get=b) for a, b in ((give, get), (get, give)))
+        return _mapped(rows, forth, back)
 
     def _gather(self, share: Tensor, dimension: int, parts: int = 1) -> Tensor:
         if share.is_meta:  # nothing is copied: what a collective takes is known by itself

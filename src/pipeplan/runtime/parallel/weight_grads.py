@@ -110,23 +110,28 @@ def warn_if_compiled(queue: WeightGradQueue, module: nn.Module, name: str) -> No
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``F.linear``, with weight [out, in] and bias gradients that can be deferred."""
-    if torch.compiler.is_compiling():
+    if _is_traced():
         return F.linear(input, weight, bias)
     return _linear(input, weight, bias, False, *_kept(input))
 
 
 def addmm(bias: Tensor | None, input: Tensor, weight: Tensor) -> Tensor:
     """``input @ weight + bias`` with weight [in, out] and bias gradients that can be deferred."""
-    if torch.compiler.is_compiling():
+    if _is_traced():
         return F.linear(input, weight.t(), bias)
     return _linear(input, weight, bias, True, *_kept(input))
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """As ``F.embedding``, with a weight gradient that can be deferred."""
-    if torch.compiler.is_compiling():
+    if _is_traced():
         return F.embedding(indices, weight, padding_idx)
     return _embedding(indices, weight, padding_idx)
+
+
+def _is_traced() -> bool:
+    """Whether what runs is noted to be run by something else, which knows torch's own operators."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _deferrable(module: nn.Module) -> tuple[Tensor, ...]:
@@ -277,6 +282,15 @@ def gradient_format(parameter: Tensor) -> torch.dtype:
     """The format that its gradients add up in."""
     found: torch.dtype | None = parameter.grad_dtype
     return parameter.dtype if found is None else found
+
+
+def accumulate_later(weight: Tensor, gradient: Callable[[], Tensor], held: tuple[Tensor, ...]) -> bool:
+    """Put a weight's gradient off, which needs what is ``held``; whether it waits, as where backward is split."""
+    queue = WeightGradQueue.active()
+    if queue is None or not weight.is_leaf:
+        return False
+    queue.put(lambda: _accumulate(weight, gradient()), held)
+    return True
 
 
 def _same(input: Tensor) -> Tensor:

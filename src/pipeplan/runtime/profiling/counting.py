@@ -62,6 +62,7 @@ def counted(
         bench.times = [(0, 0, 0, 0)]
         assert isinstance(bench, CountedBench)
         bench.shared_bytes, bench.heads = found.core.shared_bytes, found.core.heads
+        bench.mixed_bytes = found.core.mixed_bytes
         kernels, core = found.kernels, found.core.kernels
         if found.trace is not None:
             fused_ones = FusedTrace(found.trace)
@@ -74,11 +75,12 @@ class CountedBench(Bench):
     """A block that runs as seldom as can be: what F and I hold is noted while allocations are counted.
 
     ``core_bytes`` are less held where its attention core is computed again; None where it has no core.
-    ``shared_bytes`` are those of keys and values, which have ``heads`` heads.
+    ``shared_bytes`` are those of keys and values, which have ``heads`` heads, ``mixed_bytes`` what the core makes.
     """
 
     core_bytes: int | None = None
     shared_bytes: int = 0
+    mixed_bytes: int = 0
     heads: int = 0
     tally: Tally | None = None
 
@@ -187,6 +189,7 @@ def _attention(
             core.shared_bytes += key.numel() * key.itemsize + value.numel() * value.itemsize
             core.heads = key.shape[-3]
             made = _core(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            core.mixed_bytes += made.numel() * made.itemsize
             core.hand_out(made)
         return made
     return _core(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -267,7 +270,7 @@ class _TracedCore:
         self.kernels: list[Kernel] = []
         self.made: dict[int, int] = {}
         self.given: dict[int, int] = {}
-        self.shared_bytes = self.heads = 0
+        self.shared_bytes = self.mixed_bytes = self.heads = 0
         self.released = 0
         self.running = False
 

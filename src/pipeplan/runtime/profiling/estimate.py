@@ -22,6 +22,7 @@ from pipeplan.costs.communication import (
     prices_of,
     time_of_groups,
 )
+from pipeplan.costs.context import MERGED, SharedCore
 from pipeplan.costs.devices import (
     CORE,
     Calibration,
@@ -39,7 +40,7 @@ from pipeplan.costs.uniform.judging import RunsFit
 from pipeplan.costs.uniform.shares import catalog_shares, own_shares, shares_for
 from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, CostRow, Profile, Recipe
+from pipeplan.files import Cluster, CostRow, Profile, Recipe, RingCosts
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import RowKey
 from pipeplan.runtime.profiling.build_profile import (
@@ -148,11 +149,11 @@ def estimate_model(
             "--expert is for estimates of fused kernels; leave --kernels eager and --calibrate PROFILE out"
         )
     every = (*splits, *alone_with_words(model, splits, [each.size for each in spreads], dtype))
-    rows, shared = dict[RowKey, tuple[CostRow, Work]](), dict[RowKey, int]()
+    rows, cores = dict[RowKey, tuple[CostRow, Work]](), dict[RowKey, tuple[int, int]]()
     for bench, work in counted(every, sizes, dtype, recompute, progress, fused=fused):
         asked = bench.key.context if bench.key.context in context else 1  # others are only for experts' words
         rows[bench.key] = _untimed(bench.row()), over_whole_sequences(work, asked, bench.key.label)
-        shared[bench.key] = _of_key_value_heads(model, bench)
+        cores[bench.key] = _of_key_value_heads(model, bench), bench.mixed_bytes
     unsplit, notes = unsplit_of(splits, model, dtype), f"{_NOTES} {_FUSED if fused else _EAGER}"
     shares = shares_for(device.name, catalog_shares()) if runs is None else runs.shares
     rates = FusedRates.of(device, shares if shares.runs else own_shares(device))
@@ -167,9 +168,7 @@ def estimate_model(
     prices = prices_of(device) if cluster is None else None
     timed = {
         key: with_exchange(
-            _on_device(row, work, kernel_ns),
-            _gather_ns(key, shared[key] * key.context, prices, cluster),
-            *(_attention_ns(work[phase], kernel_ns) for phase in ("forward_ns", "input_grad_ns")),
+            _on_device(row, work, kernel_ns), _exchanged(key, work, *cores[key], kernel_ns, prices, cluster)
         )
         for key, (row, work) in rows.items()
     }
@@ -281,7 +280,7 @@ def _of_key_value_heads(model: Model, bench: CountedBench) -> int:
 
 
 def _gather_ns(key: RowKey, size: int, prices: Prices | None, cluster: Cluster | None) -> float:
-    """Keys and values of whole sequences, gathered by the devices that share them, or sent around a ring of these.
+    """Keys and values of whole sequences, gathered by the devices that share them.
 
     The shards of a block stand beside each other, so that those with the same are as far apart.
     """
@@ -294,14 +293,35 @@ def _gather_ns(key: RowKey, size: int, prices: Prices | None, cluster: Cluster |
     return time_of_groups(cluster, exchange, [range(shard, width, key.shards) for shard in range(key.shards)])
 
 
-def with_exchange(row: CostRow, gather_ns: float, forward_ns: float, backward_ns: float) -> CostRow:
-    """The row with what attention of these times cannot hide: keys and values in F; in I these and their gradients."""
-    ahead, back = (round(max(0.0, ns)) for ns in (gather_ns - forward_ns, 2 * gather_ns - backward_ns))
-    if not gather_ns or not (ahead or back):
+def _exchanged(
+    key: RowKey,
+    work: Work,
+    piece: int,
+    mixed: int,
+    kernel_ns: Callable[[Kernel], float],
+    prices: Prices | None,
+    cluster: Cluster | None,
+) -> SharedCore:
+    """A core and what its devices exchange, of which each has a ``piece`` of keys and values and makes ``mixed`` bytes.
+
+    Merged gradients are of queries, as large as what the core makes, and of a piece.
+    """
+    merges = [kernel_ns(Kernel(size, MERGED * size)) for size in (mixed, mixed + piece)]
+    ahead, back = (_attention_ns(work[phase], kernel_ns) for phase in ("forward_ns", "input_grad_ns"))
+    whole = piece * key.context
+    return SharedCore(key.context, ahead, back, _gather_ns(key, whole, prices, cluster), whole, mixed, *merges)
+
+
+def with_exchange(row: CostRow, core: SharedCore) -> CostRow:
+    """The row with what its core waits for where devices share sequences: gathered, and what a ring takes more."""
+    if not core.gather_ns:
         return row
-    longer = {"forward_ns": ahead, "backward_ns": back + ahead * row.recompute}
-    longer["input_grad_ns"] = longer["backward_ns"]
-    return row.model_copy(update={name: (getattr(row, name) or 0) + more for name, more in longer.items()})
+    ring, gathered = (
+        RingCosts(**{name: round(float(each)) for name, each in way._asdict().items()})
+        for way in (core.ring, core.gathered)
+    )
+    more = {name: getattr(ring, name) - getattr(gathered, name) for name in RingCosts.model_fields}
+    return row.taking(gathered).model_copy(update={"ring": RingCosts(**more)})
 
 
 def _untimed(row: CostRow) -> CostRow:

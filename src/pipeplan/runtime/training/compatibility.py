@@ -29,7 +29,7 @@ from pipeplan.runtime.training.options import DTYPES, MASTERED, RUNNABLE, TrainO
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MASTER, Role, role_of
-from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, Mesh
+from pipeplan.workload.mesh import COPIES, EXPERTS, PLACES, SAMPLES, Mesh
 
 _SAMPLES = 2  # some losses compare samples with each other
 
@@ -192,7 +192,9 @@ def _parameters(plan: Plan, model: Model, dtype: torch.dtype) -> Iterator[tuple[
         counts[block] += size
     for stage in plan.stages:
         parts = {block: _num_parts(stage.mesh_of(n)) for n, block in enumerate(stage.blocks)}
+        experts = {block: _in_experts(block, model, sizes) for block in parts if stage.expert > 1}
         every = sum(counts[block] / count for block, count in parts.items())
+        every += sum(size / stage.expert - size / parts[block] for block, size in experts.items())
         own = [[holder for holder in group if holder[0] in parts] for group in model.tied]
         again = sum(sizes[holder] / parts[holder[0]] for holders in own for holder in holders[1:])
         planned = plan.held_parameters(stage)
@@ -200,6 +202,12 @@ def _parameters(plan: Plan, model: Model, dtype: torch.dtype) -> Iterator[tuple[
             planned,
             next((size for size in (every - again, every) if _agree((planned, size), _FORMATS)), every - again),
         )
+
+
+def _in_experts(block: str, model: Model, sizes: Mapping[tuple[str, str], int]) -> int:
+    """Of a block's parameters, what devices can share as experts."""
+    split = model.block(block).splits.get(EXPERTS)
+    return 0 if split is None else sum(sizes[block, name] for name in split.cuts)
 
 
 def _num_parts(mesh: Mesh) -> int:
@@ -234,6 +242,7 @@ def _bytes(spec: TensorSpec, samples: int, dtype: torch.dtype) -> int:
 
 def require_splittable(plan: Plan, model: Model) -> None:
     """Check that the model's blocks can be split as the plan says. Raises UsageError, which names block and stage."""
+    _require_shared_experts(plan, model)
     for index, stage in enumerate(plan.stages):
         for number, block in enumerate(stage.blocks) if stage.shards * stage.context > 1 else ():
             try:
@@ -243,6 +252,23 @@ def require_splittable(plan: Plan, model: Model) -> None:
                     f"stages[{index}] splits its blocks over {stage.shards * stage.context} devices, and {error}; "
                     f"{_remedy(stage)}"
                 ) from None
+
+
+def _require_shared_experts(plan: Plan, model: Model) -> None:
+    """Check that the model has experts that devices can share, if the plan has some, and that they can."""
+    found = False
+    for index, stage in enumerate(plan.stages):
+        for block in stage.blocks if stage.expert > 1 else ():
+            try:
+                found |= model.require_shared_experts(block, stage.expert, stage.shards, stage.expert_shards)
+            except UsageError as error:
+                raise UsageError(f"stages[{index}] has expert {stage.expert}, and {error}") from None
+    most = max(stage.expert for stage in plan.stages)
+    if most > 1 and not found:
+        raise UsageError(
+            f"the plan has experts on {most} devices each, and no block of model {model.name!r} there has experts that "
+            "devices could share; give the model of the plan's profile, or search with --ep 1"
+        )
 
 
 def _remedy(stage: Stage) -> str:

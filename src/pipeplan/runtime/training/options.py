@@ -16,10 +16,11 @@ from pipeplan.costs.throughput import PASSES, Throughput, Yardstick
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan, Recipe
 from pipeplan.files.recipe import ADAMW, AUTOCAST
-from pipeplan.runtime.launch.job import Evaluated, RunOptions, RunResult, Started, StepResult
+from pipeplan.runtime.launch.job import Evaluated, ExpertLoad, RunOptions, RunResult, Started, StepResult
 from pipeplan.runtime.models.given_names import Name, PythonValue, is_configuration, require_importable, require_model
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
+from pipeplan.workload.elements import RING
 from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import GRADIENTS
 
@@ -330,12 +331,11 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
             f"stages[{alone}] of the plan is of instructions, which know nothing of the pieces of sequences that "
             "devices of other stages have (context parallelism); search with --cp 1"
         )
-    spread = next((number for number, stage in enumerate(plan.stages) if stage.expert > 1), None)
-    if spread is not None and isinstance(options, TrainOptions):
+    rings = next((n for n, stage in enumerate(plan.stages) if stage.context_exchange == RING), None)
+    if rings is not None and isinstance(options, TrainOptions):
         raise UsageError(
-            f"stages[{spread}] of the plan has expert {plan.stages[spread].expert}: that many devices share the "
-            "experts of its blocks (expert parallelism), which run cannot do yet; search for a plan without, or replay "
-            "this one with --emulate"
+            f"stages[{rings}] of the plan has context_exchange {RING}: keys and values go around a ring beside "
+            "attention, and run gathers them; search with --cp-exchange gathered, or replay this plan with --emulate"
         )
     return options.with_grain_of(plan).by_plan(plan) if isinstance(options, TrainOptions) else options
 
@@ -457,6 +457,7 @@ class RunOutcome:
             "predicted_peak_memory_bytes": of_devices(
                 plan.players, [memory.peak_bytes for memory in plan.predicted.memory]
             ),
+            **({"experts": _loads_of(result.experts)} if result.experts else {}),
             "versions": dict(result.versions),
         }
 
@@ -465,6 +466,12 @@ class RunOutcome:
             "iteration_ns": round(statistics.median([step.iteration_ns for step in self.result.steps] or [0])),
             "predicted_iteration_ns": self.predicted_ns,
         }
+
+
+def _loads_of(experts: Sequence[ExpertLoad]) -> dict[str, object]:
+    """What ``profile --load-factor`` reads, and what it was made of."""
+    factor = statistics.fmean(each.load_factor for each in experts)
+    return {"load_factor": factor, "blocks": [asdict(each) for each in experts]}
 
 
 def _finite_of(result: StepResult | Evaluated) -> dict[str, object]:

@@ -90,10 +90,11 @@ class StateUnit(SummedOnce):
             self._free()
 
     def unshard(self) -> None:
-        """Begin to gather parameters, unless they are there, or are coming, already."""
+        """Begin to gather parameters, unless they are there, or are coming, already.
+
+        What comes has its memory from here on; it is copied to where parameters are when it is needed.
+        """
         if self._apart and self._uses == 0:
-            for each in self.rows:
-                each.whole.untyped_storage().resize_(each.whole.nbytes)
             self.gather()
         self._uses += 1
 
@@ -101,8 +102,15 @@ class StateUnit(SummedOnce):
         """Give the gathered parameters up, when nobody needs them any more."""
         self._uses -= 1
         if self._apart and self._uses == 0:
-            self.ready()
+            if self._gathering is not None:  # nobody needed it
+                self._group.finish(self._gathering, self.rows[0].own.device)
+                self._gathering = None
             self._free()
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether parameters have memory, or what comes of them has."""
+        return self._gathering is not None or any(each.whole.untyped_storage().size() for each in self.rows)
 
     def gather(self) -> None:
         """Begin to gather what ranks have of whole parameters."""
@@ -116,6 +124,8 @@ class StateUnit(SummedOnce):
         if self._gathering is not None:
             parts = self._group.finish(self._gathering, self.rows[0].own.device).view(self._count, self._size)
             for each, at in self._places():
+                if self._apart:
+                    each.whole.untyped_storage().resize_(each.whole.nbytes)
                 each.take(parts[:, at : at + each.size])
             self._gathering = None
 

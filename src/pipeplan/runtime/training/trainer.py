@@ -70,6 +70,7 @@ from pipeplan.runtime.training.compatibility import (
 )
 from pipeplan.runtime.training.data import digest_of, num_mini_batches, require_mini_batches, with_data
 from pipeplan.runtime.training.evaluation import Drawn, Evaluation, evaluating, require_same
+from pipeplan.runtime.training.expert_loads import expert_loads
 from pipeplan.runtime.training.master_copies import MASTER, LossScale, MasterCopies, narrowed
 from pipeplan.runtime.training.options import (
     IS_RANK,
@@ -137,6 +138,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_event: OnEve
             break
     unwritten = "" if options.export_weights is None else trainer.write_weights(options.export_weights)
     peaks = trainer.all_ranks.gather(trainer.peak_memory_bytes())
+    experts = expert_loads(trainer.stages.values(), trainer.all_ranks)
     if log is not None:
         log.close()
     trainer.close()
@@ -150,6 +152,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_event: OnEve
         tokens_per_sample=known.tokens_per_sample,
         as_planned=known.as_planned,
         evaluations=tuple(evaluations),
+        experts=experts,
     )
 
 

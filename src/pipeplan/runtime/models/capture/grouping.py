@@ -25,7 +25,7 @@ HEAVY = {
     *ATTENTION,
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "embedding",
     "embedding_bag", "conv1d", "conv2d", "conv3d", "convolution", "cross_entropy_loss", "lstm", "gru", "_grouped_mm",
-    "grouped_mm_fallback", "word_losses",
+    "grouped_mm_fallback", "routed_experts", "word_losses",
 }  # fmt: skip
 """Operators worth a block of their own."""
 

@@ -207,7 +207,7 @@ def _operator_of(group: OpGroup, crossing: Sequence[OpNode]) -> str:
     names = [op.operator for op in group.operations]
     if _LOSSES & set(names):
         return "head" if _PRODUCTS & set(names) else "loss"
-    if ATTENTION.isdisjoint(names) and {"topk", *_GROUPED} & set(names):
+    if ATTENTION.isdisjoint(names) and {"topk", "routed_experts", *_GROUPED} & set(names):
         return "moe"
     if _attends(names):
         return "cross-attention" if _attends_to_another(group, crossing) else "attention"

@@ -19,6 +19,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import Texts, next_tokens, stacked, token_batch
 from pipeplan.runtime.parallel.context import own_positions
 from pipeplan.runtime.parallel.device import precise
+from pipeplan.runtime.parallel.experts import GATES
 from pipeplan.runtime.parallel.places import traced
 from pipeplan.runtime.parallel.sharding import Shards
 
@@ -267,6 +268,9 @@ def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(precise(logits).flatten(0, 1), targets.flatten(), reduction="sum")
 
 
+SHARING = "pipeplan_devices"
+"""Attribute of experts that run with other devices: how many of these share them."""
+
 ATTENTION = "pipeplan"
 """Of the functions here among transformers' attentions and experts. Attention makes no mask, so that a causal one is
 left to the operator; experts have one product each, whose sizes depend on the data but whose shapes do not."""
@@ -350,6 +354,10 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
 
     Rows are sorted by expert, and ``transformers::grouped_mm_fallback`` multiplies those of each by its weights.
     """
+    if (count := getattr(module, SHARING, 1)) > 1:
+        weights = module.gate_up_proj, module.down_proj, gate_of(module), module.num_experts
+        found: Tensor = torch.ops.pipeplan.routed_experts(hidden, chosen, shares, *weights, count)
+        return found
     product = torch.ops.transformers.grouped_mm_fallback
     each = chosen.shape[1]
     order, ends = _by_expert(chosen, module.num_experts, module.gate_up_proj.shape[0])
@@ -358,6 +366,15 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
     weighted = made[order.argsort()] * shares.flatten()[:, None].to(made.dtype)
     summed: Tensor = weighted.unflatten(0, (-1, each)).sum(1)
     return summed
+
+
+def gate_of(module: Any) -> str:
+    """The name of the function before the gate of experts; empty if it is none of those that can run apart."""
+    from transformers.activations import ACT2CLS
+
+    named = (name for name in GATES if name in ACT2CLS)
+    found = {name: kind if isinstance(kind := ACT2CLS[name], type) else kind[0] for name in named}
+    return next((name for name, kind in found.items() if type(getattr(module, "act_fn", None)) is kind), "")
 
 
 def _by_expert(chosen: Tensor, num_experts: int, num_own: int) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ from pipeplan.runtime.models.huggingface.adapters import (
     Translation,
     WordsModel,
     causal,
+    gate_of,
     illustrated,
     labelled,
     masked,
@@ -554,28 +555,31 @@ def split_weights(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def places_of(module: nn.Module, ways: Mapping[str, str], family: ModelFamily) -> DividedPlaces:
-    """Where a share of the module divides the sequence, as its family has it."""
+def places_of(module: nn.Module, ways: Mapping[str, str], family: ModelFamily, *, apart: bool = False) -> DividedPlaces:
+    """Where a share of the module divides the sequence, as its family has it; with experts ``apart`` from the rest."""
     last, ways = family.last, {name: way for name, way in ways.items() if family.divided(name)}
     layers = {layer: None for name in ways if (layer := _layer(name))}
-    joins = {path: None for name, way in ways.items() if (path := joined_in(module, name, way, last))}
-    scatters = {path: None for name, way in ways.items() if (path := scattered_in(module, name, way))}
+    joins = {path: None for name, way in ways.items() if (path := joined_in(module, name, way, last, apart=apart))}
+    scatters = {path: None for name, way in ways.items() if (path := scattered_in(module, name, way, apart=apart))}
     return DividedPlaces(tuple(layers), tuple(joins), tuple(scatters), last)
 
 
-def joined_in(module: nn.Module, name: str, way: str, last: str = "") -> str:
-    """The module whose input is joined for a split weight: its owner's, or a layer's part with experts; else empty."""
+def joined_in(module: nn.Module, name: str, way: str, last: str = "", *, apart: bool = False) -> str:
+    """The module whose input is joined for a split weight: its owner's, or a layer's part with experts; else empty.
+
+    Where experts are ``apart``, nothing is joined for them.
+    """
     path, owner = _owner(name)
     if way == WORDS:
         return "" if last or isinstance(module.get_submodule(path), nn.Embedding) else path
     if way not in COLUMNS:
         return ""
-    return _part_with_experts(module, name) or (path if owner == _layer(name) else owner)
+    return (not apart and _part_with_experts(module, name)) or (path if owner == _layer(name) else owner)
 
 
-def scattered_in(module: nn.Module, name: str, way: str) -> str:
+def scattered_in(module: nn.Module, name: str, way: str, *, apart: bool = False) -> str:
     """The module whose output is scattered for a split weight; empty if it makes no parts of a sum."""
-    return (_part_with_experts(module, name) or _owner(name)[0]) if way in ROWS else ""
+    return ((not apart and _part_with_experts(module, name)) or _owner(name)[0]) if way in ROWS else ""
 
 
 def _owner(name: str) -> tuple[str, str]:
@@ -618,6 +622,15 @@ def share_of(module: nn.Module, ways: Mapping[str, str], num_devices: int, rank:
     for name in {name.rpartition(".")[0] for name, way in layers.items() if way in COLUMNS}:
         _count_anew(made.get_submodule(name), num_devices, configured)
     return made
+
+
+def shared_experts(module: nn.Module) -> dict[str, nn.Module]:
+    """The experts that devices can share, by their paths: those whose words go through the function known here."""
+    return {
+        path: each
+        for path, each in module.named_modules()
+        if path.endswith(".experts") and hasattr(each, "num_experts") and not is_turned(each) and gate_of(each)
+    }
 
 
 def with_experts_of_one(module: nn.Module, num_devices: int) -> nn.Module:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import parameters_of
-from pipeplan.runtime.models.huggingface.adapters import WordsModel, in_pieces
+from pipeplan.runtime.models.huggingface.adapters import SHARING, WordsModel, in_pieces
 from pipeplan.runtime.models.huggingface.families import (
     ROWS,
     WORDS,
@@ -34,11 +34,28 @@ from pipeplan.runtime.models.huggingface.families import (
     places_of,
     scattered_in,
     share_of,
+    shared_experts,
+    with_experts_of_one,
 )
 from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.parallel.context import context_of
+from pipeplan.runtime.parallel.context import CONTEXT
 from pipeplan.runtime.parallel.places import Change, DividedPlaces, Exchanges, by_samples, traced
-from pipeplan.runtime.parallel.sharding import Cut, Shards, Split, range_of
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, range_of
+from pipeplan.workload.mesh import EXPERT_PARTS, EXPERTS
+
+
+class _RankShare(NamedTuple):
+    """Which share of a model a device has, which pieces of sequences, and of how many parts of all experts it has one.
+
+    Of each of its experts it has one of ``parts``.
+    """
+
+    shards: int
+    shard: int
+    piece: int
+    experts: int
+    parts: int
+    part: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,7 @@ class RunningShares:
     require: Callable[[int], None]
     divides: bool = True
     context: int = 1
-    _known: dict[tuple[int, int, int], Model] = field(default_factory=dict)
+    _known: dict[_RankShare, Model] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def split(self, block: BlockSpec) -> BlockSpec:
@@ -69,7 +86,18 @@ class RunningShares:
         parts = frozenset(own for own, name in names.items() if self._is_inside(name))
         build = partial(self._built, block.id)
         sequence = self.sequence if self.divides else 0
-        return replace(block, split=Split(build, cuts, sequence=sequence, gradient_parts=parts))
+        experts = {own: Cut() for own, name in names.items() if name in self._of_experts}
+        splits = {**block.splits, EXPERTS: Split(build, experts)} if experts else block.splits
+        return replace(block, split=Split(build, cuts, sequence=sequence, gradient_parts=parts), splits=splits)
+
+    @cached_property
+    def _of_experts(self) -> frozenset[str]:
+        """Names of the weights that devices can share as whole experts."""
+        return frozenset(
+            f"{path}.{name}"
+            for path, each in shared_experts(self.module).items()
+            for name, _ in each.named_parameters()
+        )
 
     @cached_property
     def _ways(self) -> dict[int, str]:
@@ -94,17 +122,19 @@ class RunningShares:
 
     def _built(self, id_: str, shards: Shards) -> nn.Module:
         """A device's share of a block. Raises UsageError."""
-        made = self._model(shards.count, shards.index, context_of(shards).index).block(id_).build()
+        context, experts, parts = (shards.along.get(name, WHOLE) for name in (CONTEXT, EXPERTS, EXPERT_PARTS))
+        held = _RankShare(shards.count, shards.index, context.index, experts.count, parts.count, parts.index)
+        made = self._model(held).block(id_).build()
         made.shards = shards  # type: ignore[assignment]  # a captured block's
         return made
 
-    def _model(self, count: int, index: int, piece: int) -> Model:
+    def _model(self, held: _RankShare) -> Model:
         with self._lock, torch.device("cpu"):
-            if (count, index, piece) not in self._known:
-                if count > 1:
-                    self.require(count)
-                self._known[count, index, piece] = self.capture(self._share(count, index, piece))
-            return self._known[count, index, piece]
+            if held not in self._known:
+                if held.shards > 1:
+                    self.require(held.shards)
+                self._known[held] = self.capture(self._share(held))
+            return self._known[held]
 
     @cached_property
     def _shapes(self) -> nn.Module:
@@ -114,11 +144,20 @@ class RunningShares:
             known[id(each)] = nn.Parameter(each.detach().to("meta"), each.requires_grad)
         return copy.deepcopy(self.module, known)
 
-    def _share(self, count: int, index: int, piece: int) -> nn.Module:
-        share = share_of(self._shapes, self.ways, count, index)
+    def _share(self, held: _RankShare) -> nn.Module:
+        """What a device has: of its own experts, where devices share these, or as all else is split."""
+        count, index, apart = held.shards, held.shard, held.experts * held.parts > 1
+        ways = {name: way for name, way in self.ways.items() if not (apart and name in self._of_experts)}
+        share = share_of(self._shapes, ways, count, index)
+        if apart:
+            split = {name: way for name, way in self.ways.items() if name in self._of_experts}
+            share = share_of(share, split, held.parts, held.part) if held.parts > 1 else share
+            share = with_experts_of_one(share, held.experts)
+            for each in shared_experts(share).values():
+                setattr(each, SHARING, held.experts * held.parts)
         assert isinstance(share, WordsModel)
         if self.context > 1:
-            in_pieces(share, self.context, piece)
+            in_pieces(share, self.context, held.piece)
         if count == 1:
             return share
         divides = self.divides and self.sequence % count == 0
@@ -126,11 +165,12 @@ class RunningShares:
         biased = list(self._biased())
         for path in biased:
             _add_bias_last(share.get_submodule(path), partial(by_samples, exchanges.scatter, places=self.sequence))
-        scatters = tuple(path for path in self._places.scatters if path not in biased)
-        replace(self._places, scatters=scatters).hook(share, {"": self.sequence}, exchanges)
+        places = places_of(self.module, ways, self.family, apart=True) if apart else self._places
+        scatters = tuple(path for path in places.scatters if path not in biased)
+        replace(places, scatters=scatters).hook(share, {"": self.sequence}, exchanges)
         even = _evened(traced("even_gradient", count))
         for path, each in share.named_modules():
-            if path.endswith(".experts"):
+            if path.endswith(".experts") and not apart:
                 each.register_forward_pre_hook(even)
         for path, table in self._tables():
             _look_up_own(share.get_submodule(path), table, self.words, count, index, divides)

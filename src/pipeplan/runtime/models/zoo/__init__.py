@@ -15,6 +15,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo.encoder_decoder import TranslationSize
 from pipeplan.runtime.models.zoo.gpt import GPTSize
 from pipeplan.runtime.models.zoo.layers import ZooSize
+from pipeplan.runtime.models.zoo.mixture import GPTExpertsSize
 from pipeplan.runtime.models.zoo.multi_branch import CaptionsSize, MultiModalSize, RecommendationSize, ResponseSize
 
 __all__ = ["ZOO", "zoo_model"]
@@ -22,6 +23,7 @@ __all__ = ["ZOO", "zoo_model"]
 
 _FAMILIES: dict[str, type[ZooSize]] = {
     "gpt": GPTSize,
+    "gpt-experts": GPTExpertsSize,
     "encoder-decoder": TranslationSize,
     "flava": CaptionsSize,
     "mmt": MultiModalSize,
@@ -30,7 +32,7 @@ _FAMILIES: dict[str, type[ZooSize]] = {
 }
 """Families that run, as the catalog names them."""
 
-_LEARNED = ("gpt", "flava")
+_LEARNED = ("gpt", "gpt-experts", "flava")
 """Those that learn a place in the sequence each."""
 
 

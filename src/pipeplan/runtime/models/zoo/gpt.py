@@ -276,6 +276,10 @@ class GPTSize(ZooSize):
         require_pieces(self.sequence, count, name)
         return replace(self, sequence=self.sequence // count).model(name)
 
+    def _layers(self, source: str, shards: Shards) -> list[BlockSpec]:
+        """The halves of its layers."""
+        return layers("layer", self.stack, (source,), shards=shards)
+
     def _writing(self, name: str, placed: bool, count: int) -> Model:
         return replace(self, sequence=count, writes=True, placed=placed).model(name)
 
@@ -286,7 +290,7 @@ class GPTSize(ZooSize):
             middle = operators_of_layers(self.stack, first.id)
             end, output = operators_of_head(self.stack, self.vocabulary, middle[-1].id), ("head.output", "weight")
         else:
-            middle = layers("layer", self.stack, (first.id,), shards=shards)
+            middle = self._layers(first.id, shards)
             head = next_word if self.writes else word_head
             end = [head(middle[-1].id, self.stack, self.vocabulary, shards, shared=self.shared)]
             output = ("head", "output.weight")

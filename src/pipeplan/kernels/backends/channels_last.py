@@ -1,0 +1,27 @@
+"""Convolutions on tensors with channels last, in eager torch; what comes and goes has channels first."""
+
+from pipeplan.kernels.backend import Backend, calls
+from pipeplan.kernels.operators import GraphOperator, OperatorDag
+from pipeplan.kernels.rules import PatternRule, check_path
+
+_LONGEST = 6
+
+
+class _Convolves(PatternRule):
+    """From a convolution on, with what follows on the same tensors: the layout changes at both ends only."""
+
+    def op_rule(self, op: GraphOperator) -> bool:
+        """Convolutions, and what keeps a layout."""
+        return calls(op, "conv") or _keeps_layout(op)
+
+    def fusion_rule(self, graph: OperatorDag, kind: str, source: str, sink: str) -> bool:
+        """Of few operators, the first of which is a convolution."""
+        longest = len(graph.between(source, sink)) <= _LONGEST
+        return longest and calls(graph[source], "conv") and check_path(graph, source, sink, self.op_rule)
+
+
+def _keeps_layout(op: GraphOperator) -> bool:
+    return op.kind in ("add", "relu", "batch_norm", "max_pool2d", "avg_pool2d", "cat", "activation")
+
+
+BACKENDS = (Backend("channels-last", rule=_Convolves()),)

@@ -1,0 +1,134 @@
+"""Which kernel backend runs each block of a profile: the operator level of Collage, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.files import CostRow, Cover, CoveredGroup, Profile
+from pipeplan.kernels.covers import KernelCover, KernelMatch, algorithm_1
+from pipeplan.kernels.measuring import plain_row, row_ns
+from pipeplan.kernels.operators import OperatorDag
+from pipeplan.schedule.cpsat.cover import exact_cover
+from pipeplan.schedule.cpsat.solver import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """The cover that was found, and what it is compared with.
+
+    ``single`` is what the whole model takes by one backend, None where that does not run all of it; ``algorithm_1`` the
+    cover of the thesis's programme, and ``lower_bound_ns`` what every cover takes at least.
+    """
+
+    profile: Profile
+    size: int
+    matches: tuple[KernelMatch, ...]
+    cover: KernelCover
+    algorithm_1: KernelCover
+    lower_bound_ns: int
+    single: Mapping[str, int | None]
+
+    @property
+    def graph(self) -> OperatorDag:
+        """The profile's blocks."""
+        return OperatorDag.of(self.profile)
+
+    @property
+    def of_blocks(self) -> dict[str, dict[str, int | None]]:
+        """{block: {backend: what the block alone takes by it, in ns; None where that does not run it}}"""
+        own = {(match.blocks[0], match.backend): match.ns for match in self.matches if len(match.blocks) == 1}
+        return {id_: {name: own.get((id_, name)) for name in self.single} for id_ in self.graph.order}
+
+    @property
+    def file(self) -> Cover:
+        """The cover as a file."""
+        return Cover(
+            name=self.profile.name,
+            profile_sha256=self.profile.fingerprint,
+            microbatch_size=self.size,
+            predicted_ns=self.cover.total_ns,
+            cover=tuple(
+                CoveredGroup(blocks=match.blocks, backend=match.backend, ns=match.ns)
+                for match in self.cover.as_runs(self.graph)
+            ),
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """As ``pipeplan kernels --json`` prints them."""
+        return {
+            "profile": self.profile.name,
+            "mode": self.profile.mode,
+            "microbatch_size": self.size,
+            "blocks": list(self.graph.order),
+            "backends": list(self.single),
+            "block_ns": self.of_blocks,
+            "cover": [
+                {"blocks": list(match.blocks), "backend": match.backend, "ns": match.ns}
+                for match in self.cover.as_runs(self.graph)
+            ],
+            "predicted_ns": self.cover.total_ns,
+            "num_changes": self.cover.num_changes,
+            "change_ns": self.profile.backend_change_ns,
+            "single_ns": dict(self.single),
+            "status": "optimal" if self.cover.proved else "feasible",
+            "lower_bound_ns": self.lower_bound_ns,
+            "algorithm_1_ns": self.algorithm_1.total_ns,
+            "num_groups": len(self.matches),
+            "num_refused": sum(each.microbatch_size == self.size for each in self.profile.refusals),
+        }
+
+
+def choose_kernels(profile: Profile, size: int | None = None, budget: Budget | None = None) -> KernelChoice:
+    """The cheapest cover of a profile's blocks by backends.
+
+    Args:
+        profile: with rows of backends, measured or written by hand.
+        size: micro-batch size; by default the largest for which there is a cover.
+        budget: time for the proof, without which the cover is that of Algorithm 1.
+
+    Raises:
+        UsageError: there are no rows of this size.
+        InfeasibleError: no groups that were measured have every block once.
+    """
+    sizes = sorted({row.microbatch_size for block in profile.blocks for row in block.costs})
+    if size is not None and size not in sizes:
+        raise UsageError(f"--microbatch-size {size}: the profile has {', '.join(map(str, sizes))}; choose one of these")
+    graph = OperatorDag.of(profile)
+    size = size or _largest(profile, graph, sizes)
+    matches, change = matches_of(profile, graph, size), profile.backend_change_ns
+    first = algorithm_1(graph, matches, change)
+    cover, bound = exact_cover(graph, matches, change, budget or Budget(30.0), first)
+    single = {name: _alone(graph, matches, name) for name in sorted({match.backend for match in matches})}
+    return KernelChoice(profile, size, matches, cover, first, bound, single)
+
+
+def _largest(profile: Profile, graph: OperatorDag, sizes: list[int]) -> int:
+    """The largest size at which all blocks can run. Raises InfeasibleError where there is none."""
+    for size in reversed(sizes):
+        covered = {id_ for match in matches_of(profile, graph, size) for id_ in match.blocks}
+        if len(covered) == len(graph):
+            return size
+    raise InfeasibleError(f"at none of the micro-batch sizes {', '.join(map(str, sizes))} backends run every block")
+
+
+def matches_of(profile: Profile, graph: OperatorDag, size: int) -> tuple[KernelMatch, ...]:
+    """What was measured at a size, whole on one device: blocks alone, and groups that give one result or are all."""
+    groups: list[tuple[tuple[str, ...], Sequence[CostRow]]] = [((block.id,), block.costs) for block in profile.blocks]
+    groups += [(graph.ordered(fusion.blocks), fusion.costs) for fusion in profile.fusions]
+    return tuple(
+        KernelMatch(blocks, row.backend, row_ns(row))
+        for blocks, costs in groups
+        if len(blocks) == len(graph) or graph.is_one_kernel(blocks)
+        for row in costs
+        if row is plain_row(costs, size, row.backend)
+    )
+
+
+def _alone(graph: OperatorDag, matches: tuple[KernelMatch, ...], backend: str) -> int | None:
+    try:
+        return algorithm_1(graph, [match for match in matches if match.backend == backend]).total_ns
+    except InfeasibleError:
+        return None

@@ -1,0 +1,238 @@
+"""Experts that devices share: words go to the devices of their experts, and what those make of them comes back.
+
+Of ``count`` devices each has equally many whole experts, the first ones on the first device, and words of its own, for
+which it knows which experts they have chosen. A word goes once to each device that has some of its experts, with the
+numbers of these and by how much each counts; there the outputs of its experts are added up, and one row comes back. So
+there are two exchanges each way (dispatch and combine, GShard section 3.2, Lepikhin et al. 2021), whose sizes depend on
+what words choose: how many rows there will be is exchanged first. No word is dropped, unless experts have a capacity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeplan.runtime.parallel.sharding import WHOLE, Shards
+from pipeplan.runtime.parallel.weight_grads import accumulate_later
+
+Experts = Callable[[Tensor, Tensor], Tensor]
+"""(rows, ends) -> what experts make of rows: those of expert e end before row ``ends[e]``; zeros of what is behind."""
+
+
+def capacity_of(factor: float, words: int, each: int, num_experts: int) -> int:
+    """How many of a device's words an expert takes at most: ``factor`` times the even share, rounded up."""
+    return math.ceil(factor * words * each / num_experts)
+
+
+def routed(
+    words: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    num_experts: int,
+    devices: Shards,
+    experts: Experts,
+    *,
+    capacity: int | None = None,
+    parts: Shards = WHOLE,
+) -> Tensor:
+    """The sum of each word's experts, each by its share of it.
+
+    Args:
+        words: [words of this device, width].
+        chosen: [words, experts of each], numbers below ``num_experts``, none twice for a word.
+        shares: [words, experts of each].
+        num_experts: of all devices.
+        devices: the place of this one among those that share the experts; alone, other devices' experts are
+            represented by its own, so that it does as much as each of them.
+        experts: what this device's own experts make of rows.
+        capacity: of this device's words, how many an expert takes; later ones get nothing of it. None: all.
+        parts: the place of this device among those that have parts of the same experts, each of which makes a part of
+            a sum: they gather the words of all of them.
+
+    Returns:
+        [words, width].
+    """
+    kept = chosen if capacity is None else _within(chosen, num_experts, capacity)
+    shares = shares.to(words.dtype)
+    own, each = num_experts // devices.count, chosen.shape[1]
+    if devices.collectives is None and parts.count == 1:
+        _note(chosen, kept, num_experts, (kept < num_experts).sum()[None], 0)
+        return _weighted(words, torch.where(kept < num_experts, kept % own, own), shares, own, experts)
+    numbers = torch.arange(devices.count, device=words.device)
+    there = kept // own == numbers[:, None, None]  # [device, word, place among its experts]
+    target, word = there.any(-1).nonzero(as_tuple=True)
+    meant = there[target, word]
+    slots = torch.where(meant, kept[word] - target[:, None] * own, own)
+    counts = torch.stack((there.any(-1).sum(1), there.sum((1, 2))), dim=1)
+    every = devices.everyones(counts)  # [source, target, (rows, rows of products)]
+    give, get = counts[:, 0].tolist(), every[:, devices.index, 0].tolist()
+    rows = every.sum(0)  # [target, the same]
+    if parts.count > 1:
+        rows = parts.everyones(rows)
+        lengths, rows = rows[:, devices.index, 0].tolist(), rows.sum(0)
+    _note(chosen, kept, num_experts, rows[:, 1], devices.index)
+    routing = torch.cat((slots.to(words.dtype), shares[word] * meant), dim=1)
+    came, how = devices.routed(words[word], give, get), devices.routed(routing, give, get)
+    if parts.count > 1:
+        same = [len(came)] * parts.count
+        came, how = (parts.routed(each.repeat(parts.count, 1), same, lengths) for each in (came, how))
+    made = _weighted(came, how[:, :each].detach().long(), how[:, each:], own, experts)
+    if parts.count > 1:
+        made = parts.routed(made, lengths, same).view(parts.count, same[0], words.shape[1]).sum(0)
+    return torch.zeros_like(words).index_add(0, word, devices.routed(made, get, give))
+
+
+def _within(chosen: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """The same, with ``num_experts`` for what is beyond an expert's capacity, in the order of words."""
+    expert, order = chosen.flatten().sort(stable=True)
+    first = torch.searchsorted(expert, torch.arange(num_experts, device=chosen.device))
+    numbers = torch.arange(expert.shape[0], device=chosen.device) - first[expert]
+    kept = torch.where(numbers < capacity, expert, num_experts)
+    return torch.empty_like(expert).scatter(0, order, kept).view_as(chosen)
+
+
+def _weighted(words: Tensor, slots: Tensor, shares: Tensor, count: int, experts: Experts) -> Tensor:
+    """The sum of what the experts with the numbers ``slots`` make of each word, by its shares; ``count`` is none."""
+    each = slots.shape[1]
+    numbers, order = slots.flatten().sort(stable=True)
+    ends = torch.searchsorted(numbers, torch.arange(count, device=words.device), right=True)
+    if not words.is_meta:
+        order = order[: int(ends[-1])]
+    word = order // each
+    made = experts(words[word], ends) * shares.flatten()[order][:, None]
+    return torch.zeros_like(words).index_add(0, word, made)
+
+
+# Products of groups of rows -----------------------------------------------------------------------------------------
+
+
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor, *, waits: bool = True) -> Tensor:
+    """Rows [rows, inputs] times the weight of their group [groups, outputs, inputs], to [rows, outputs].
+
+    Rows of group g end before row ``ends[g]``. The weight's gradient can be deferred where it ``waits``.
+    """
+    return _grouped(rows, weight, ends, waits)
+
+
+class _GroupedFunction(torch.autograd.Function):
+    """Saves rows only for the gradient of the weight, and the weight only for that of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, waits: bool) -> Tensor:
+        needs_rows, needs_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None)
+        ctx.weight, ctx.bounds, ctx.waits = weight, _bounds(rows, ends), waits
+        return _products(rows, weight, ctx.bounds)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        rows, saved = ctx.saved_tensors
+        weight, bounds = ctx.weight, ctx.bounds
+        back = None if saved is None else _products(gradient, saved.transpose(1, 2), bounds)
+
+        def weight_grad() -> Tensor:
+            made = torch.zeros_like(weight)
+            for group, (begin, end) in enumerate(bounds):
+                torch.mm(gradient[begin:end].t(), rows[begin:end].to(gradient.dtype), out=made[group])
+            return made
+
+        if rows is None:
+            return back, None, None, None
+        deferred = ctx.waits and accumulate_later(weight, weight_grad, (rows, gradient))
+        return back, None if deferred else weight_grad(), None, None
+
+
+_grouped: Callable[..., Tensor] = _GroupedFunction.apply
+
+
+def _bounds(rows: Tensor, ends: Tensor) -> list[tuple[int, int]]:
+    """The first row of each group, and the one after its last; without data all are of the first."""
+    found = [rows.shape[0]] * ends.shape[0] if rows.is_meta else ends.tolist()
+    return list(zip([0, *found[:-1]], found, strict=True))
+
+
+def _products(rows: Tensor, weight: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
+    made = rows.new_zeros(rows.shape[0], weight.shape[1])
+    for group, (begin, end) in enumerate(bounds):
+        if end > begin:
+            torch.mm(rows[begin:end], weight[group].t().to(rows.dtype), out=made[begin:end])
+    return made
+
+
+def gated(gate_up: Tensor, down: Tensor, activation: str) -> Experts:
+    """Experts of two layers with a gate: weights [experts, 2 x width, hidden] and [experts, hidden, width].
+
+    Their gradients do not wait for W, as those of transformers' own product do not, with which they are profiled.
+    """
+
+    def experts(rows: Tensor, ends: Tensor) -> Tensor:
+        gate, up = grouped(rows, gate_up, ends, waits=False).chunk(2, dim=-1)
+        return grouped(_ACTIVATIONS[activation](gate) * up, down, ends, waits=False)
+
+    return experts
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda given: F.gelu(given, approximate="tanh"),
+    "relu": F.relu,
+}
+
+GATES = tuple(_ACTIVATIONS)
+"""What may stand before a gate of :func:`gated`."""
+
+
+# Load ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class WordCounts:
+    """How a block's words have chosen on one device: words that chose each expert, and those beyond its capacity.
+
+    Of devices that share experts ``busiest`` is what the fullest had of each micro-batch, ``average`` what one had on
+    average, in rows of products, added up over micro-batches; ``own`` is what this one had.
+    """
+
+    chosen: Tensor
+    dropped: Tensor
+    own: Tensor
+    busiest: Tensor
+    average: Tensor
+
+
+_counted: ContextVar[tuple[MutableMapping[str, WordCounts], str] | None] = ContextVar("counted", default=None)
+
+
+@contextmanager
+def counting(counts: MutableMapping[str, WordCounts], block: str) -> Iterator[None]:
+    """Count the words of a block that runs meanwhile; not those that backward runs again."""
+    token = _counted.set((counts, block))
+    try:
+        yield
+    finally:
+        _counted.reset(token)
+
+
+def _note(chosen: Tensor, kept: Tensor, num_experts: int, rows: Tensor, place: int) -> None:
+    """Count, where somebody does; ``rows`` are those of products that each device gets, this one at its ``place``."""
+    found = _counted.get()
+    if found is None or chosen.is_meta:
+        return
+    counts, block = found
+    numbers, zero = chosen.flatten(), torch.zeros((), dtype=torch.int64, device=chosen.device)
+    every = zero.new_zeros(num_experts)
+    own = counts.setdefault(block, WordCounts(every, zero, zero, zero, zero.double()))
+    own.chosen = own.chosen.scatter_add(0, numbers, torch.ones_like(numbers))
+    own.dropped = own.dropped + (kept == num_experts).sum()
+    own.own, own.busiest = own.own + rows[place], own.busiest + rows.max()
+    own.average = own.average + rows.double().mean()

@@ -1,0 +1,102 @@
+"""Covers from a profile alone, by the verb and by the function of Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import pipeplan
+from builders.profiles import profile_of
+from pipeplan.errors import FileError, InfeasibleError, UsageError
+from pipeplan.files import BackendFusion, CostRow, Cover, Profile, parse, write_file
+from support.commands import pipeplan as command
+
+SLOW, FAST = 100, 60
+
+
+def row(ns: int, backend: str = "eager", size: int = 1) -> CostRow:
+    return CostRow(microbatch_size=size, backend=backend, forward_ns=ns, backward_ns=ns)
+
+
+def with_rows(change_ns: int = 0) -> Profile:
+    """Four blocks: ``fast`` runs the first two faster, and the last two only at once."""
+    plain = profile_of([row(SLOW)] * 4)
+    blocks = [
+        block.model_copy(update={"costs": (*block.costs, row(FAST, "fast"))}) if place < 2 else block
+        for place, block in enumerate(plain.blocks)
+    ]
+    last = tuple(block.id for block in blocks[2:])
+    fusion = BackendFusion(blocks=last, costs=(row(3 * FAST, "fast"), row(1, "fast", 2)))
+    how = {"blocks": tuple(blocks), "fusions": (fusion,), "backend_change_ns": change_ns}
+    return plain.model_copy(update=how)
+
+
+def test_the_verb_prints_what_the_profile_says(tmp_path: Path) -> None:
+    write_file(with_rows(), str(tmp_path / "profile.json"))
+    found = json.loads(command("kernels", "profile.json", "--json", "-o", "cover.json", cwd=tmp_path).stdout)
+    ids = found["blocks"]
+    assert found["cover"] == [
+        {"blocks": [ids[0]], "backend": "fast", "ns": 2 * FAST},
+        {"blocks": [ids[1]], "backend": "fast", "ns": 2 * FAST},
+        {"blocks": ids[2:], "backend": "fast", "ns": 6 * FAST},
+    ]
+    assert (found["predicted_ns"], found["num_changes"], found["status"]) == (10 * FAST, 0, "optimal")
+    assert found["single_ns"] == {"eager": 8 * SLOW, "fast": 10 * FAST}
+    assert found["block_ns"][ids[3]] == {"eager": 2 * SLOW, "fast": None}
+    cover = parse((tmp_path / "cover.json").read_text(), Cover)
+    assert [list(group.blocks) for group in cover.cover] == [[ids[0]], [ids[1]], ids[2:]]
+    assert cover.profile_sha256 == pipeplan.read_profile(tmp_path / "profile.json").fingerprint
+    shown = command("kernels", "profile.json", cwd=tmp_path).stdout
+    assert "no cover of these groups takes less" in shown
+
+
+def test_changes_of_backend_are_counted() -> None:
+    profile = with_rows(30)
+    slower = BackendFusion(blocks=profile.fusions[0].blocks, costs=(row(SLOW + 80, "fast"),))
+    for change, changes in ((30, 0), (10, 1)):
+        choice = pipeplan.choose_kernels(
+            profile.model_copy(update={"fusions": (slower,), "backend_change_ns": change}), microbatch_size=1
+        )
+        alone = 4 * FAST + 2 * (SLOW + 80), 4 * FAST + 4 * SLOW + change
+        assert choice.cover.total_ns == min(alone)
+        assert choice.cover.num_changes == 0 or changes == 1
+
+
+def test_a_backend_that_cannot_run_the_whole_has_no_time() -> None:
+    choice = pipeplan.choose_kernels(with_rows().model_copy(update={"fusions": ()}))
+    assert choice.single == {"eager": 8 * SLOW, "fast": None}
+    assert choice.cover.total_ns == 4 * FAST + 4 * SLOW
+
+
+def test_sizes_that_are_not_there() -> None:
+    with pytest.raises(UsageError, match="microbatch_size=7: the profile has 1"):
+        pipeplan.choose_kernels(with_rows(), microbatch_size=7)
+    bare = with_rows()
+    less = bare.blocks[0].model_copy(update={"costs": (row(1, size=4),)})
+    with pytest.raises(InfeasibleError, match="backends run every block"):
+        pipeplan.choose_kernels(bare.model_copy(update={"blocks": (less, *bare.blocks[1:])}))
+
+
+def test_plans_are_made_of_eager_rows(tmp_path: Path) -> None:
+    """The same plan, and the fingerprint of the file with all rows."""
+    plain, more = profile_of([row(SLOW)] * 4), with_rows()
+    found = [
+        pipeplan.search(each, devices=2, microbatches=4, time_limit=5, deterministic=True) for each in (plain, more)
+    ]
+    assert found[0].plan.predicted == found[1].plan.predicted
+    assert found[1].plan.provenance.profile_sha256 == more.fingerprint
+    write_file(more, str(tmp_path / "profile.json"))
+    pipeplan.write(found[1].plan, tmp_path / "plan.json")
+    checked = command("check", "plan.json", "--profile", "profile.json", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_groups_that_are_wrong_are_refused() -> None:
+    good = with_rows().model_dump()
+    unknown = {**good, "fusions": [{"blocks": ["none", "such"], "costs": good["fusions"][0]["costs"]}]}
+    twice = {**good, "fusions": [good["fusions"][0]] * 2}
+    for content, said in ((unknown, "'none', which is not a block"), (twice, "for the same case as")):
+        with pytest.raises(FileError, match=said):
+            parse(json.dumps(content), Profile)

@@ -1,0 +1,295 @@
+"""Devices that share experts train as one device would: GPT-2 with experts, and transformers' mixtures.
+
+Without a capacity all is compared with a run that is not split. With one, words that are too many are left out of each
+device's in each micro-batch, so that this is compared with what one process makes of those by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from pipeplan.checker import check
+from pipeplan.costs.communication import places_reached
+from pipeplan.errors import UsageError
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.executor.rank_program import program_of, programs_of
+from pipeplan.runtime.executor.shared_parameters import _families
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, routed
+from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.training.compatibility import require_splittable
+from pipeplan.runtime.training.options import TrainOptions
+from runtime_support import expert_models
+from runtime_support.expert_models import EACH, EXPERTS, FEW, HIDDEN, SEQUENCE
+from runtime_support.hugging_face import SEED, text, training_of
+from runtime_support.plans import TRAINING, Case, Reports, Unsplit, assert_as_unsplit, placed_plan, reports_of
+from runtime_support.threads import require_equal_to_unsplit, run_in_threads, together
+from support.marks import asked_for, slow_but
+
+ZOO: dict[str, Callable[[], Model]] = {
+    "even": expert_models.even,
+    "uneven": expert_models.uneven,
+    "full": expert_models.full,
+    "gpt2-tiny": lambda: load_model("gpt2-tiny"),
+}
+
+MICROBATCH, NUM_MICROBATCHES = 4, 2
+
+
+@functools.cache
+def model_of(name: str) -> Model:
+    return ZOO[name]() if name in ZOO else load_model(text(name), sequence=SEQUENCE, seed=SEED)
+
+
+def one_stage(name: str, *, expert: int, shards: int = 1, context: int = 1, split: bool = False, **more: Any) -> Plan:
+    """All blocks on four devices, not in the order of their numbers."""
+    blocks = tuple(block.id for block in model_of(name).blocks)
+    sizes = {"shards": shards, "replicas": 4 // (shards * context), "context": context, "expert": expert}
+    stage = PlacedStage(blocks=blocks, devices=(2, 0, 1, 3), microbatch_size=MICROBATCH, **sizes, **more)
+    return placed_plan(
+        model_of(name), [stage], num_microbatches=NUM_MICROBATCHES, microbatch_size=MICROBATCH, split=split
+    )
+
+
+def two_stages(name: str, **more: Any) -> Plan:
+    """A pipeline, each of whose stages has two devices that share experts."""
+    ids = [block.id for block in model_of(name).blocks]
+    cut = len(ids) // 2
+    stages = [
+        PlacedStage(blocks=tuple(own), devices=on, replicas=2, expert=2, microbatch_size=MICROBATCH)
+        for own, on in ((ids[:cut], (0, 1)), (ids[cut:], (3, 2)))
+    ]
+    return placed_plan(model_of(name), stages, num_microbatches=3, microbatch_size=MICROBATCH, **more)
+
+
+SPLITS = [
+    {"expert": 4},
+    {"expert": 2, "split": True},
+    {"expert": 4, "shards": 2, "split": True},
+    {"expert": 2, "shards": 2, "recompute": True},
+    {"expert": 4, "context": 2, "split": True},
+    {"expert": 4, "context": 2, "shards": 2},
+    {"expert": 4, "expert_shards": 2, "split": True},
+    {"expert": 2, "expert_shards": 2},
+    {"expert": 1, "shards": 2},
+]
+"""Over replicas alone, over these and shards, and in groups of shards, over parts of sequences, and shards of these;
+backward split or not, and run again. Then two have parts of each expert, of the last that they share; of all in the
+last, where shards of their block have."""
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_experts_on_several_devices_are_as_on_one(sizes: dict[str, Any]) -> None:
+    require_equal_to_unsplit(model_of("uneven"), one_stage("uneven", **sizes))
+
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "phimoe")
+IN_FLOAT32 = ("deepseek_v2", "deepseek_v3")
+"""Whose rotations transformers computes in float32 whatever the format, as of sums of parts."""
+
+
+@slow_but("name", FAMILIES, lambda _: False, lambda name: name not in ("mixtral", "deepseek_v3"))
+def test_transformers_mixtures_share_experts(name: str) -> None:
+    """Over replicas, and over replicas and shards, between which all else is split."""
+    tolerance = 1e-7 if name in IN_FLOAT32 else 1e-10
+    require_equal_to_unsplit(model_of(name), one_stage(name, expert=4, shards=2), tolerance)
+    if name != "mixtral":  # which processes run so
+        require_equal_to_unsplit(model_of(name), one_stage(name, expert=4, split=True), tolerance)
+
+
+def test_words_beyond_a_capacity_are_left_out_of_each_devices_own() -> None:
+    """As one process does that runs each device's samples of each micro-batch by themselves."""
+    model, plan = model_of("full"), one_stage("full", expert=4)
+    found = run_in_threads(plan, model, 3)
+    options = TrainOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0)
+    alone = Unsplit(model, options)
+    batch = model.mini_batch(plan.mini_batch, 0, 3, dtype=torch.float64)
+    total = 0.0
+    for first in range(plan.mini_batch):  # a device has one sample of a micro-batch
+        values: dict[Any, torch.Tensor] = {}
+        for block in model.blocks:
+            given = [values[source] for source in block.sources]
+            given += [batch[name][first : first + 1] for name in block.samples]
+            values[block.id] = alone.modules[block.id](*given)
+        loss = values[model.blocks[-1].id] / model.predictions(batch)
+        loss.backward()
+        total += float(loss.detach())
+    assert found.loss == pytest.approx(total, rel=1e-12)
+    gradients = {key: each.grad for key, each in alone.parameters().items() if key != "head.output.weight"}
+    for key, gradient in gradients.items():
+        own = found.gradients[key]
+        if key == "embedding.token.weight":  # tied
+            own = own + found.gradients["head.output.weight"]
+        torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-12)
+    without = run_in_threads(one_stage("uneven", expert=4), model_of("uneven"), 3)
+    assert abs(without.loss - found.loss) > 1e-6, "something is left out"
+
+
+@pytest.mark.parametrize("capacity", [None, 3])
+def test_rows_go_to_their_experts_and_come_back(capacity: int | None) -> None:
+    """What each word's experts make, by hand: expert e of one weight multiplies by that; one device has no words."""
+    count, num_experts = 4, 8
+    torch.manual_seed(1)
+    weights = torch.randn(num_experts, 3, 3, dtype=torch.float64)
+    sizes = [5, 0, 7, 2]
+    words = [torch.randn(size, 3, dtype=torch.float64) for size in sizes]
+    chosen = [
+        torch.stack([torch.randperm(num_experts)[:2] for _ in range(size)]) if size else torch.empty(0, 2).long()
+        for size in sizes
+    ]
+    shares = [torch.rand(size, 2, dtype=torch.float64) for size in sizes]
+    counts: list[dict[str, WordCounts]] = [{} for _ in range(count)]
+
+    def one(devices: Shards) -> torch.Tensor:
+        at = devices.index
+        own = weights[2 * at : 2 * at + 2]
+        with counting(counts[at], "block"):
+            return routed(
+                words[at],
+                chosen[at],
+                shares[at],
+                num_experts,
+                devices,
+                lambda rows, ends: grouped(rows, own, ends),
+                capacity=capacity,
+            )
+
+    for at, made in enumerate(together(count, one)):
+        taken = [0] * num_experts
+        expected = torch.zeros_like(words[at])
+        for word in range(sizes[at]):
+            for expert, share in zip(chosen[at][word].tolist(), shares[at][word], strict=True):
+                if capacity is None or taken[expert] < capacity:
+                    expected[word] += share * (weights[expert] @ words[at][word])
+                taken[expert] += 1
+        torch.testing.assert_close(made, expected)
+    every = torch.cat(chosen).flatten().bincount(minlength=num_experts)
+    found = [each["block"] for each in counts]
+    assert sum(each.chosen for each in found).tolist() == every.tolist()
+    if capacity is None:
+        assert [int(each.own) for each in found] == every.view(count, -1).sum(1).tolist()
+        assert {int(each.busiest) for each in found} == {int(every.view(count, -1).sum(1).max())}
+
+
+def _training(name: str) -> TrainOptions:
+    if name in ZOO:
+        path = name if name not in ("even", "uneven") else f"runtime_support.expert_models:{name}"
+        return replace(TRAINING, model=path)
+    return replace(training_of(name), sequence=SEQUENCE)
+
+
+CASES: dict[str, Callable[[], Plan]] = {
+    "even four": lambda: one_stage("even", expert=4),
+    "uneven two shards": lambda: one_stage("uneven", expert=4, shards=2, split=True),
+    "uneven zero 1": lambda: one_stage("uneven", expert=2, zero=1),
+    "even zero 2": lambda: one_stage("even", expert=2, zero=2, split=True),
+    "uneven parts zero 1": lambda: one_stage("uneven", expert=2, expert_shards=2, zero=1),
+    "mixtral parts": lambda: one_stage("mixtral", expert=4, expert_shards=2, shards=2, split=True),
+    "uneven zero 3": lambda: one_stage("uneven", expert=2, shards=2, zero=3),
+    "uneven pipeline recomputed": lambda: two_stages("uneven", recompute=True),
+    "mixtral two": lambda: one_stage("mixtral", expert=2, split=True),
+    "uneven context": lambda: one_stage("uneven", expert=4, context=2, split=True),
+    "even context two": lambda: one_stage("even", expert=2, context=2, zero=1),
+    "mixtral context": lambda: one_stage("mixtral", expert=2, context=2, split=True),
+    "mixtral two stages": lambda: two_stages("mixtral", split=True),
+    "qwen2_moe four shards": lambda: one_stage("qwen2_moe", expert=4, shards=2),
+}
+
+
+@functools.cache
+def case_of(name: str) -> Case:
+    return CASES[name](), _training(name.partition(" ")[0])
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Reports:
+    return reports_of({name: case_of(name) for name in asked_for(request, CASES)})
+
+
+SHORT = ("even four", "uneven two shards", "uneven zero 1", "uneven context", "mixtral context")
+"""Cases that run with the slow tests; the others with the long ones."""
+
+
+@slow_but("name", CASES, lambda _: False, lambda name: name not in SHORT)
+def test_four_processes_equal_an_unsplit_run(name: str, reports: Reports) -> None:
+    """Losses, norms, gradients and parameters of two clipped steps."""
+    plan, options = case_of(name)
+    check(plan).require(name)
+    assert isinstance(options, TrainOptions)
+    assert_as_unsplit(model_of(name.partition(" ")[0]), options, reports[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["even four"])
+def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, reports: Reports) -> None:
+    """Rows of words, counted as they are handed over; and as many of how they are to be taken."""
+    options = case_of(name)[1]
+    assert isinstance(options, TrainOptions)
+    own = NUM_MICROBATCHES * MICROBATCH // 4 * SEQUENCE  # words of a rank in a mini-batch
+    one_way = own * places_reached(4, EACH) * 2  # of two layers
+    forwards, backwards = options.num_steps + 1, options.num_steps  # an evaluation runs forward alone
+    for report in reports[name].values():
+        assert report["routed"] == {
+            str(HIDDEN * 8): 2 * one_way * (forwards + backwards),
+            str(2 * EACH * 8): one_way * (forwards + backwards),
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["even four", "uneven two shards", "uneven context"])
+def test_the_load_is_counted(name: str, reports: Reports) -> None:
+    """By block: evenly 1; else as the places say of which each word chooses which experts."""
+    plan, options = case_of(name)
+    found = reports[name][0]["experts"]
+    assert found == reports[name][3]["experts"]
+    assert len(found) == 2
+    pairs = expert_models.evenly() if name.startswith("even") else expert_models.unevenly()
+    texts = plan.mini_batch * options.num_steps
+    chosen = [texts * sum(expert in pair for pair in pairs) for expert in range(EXPERTS)]
+    assert chosen.count(0) == (0 if name.startswith("even") else EXPERTS - FEW)
+    on_device = [chosen[2 * device] + chosen[2 * device + 1] for device in range(4)]
+    for load in found:
+        assert load["tokens_per_expert"] == chosen
+        assert load["load_factor"] == pytest.approx(max(on_device) * 4 / sum(on_device))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"expert": 4, "shards": 2}, {"expert": 2, "zero": 1}, {"expert": 2, "shards": 4}], ids=str
+)
+def test_a_rank_alone_knows_who_has_what_it_has(sizes: dict[str, int]) -> None:
+    """Of parameters and divided state, what all of a plan's programs know, as far as it is of this rank."""
+    model, plan = model_of("even"), one_stage("even", **sizes)
+    given = [block.id for block in model.blocks], model.edges, model.name
+    for rank, whole in enumerate(programs_of(plan, *given)):
+        found = program_of(plan, rank, *given, tied=[["embedding", "head"]])
+        assert found.lines == {line for line in whole.lines if rank in line}
+        groups = [
+            {
+                (each.name, number): ranks
+                for each in _families(model, one.holders)
+                for number, ranks in each.groups.items()
+            }
+            for one in (found, whole)
+        ]
+        own, expected = ({key: ranks for key, ranks in each.items() if rank in ranks} for each in groups)
+        assert own == expected
+        assert {each for each in whole.divisions if rank in each.ranks} == set(found.divisions)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    split = one_stage("even", expert=4)
+    with pytest.raises(UsageError, match="no block of model 'gpt2-tiny' there has experts"):
+        require_splittable(one_stage("gpt2-tiny", expert=4), load_model("gpt2-tiny"))
+    odd = replace(expert_models.SIZE, experts=6).model("odd")
+    with pytest.raises(UsageError, match=r"has expert 4, and experts of block 'layer0.experts' of model 'odd'"):
+        require_splittable(split, odd)
+    odd = replace(expert_models.SIZE, sequence=15).model("odd")
+    with pytest.raises(UsageError, match="cannot divide the sequence evenly; give a --sequence"):
+        require_splittable(one_stage("even", expert=4, shards=2), odd)

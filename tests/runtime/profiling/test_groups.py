@@ -1,0 +1,160 @@
+"""Groups that backends run: built, compared with eager torch and timed; what is wrong or fails is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeplan.errors import ExecutionError
+from pipeplan.files import CostRow, Profile, parse
+from pipeplan.kernels.backend import known_backends
+from pipeplan.runtime.backends.building import GroupBuilder
+from pipeplan.runtime.models.load import load_where_even
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.profiling.groups import GroupBenches
+from support.commands import pipeplan as command
+
+OWN = """
+import os
+import torch
+from torch import nn
+from pipeplan.kernels.backend import Backend
+from pipeplan.kernels.patterns import is_op, wildcard
+from pipeplan.kernels.rules import PatternRule
+
+class Alone(PatternRule):
+    def op_rule(self, op):
+        return op.kind == "ffn"
+
+NAMES = ("same", "wrong", "raises", "dies")
+pair = is_op("ffn")(is_op("attention")(wildcard()))
+BACKENDS = tuple(Backend(n, rule=Alone(), patterns=(pair,) if n == "same" else (), trains=n != "wrong") for n in NAMES)
+
+def build(name, module, inputs, training):
+    if name == "raises":
+        raise RuntimeError("cannot compile this")
+    if name == "dies":
+        os.abort()
+    return module if name == "same" else lambda *taken: module(*taken) * 1.01
+"""
+
+
+def model() -> Model:
+    how = {"sequence": 16, "grain": None, "shared": (), "shards": (1,)}
+    found, _ = load_where_even("gpt2-tiny", **how, meta=False)
+    return found
+
+
+def benches(*names: str, training: bool) -> GroupBenches:
+    known = known_backends()
+    return GroupBenches(
+        model(),
+        dtype=torch.float32,
+        device="cpu",
+        seed=0,
+        training=training,
+        repeats=2,
+        warmup=0,
+        builders={name: GroupBuilder.of(name, known[name].module) for name in names},
+        tolerances={name: known[name].tolerance for name in names},
+    )
+
+
+def test_blocks_are_described_by_what_they_call() -> None:
+    found = {each.id: each for each in benches("eager", training=False).described(1)}
+    assert "scaled_dot_product_attention" in found["layer0.attention"].attributes["calls"]
+    assert "scaled_dot_product_attention" not in found["layer0.ffn"].attributes["calls"]
+    assert found["layer0.ffn"].inputs == ("layer0.attention",)
+    assert found["layer0.ffn"].alike == found["layer1.ffn"].alike != found["layer1.attention"].alike
+
+
+def test_switches_of_eager_torch_run_forward_and_backward() -> None:
+    measured = benches("onednn-off", "attention-math", "channels-last", training=True)
+    for backend in ("onednn-off", "attention-math"):
+        row, change = measured.measure(["layer0.attention"], 2, backend)
+        assert (row.backend, row.microbatch_size, row.repeats) == (backend, 2, 2)
+        assert row.backward_ns is not None
+        assert row.input_grad_ns is None
+        assert row.activation_bytes > 0
+        assert change is not None
+    row, change = measured.measure(["layer0.attention", "layer0.ffn"], 1, "onednn-off")
+    assert change is None
+
+
+def test_torchscript_runs_a_group_forward() -> None:
+    measured = benches("torchscript", training=False)
+    row, _ = measured.measure(["layer0.attention", "layer0.ffn"], 2, "torchscript")
+    assert row.forward_ns > 0
+    assert row.backward_ns is None
+    assert row.compile_ns > row.forward_ns
+
+
+def own_backends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "own_kernels.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(folder))
+
+
+PROFILE = ("profile", "gpt2-tiny", "--inference", "--sequence", "8", "--repeats", "2", "--warmup", "0")
+
+
+def test_what_is_wrong_or_fails_is_refused_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_backends(tmp_path, monkeypatch)
+    names = ("--backends", "same,wrong,raises", "--backend-rules", "own_kernels")
+    done = command(*PROFILE, *names, "-o", "profile.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "wrong: layer0.ffn at micro-batch size 1: refused: its numbers are off eager's by" in done.stderr
+    assert "raises: layer0.ffn at micro-batch size 1: refused: RuntimeError: cannot compile this" in done.stderr
+    found = parse((tmp_path / "profile.json").read_text(), Profile)
+    assert found.groups_by_backend == {"same": 8}
+    assert {each.backend for each in found.refusals} == {"wrong", "raises"}
+    cover = json.loads(command("kernels", "profile.json", "--json", cwd=tmp_path).stdout)
+    assert {id_ for group in cover["cover"] for id_ in group["blocks"]} == set(cover["blocks"])
+    assert cover["single_ns"]["same"] is None
+    again = command(*PROFILE, *names, "-o", "profile.json", "--json", cwd=tmp_path)
+    assert "resuming from profile.json" in again.stderr
+    assert json.loads(again.stdout)["backends"] == {"same": 8}
+    assert parse((tmp_path / "profile.json").read_text(), Profile) == found
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_backend_that_takes_the_process_down_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "own_kernels.py").write_text(OWN)
+    arguments = (*PROFILE, "--backends", "dies,same", "--backend-rules", "own_kernels", "-o", "profile.json")
+    run = [sys.executable, "-m", "pipeplan", *arguments]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "dies: layer0.ffn at micro-batch size 1: the process died with signal SIGABRT" in done.stderr
+    found = parse((tmp_path / "profile.json").read_text(), Profile)
+    assert found.groups_by_backend == {"same": 8}
+    assert {each.reason for each in found.refusals} == {"the process died while it was built or run"}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("training", [False, True])
+def test_inductor_agrees_with_eager_torch(*, training: bool) -> None:
+    row, _ = benches("inductor", training=training).measure(["layer0.ffn"], 2, "inductor")
+    assert isinstance(row, CostRow)
+    assert (row.backward_ns is not None) == training
+    assert row.compile_ns > 10**8
+
+
+def test_shapes_that_differ_are_refused() -> None:
+    measured = benches("eager", training=False)
+    builder = measured._builders["eager"]
+    assert builder.is_deterministic
+
+    class Shorter:
+        @staticmethod
+        def build(name: str, module: torch.nn.Module, inputs: object, training: bool) -> object:
+            return lambda *taken: module(*taken)[:, 1:]
+
+    measured._builders = {"eager": GroupBuilder("eager", Shorter)}  # type: ignore[arg-type]
+    with pytest.raises(ExecutionError, match="other shapes"):
+        measured.measure(["layer0.ffn"], 1, "eager")
