@@ -334,8 +334,7 @@ def program_of(
     shared = _shared_blocks(short, here, tied)
     holders = tuple(dict.fromkeys(_holders_with(short, rank, here, shared)))
     others = {number for number, stage in enumerate(short.stages) if not shared.isdisjoint(stage.blocks)}
-    divisions = tuple(each for each in _divisions(short, here) if rank in each.ranks)
-    divisions += tuple(each for each in _divisions(short, others) if each not in divisions)
+    divisions = tuple(_divisions(short, here | others))
     program = lowering.program(holders, _lines_with(short, rank, here), divisions)
     if plan.loop is None:
         return program
