@@ -110,14 +110,14 @@ def warn_if_compiled(queue: WeightGradQueue, module: nn.Module, name: str) -> No
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``F.linear``, with weight [out, in] and bias gradients that can be deferred."""
-    if _is_traced():
+    if _is_traced() or torch.is_inference_mode_enabled():  # in which there are no gradients, and few words a step
         return F.linear(input, weight, bias)
     return _linear(input, weight, bias, False, *_kept(input))
 
 
 def addmm(bias: Tensor | None, input: Tensor, weight: Tensor) -> Tensor:
     """``input @ weight + bias`` with weight [in, out] and bias gradients that can be deferred."""
-    if _is_traced():
+    if _is_traced() or torch.is_inference_mode_enabled():
         return F.linear(input, weight.t(), bias)
     return _linear(input, weight, bias, True, *_kept(input))
 
@@ -131,7 +131,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
 
 def _is_traced() -> bool:
     """Whether what runs is noted to be run by something else, which knows torch's own operators."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch's
 
 
 def _deferrable(module: nn.Module) -> tuple[Tensor, ...]:
