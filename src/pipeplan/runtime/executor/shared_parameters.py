@@ -97,7 +97,8 @@ class _SharedParameter:
             for rank, blocks in self.blocks_of.items()
         }
         each = {rank: own[0] for rank, own in found.items() if len(own) == 1 and own[0] is not None}
-        whole = {d for d in each.values() if all(self.blocks_of[r] == self.blocks_of[d.ranks[0]] for r in d.ranks)}
+        met = {id(division): division for division in each.values()}.values()  # they are long to compare
+        whole = {d for d in met if all(self.blocks_of[r] == self.blocks_of[d.ranks[0]] for r in d.ranks)}
         whole = {d for d in whole if all(each.get(rank) == d for rank in d.ranks)}
         each = {rank: division for rank, division in each.items() if division in whole and self.shape}
         ways = {(division.level, len(division.ranks)) for division in each.values()}
@@ -240,7 +241,9 @@ class SharedParameters:
         alone: bool = False,
     ) -> None:
         families = {family: family.divided(divisions) for family in _families(model, holders)}
-        self._groups = groups_of(set(_summed_over(families)), transport, timeout, rank if alone else None)
+        self._groups = groups_of(
+            set(_summed_over(families, rank if alone else None)), transport, timeout, rank if alone else None
+        )
         self._sums: dict[tuple[Ranks, tuple[str, ...]], _SumBucket] = {}
         self._copies: dict[Ranks, list[_GradientSum]] = defaultdict(list)
         self._elsewhere: set[int] = set()
@@ -366,11 +369,14 @@ def _with_same_rows(ranks: Ranks, divided: Mapping[int, Division], rank: int) ->
     return tuple(each for each in ranks if divided[each].ranks.index(each) == number)
 
 
-def _summed_over(families: Mapping[_SharedParameter, tuple[dict[int, Division], bool]]) -> Iterator[Ranks]:
-    """All sets of ranks that sum something."""
+def _summed_over(
+    families: Mapping[_SharedParameter, tuple[dict[int, Division], bool]], only: int | None
+) -> Iterator[Ranks]:
+    """All sets of ranks that sum something, or those with this one ``only``."""
     for family, (divided, alike) in families.items():
         for ranks in family.groups.values():
-            for rank in ranks if alike else ranks[:1]:
+            own = ranks if only is None else ranks[:0] if only not in ranks else (only,)
+            for rank in own if alike else own[:1]:
                 across = _with_same_rows(ranks, divided, rank) if alike else ranks
                 if len(across) > 1:
                     yield across
