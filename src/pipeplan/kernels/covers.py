@@ -87,9 +87,8 @@ def algorithm_1(
     Each operator comes after all that take its result, as a depth-first walk from the inputs leaves them; the next that
     no match has yet is the frontier. It is the root of the match that is put there: C(s + g) = C(s) + M(g), with the
     changes of backend at the root's result. Subgraphs s that are the same and whose results that wait are taken by the
-    same backends differ in cost alone, and the cheapest is kept: where no more than ``most_states`` ever wait, the cover
-    is proved to be the cheapest.
-    With it, those are kept at each operator whose cost, with the least that the rest can take, is lowest.
+    same backends differ in cost alone, and the cheapest is kept: where no more than ``most_states`` ever wait, no other
+    cover is cheaper. Else those are kept at each operator whose cost, with the least that the rest can take, is lowest.
 
     Raises:
         InfeasibleError: an operator is in no match, or no matches are disjoint and have all operators.
