@@ -43,8 +43,8 @@ def prepare(folder: Path) -> None:
     made = {
         "links.json": ("profile", "--communication", "--processes", 2, "--max-bytes", "1MiB"),
         "small.json": (
-            *("profile", MODEL, *of_contexts("4,8", "512,1k"), "--shards", "1,2", "--dcp", "2", "--threads", 1),
-            *("--processes", 2, "--repeats", 7, "--warmup", 1, "--cluster", folder / "links.json"),
+            *("profile", MODEL, "--sequence", 64, *of_contexts("4,8", "1k"), "--shards", "1,2", "--dcp", "2"),
+            *("--threads", 1, "--processes", 2, "--repeats", 5, "--warmup", 1, "--cluster", folder / "links.json"),
         ),
         "large.json": (
             *("profile", LARGE, *of_contexts("1,8,32", "1k,32k"), "--shards", "1,2,4"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from html import unescape
+from io import StringIO
 from typing import Any, get_args
 
 import pytest
@@ -17,7 +19,10 @@ from pipeplan.files import Plan
 from pipeplan.files.read_write import to_json
 from pipeplan.planning.decode_choice import DecodeSearch
 from pipeplan.planning.decoding import LayerVolume, ServingAsked, Sharing
+from pipeplan.reporting.html.report import report_of
+from pipeplan.reporting.terminal import print_simulation
 from pipeplan.runtime.decoding.layouts import BlockLayout
+from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.kinds import PARAMETERS
 
 NAMED = [kv for kv in get_args(Sharing) if kv != "auto"]
@@ -220,6 +225,20 @@ def test_they_show_themselves_as_the_command_line_does() -> None:
         assert "dcp=4: 4 devices share each request's cache" in shown
         assert "samples/s" not in shown.partition("<svg")[0]
     assert "<svg" in html
+
+
+def test_simulations_and_reports_say_how_caches_are_shared_in_the_fields_words() -> None:
+    plan = searched(drawn_decoder(5), kv="cp", memory=10**9).plan
+    file = StringIO()
+    print_simulation(simulate(plan), file, 200)
+    said = unescape(report_of([plan], (), None, "pipeplan report").html)
+    for shown in (file.getvalue(), said):
+        assert "decode context parallel" in shown
+        assert "(cp)" not in shown
+    assert "between two tokens of a request" in said
+    assert "8 requests of 400 tokens at the last step" in said
+    assert re.search(r"room for \d+ such requests", said)
+    assert "10 % more memory" not in said
 
 
 def test_progress_has_the_best_token_time_so_far_and_the_bound() -> None:

@@ -93,6 +93,12 @@ def test_stages_have_the_sizes_of_their_submodule(
     assert sizes_of(planned(rules_of(image, text))) == expected
 
 
+def test_of_a_large_request_they_are_placed_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layouts are sorted by what is written of them, which strategies say and submodules do not."""
+    monkeypatch.setattr("pipeplan.planning.candidates.is_large", lambda _: True)
+    assert sizes_of(planned(rules_of(1, 4))) == {"image": {1}, "text": {4}, "contrast": {2}}
+
+
 @pytest.mark.parametrize(("image", "text"), [(1, 4), (4, 1), (2, 4), (None, 4), (1, 1)])
 def test_the_joint_waits_for_the_samples_it_takes(image: int | None, text: int | None) -> None:
     """The loss of some samples starts when both towers have made them, and no tower's backward before their losses."""

@@ -28,7 +28,7 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import PREFILL
 from pipeplan.workload.workload import Workload
-from references.decode_loops import least_repetend
+from references.decode_loops import least_repetend, least_repetend_in_memory
 
 Devices = Sequence[tuple[int, ...]]
 
@@ -139,6 +139,45 @@ def test_the_repetend_is_the_least_of_all_starts(workload: Workload) -> None:
 @given(small_loops())
 def test_the_repetend_is_the_least_of_all_starts_of_many(workload: Workload) -> None:
     require_least(workload)
+
+
+@st.composite
+def loops_in_memory(draw: st.DrawFn) -> Workload:
+    """Two or three stages on two devices, whose results have bytes, and hardly room for them."""
+    count = draw(st.integers(2, 3))
+    devices = draw(st.lists(st.sampled_from([(0,), (1,)]), min_size=count, max_size=count))
+    times, lags = (draw(st.lists(st.integers(least, 3), min_size=count, max_size=count)) for least in (1, 0))
+    groups = draw(st.integers(1, 3 if len(set(devices)) == count else 2 if count == 2 else 1))
+    loop = loop_of(times, devices, groups, lags, draw(st.integers(0, 2)))
+    given = [draw(st.integers(1, 3)) for _ in range(count - 1)]
+    room = draw(st.integers(max(given), groups * sum(given)))
+    operations = (replace(each, acquire_bytes=size) for each, size in zip(loop.operations, [*given, 0], strict=True))
+    return replace(loop, operations=tuple(operations), devices=(Device(memory_bytes=room),) * len(loop.devices))
+
+
+def require_least_in_memory(workload: Workload) -> None:
+    """Of all orders that fit; where none does, none is found."""
+    groups = workload.step_microbatches
+    least = least_repetend_in_memory(workload, groups)
+    if least is None:
+        with pytest.raises(InfeasibleError):
+            plan_of(workload)
+    else:
+        assert plan_of(workload).token_ns == least
+
+
+@settings(max_examples=15)
+@given(loops_in_memory())
+def test_the_repetend_in_tight_memory_is_the_least_of_all_orders(workload: Workload) -> None:
+    require_least_in_memory(workload)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@settings(max_examples=400)
+@given(loops_in_memory())
+def test_the_repetend_in_tight_memory_is_the_least_of_all_orders_of_many(workload: Workload) -> None:
+    require_least_in_memory(workload)
 
 
 # Plans of a profile --------------------------------------------------------------------------------------------------

@@ -501,7 +501,7 @@ def _plain(request: Request) -> Iterator[Choice]:
                 yield each.choice
     elif name != "auto" or request.placement not in ("auto", "one-to-one"):
         groups = [list(alike) for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas)]
-        if is_large(request):
+        if is_large(request) and request.placement != SUBMODULES:
             groups.sort(key=lambda alike: min(_written(request, each) for each in alike))
         for alike in groups:
             yield from _best_size_first(request, alike)
@@ -558,7 +558,12 @@ def _positions(request: Request, choice: Choice) -> int:
 
 
 def num_actions(request: Request, choice: Choice) -> int:
-    """So many at least has a run of it in which nothing repeats: forwards and backwards of every stage."""
+    """So many at least has a run of it in which nothing repeats: forwards and backwards of every stage.
+
+    None are known of submodules, whose stages rules make.
+    """
+    if choice.strategy == SUBMODULES:
+        return 0
     routes = 1 + STRATEGIES[choice.strategy].two_ways
     stages = _positions(request, choice) * choice.per_position * routes
     return (1 if request.profile.is_inference else 2) * stages * choice.batch.num_microbatches // routes

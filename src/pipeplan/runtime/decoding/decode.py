@@ -76,8 +76,15 @@ def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnE
     progress.begin(Phase.DONE)
     requests = tuple(_text(chosen, request) for request in range(len(options.prompts)))
     versions = {"torch": torch.__version__}
-    counted = {"sent_bytes": tuple(sent), "wire_bytes": tuple(wire), "cache_bytes": tuple(kept)}
-    return RunResult((), (), versions, requests=requests, **counted)
+    return RunResult(
+        (),
+        (),
+        versions,
+        requests=requests,
+        sent_bytes=tuple(sent),
+        wire_bytes=tuple(wire),
+        cache_bytes=tuple(kept),
+    )
 
 
 def said(options: DecodeOptions) -> dict[str, object]:

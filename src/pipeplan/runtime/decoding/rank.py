@@ -67,10 +67,14 @@ class Turns:
     def require_known(plan: Plan) -> None:
         """Refuse a plan whose chunks run before it is known who reads: where a text may end, a chunk is of whoever has
         taken its place, which the words of the group's last step say. Raises UsageError."""
-        repetend, groups = plan.repetend, plan.decode.groups if plan.decode is not None else 1
-        for each in plan.operations if repetend is not None else ():
+        assert plan.decode is not None
+        groups, repetend = plan.decode.groups, plan.repetend
+        if repetend is None:
+            return
+        first = repetend.first
+        for each in plan.operations:
             step = f"{each.attributes['stage']}F" if each.kind == PREFILL else each.id
-            if repetend.first[each.id] - repetend.first[step] >= groups:
+            if first[each.id] - first[step] >= groups:
                 raise UsageError(
                     f"the plan takes in {each.id} more than a step of its group ahead, and with --tokenizer texts may "
                     "end sooner, so that it is not known then who reads; search without --prefill"
