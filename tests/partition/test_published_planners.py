@@ -442,9 +442,9 @@ def dapple_loads(profile: Profile, options: Sequence[Way], stages: Sequence[Any]
 
 
 @settings(max_examples=15)
-@given(st.lists(COSTS, min_size=1, max_size=4), MEMORY)
-def test_dapple_is_the_plain_algorithm(costs: list[Costs], memory: int | None) -> None:
-    """Against one plan after another: the same latency, that of the stages it gives."""
+@given(st.lists(COSTS, min_size=1, max_size=4), MEMORY, st.booleans())
+def test_dapple_is_the_plain_algorithm(costs: list[Costs], memory: int | None, in_order: bool) -> None:
+    """Against one plan after another: the same latency, that of its stages; on machines, or on devices in order."""
     profile = profile_of(costs)
     order, problem = profile.topological_order(), problem_of(profile, memory, CLUSTER)
     options = problem.ways
@@ -454,12 +454,16 @@ def test_dapple_is_the_plain_algorithm(costs: list[Costs], memory: int | None) -
         return memory is None or needed(profile, order[begin:end], options[way], later + 1) <= memory
 
     loads = partial(dapple_loads, profile, options)
-    plain = plain_plan(len(order), NODES, NUMBER, [way.replicas for way in options], loads, fits)
+    machines = [range(DEVICES)] if in_order else NODES
+    plain = plain_plan(len(order), machines, NUMBER, [way.replicas for way in options], loads, fits)
     if plain is None:
         with pytest.raises(InfeasibleError, match="DAPPLE"):
             next(dapple(problem))
         return
-    plan = next(dapple(problem))
+    with pytest.MonkeyPatch.context() as patch:
+        if in_order:
+            patch.setattr("pipeplan.partition.dapple.MOST_OF_MACHINES", 0)
+        plan = next(dapple(problem))
     assert plan.value_ns == plain[0]
     placed = plan.placement.stages
     cuts = [0, *accumulate(len(stage.blocks) for stage in placed)]
@@ -469,29 +473,35 @@ def test_dapple_is_the_plain_algorithm(costs: list[Costs], memory: int | None) -
         for at, (stage, (begin, end)) in enumerate(zip(placed, pairwise(cuts), strict=True))
     ]
     assert plain_latency(dapple_loads(profile, own, stages), NUMBER) == plan.value_ns
-    assert plan.value_ns >= best_latency(profile, options, fits)
+    assert plan.value_ns >= best_latency(profile, options, fits, machines)
 
 
-def best_latency(profile: Profile, options: Sequence[Way], fits: Callable[[Any, int], bool]) -> int:
+def best_latency(
+    profile: Profile, options: Sequence[Way], fits: Callable[[Any, int], bool], machines: Sequence[Sequence[int]]
+) -> int:
     """Least latency of all contiguous plans on devices by any policies."""
     return min(
         plain_latency(dapple_loads(profile, options, stages), NUMBER)
         for ranges in contiguous(len(profile.blocks))
         for chosen in product(range(len(options)), repeat=len(ranges))
         if sum(options[way].replicas for way in chosen) <= DEVICES
-        for stages in placed_by_policies(ranges, chosen, [options[way].replicas for way in chosen])
+        for stages in placed_by_policies(machines, ranges, chosen, [options[way].replicas for way in chosen])
         if all(fits(stage, len(stages) - 1 - place) for place, stage in enumerate(stages))
     )
 
 
 def placed_by_policies(
-    ranges: Sequence[Any], ways: Sequence[int], counts: Sequence[int], taken: Any = ()
+    machines: Sequence[Sequence[int]],
+    ranges: Sequence[Any],
+    ways: Sequence[int],
+    counts: Sequence[int],
+    taken: Any = (),
 ) -> Iterator[list[Any]]:
     if not ranges:
         yield []
         return
-    for devices in policies(NODES, frozenset(taken), counts[0]):
-        for rest in placed_by_policies(ranges[1:], ways[1:], counts[1:], (*taken, *devices)):
+    for devices in policies(machines, frozenset(taken), counts[0]):
+        for rest in placed_by_policies(machines, ranges[1:], ways[1:], counts[1:], (*taken, *devices)):
             yield [(*ranges[0], ways[0], devices), *rest]
 
 

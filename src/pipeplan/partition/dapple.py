@@ -19,7 +19,9 @@ these devices are.
 *Policies.* **Fresh first** takes devices of machines of which none is taken, **append first** of machines of which some
 are, each if they suffice; **scatter first** equally many of all machines of which some are taken, or of all where that
 is none, or not enough. Machines of equal size are alike: states that differ in which of them has what are one. Links
-of the innermost level join the devices of a machine; where there is only one level, all are in one machine.
+of the innermost level join the devices of a machine; where there is only one level, all are in one machine. Policies
+multiply states: of more than 1,000 blocks times devices they are left out, and stages take devices in order, over links
+and with sums as these have them.
 
 Replicas have equal parts of each micro-batch. While plans are compared, the last stage has as many as devices are left,
 each with that part of the time; here they are then as many as divide the micro-batch, so that devices may stay idle.
@@ -28,6 +30,7 @@ Memory is that of 1F1B for the number of stages that follow, and no part of a st
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,6 +48,9 @@ Load = tuple[int, int, int]
 """Of a stage: forward and backward of a micro-batch, and the gradients' all-reduce, in ns."""
 
 Devices = tuple[int, ...]
+
+MOST_OF_MACHINES = 1_000
+"""Blocks times devices up to which machines are chosen: of more, states are too many, and devices come in order."""
 
 
 def dapple(problem: PartitionProblem) -> Iterator[Partition]:
@@ -163,7 +169,8 @@ class _StatePlans:
         self.count = problem.mini_batch // ways[0].microbatch_size
         links, devices = problem.links, problem.num_devices
         levels = links.levels(devices) if links else [devices]
-        self.size = levels[0] if len(levels) > 1 else devices
+        self.node = levels[0] if len(levels) > 1 else devices
+        self.size = self.node if self.num_blocks * devices <= MOST_OF_MACHINES else devices
         self.machines = [min(self.size, devices - first) for first in range(0, devices, self.size)]
         self.passing = links.passing(order, ways[0].microbatch_size) if links else None
         self.messages: dict[tuple[Devices, Devices], Array] = {}
@@ -251,10 +258,7 @@ class _StatePlans:
 
     def _sums(self, way: int, devices: Devices) -> Array:
         """[begin, end] ns of what follows a stage's actions: of sums over machines it counts how many each has."""
-        per_machine = [0] * len(self.machines)
-        for device in devices:
-            per_machine[device // self.size] += 1
-        key = way, tuple(sorted(per_machine))
+        key = way, tuple(sorted(Counter(device // self.node for device in devices).values()))
         if key not in self.waits:
             links, own = self.problem.links, self.ways[way]._replace(replicas=len(devices))
             sizes, places = np.unique(self.sizes, return_inverse=True)
@@ -267,7 +271,7 @@ class _StatePlans:
 
     def _message(self, sources: Devices, targets: Devices) -> Array:
         """[quantity, cut] the load of sending what passes a cut."""
-        key = tuple(d // self.size for d in sources), tuple(d // self.size for d in targets)
+        key = tuple(d // self.node for d in sources), tuple(d // self.node for d in targets)
         if key not in self.messages:
             forth = back = np.zeros(self.num_blocks + 1, dtype=np.int64)
             if self.problem.links is not None and self.passing is not None:
