@@ -11,6 +11,7 @@ from pipeplan.costs.recipes import running_bytes
 from pipeplan.costs.speeds import at_speed
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile, Recipe
+from pipeplan.files.profile import EAGER
 from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, MAX_NS, require_sum
 from pipeplan.workload.elements import Again, Recompute, again_of
@@ -94,7 +95,7 @@ _Split = tuple[int, int, int, int]
 def _row_for(block: Block, microbatch_size: int, split: _Split, *, recompute: Again, input_bytes: int) -> CostRow:
     if recompute == "selective":
         return _core_recomputed(_row_for(block, microbatch_size, split, recompute=False, input_bytes=0))
-    measured = (microbatch_size, *split, None, recompute)
+    measured = (microbatch_size, *split, None, recompute, EAGER)
     exact = next((row for row in block.costs if row.microbatch_size == microbatch_size and row.key == measured), None)
     if exact is not None:
         return exact

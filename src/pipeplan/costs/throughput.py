@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pipeplan.costs.devices import peak_flops_per_s
 from pipeplan.files import Block, CostRow, Plan, Profile
+from pipeplan.files.profile import EAGER
 from pipeplan.workload.workload import Workload
 
 PASSES = 3
@@ -130,7 +131,7 @@ def one_device_ns(profile: Profile, workload: Workload) -> float | None:
 
 def _whole(block: Block) -> Iterator[CostRow]:
     """The rows of one device, with nothing recomputed."""
-    return (row for row in block.costs if row.key == (row.microbatch_size, 1, 1, 1, 1, None, False))
+    return (row for row in block.costs if row.key == (row.microbatch_size, 1, 1, 1, 1, None, False, EAGER))
 
 
 def _quickest_ns(row: CostRow) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +22,12 @@ from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.executor.rank_program import program_of, programs_of
 from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel.device import Autocast
 from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, routed
 from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import expert_models
@@ -176,6 +180,33 @@ def test_rows_go_to_their_experts_and_come_back(capacity: int | None) -> None:
     if capacity is None:
         assert [int(each.own) for each in found] == every.view(count, -1).sum(1).tolist()
         assert {int(each.busiest) for each in found} == {int(every.view(count, -1).sum(1).max())}
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_products_of_experts_are_in_autocasts_format(split: bool) -> None:
+    """As those of linear layers, to a thousandth or so of float32; gradients have the parameters' format."""
+    weight = torch.randn(2, 4, 3, requires_grad=True)
+    rows, ends = torch.randn(5, 3), torch.tensor([1, 5])
+    expected = torch.cat([rows[:1] @ weight[0].t(), rows[1:] @ weight[1].t()])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made = grouped(rows, weight, ends)
+    assert made.dtype is torch.bfloat16
+    torch.testing.assert_close(made.float(), expected, rtol=0.05, atol=0.05)
+    (gradient,) = torch.autograd.grad(expected.sum(), weight)
+    queue = WeightGradQueue()
+    with queue if split else nullcontext():
+        made.sum().backward()
+    assert (weight.grad is None) == split
+    queue.run()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, gradient, rtol=0.05, atol=0.05)
+
+
+def test_shapes_are_known_under_autocast() -> None:
+    """Without computing, as a run finds out what its messages are like."""
+    model = load_model("gpt2-experts-tiny")
+    expected = output_shapes(model, 2, torch.float32)
+    assert output_shapes(model, 2, torch.float32, Autocast("cpu", torch.bfloat16)) == expected
 
 
 def _training(name: str) -> TrainOptions:

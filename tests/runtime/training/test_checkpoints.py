@@ -48,7 +48,7 @@ SLOW = (
     "a configuration's shares in stages, then divided, then sequences shared, then whole",
     "branches",
 )
-LONG = ("and the other way round", "whole, then split over three", "branches")
+LONG = ("and the other way round", "whole, then split over three", "whole, then experts over two", "branches")
 """Of the pairs, the long ones among the slow."""
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.weight_grads import accumulate_later
@@ -104,11 +105,16 @@ def _weighted(words: Tensor, slots: Tensor, shares: Tensor, count: int, experts:
     each = slots.shape[1]
     numbers, order = slots.flatten().sort(stable=True)
     ends = torch.searchsorted(numbers, torch.arange(count, device=words.device), right=True)
-    if not words.is_meta:
+    if _has_data(words):
         order = order[: int(ends[-1])]
     word = order // each
     made = experts(words[word], ends) * shares.flatten()[order][:, None]
     return torch.zeros_like(words).index_add(0, word, made)
+
+
+def _has_data(tensor: Tensor) -> bool:
+    """Whether it has numbers, and not only a shape."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 # Products of groups of rows -----------------------------------------------------------------------------------------
@@ -117,8 +123,11 @@ def _weighted(words: Tensor, slots: Tensor, shares: Tensor, count: int, experts:
 def grouped(rows: Tensor, weight: Tensor, ends: Tensor, *, waits: bool = True) -> Tensor:
     """Rows [rows, inputs] times the weight of their group [groups, outputs, inputs], to [rows, outputs].
 
-    Rows of group g end before row ``ends[g]``. The weight's gradient can be deferred where it ``waits``.
+    Rows of group g end before row ``ends[g]``. The weight's gradient can be deferred where it ``waits``; the product is
+    then in autocast's format, as a linear layer's is.
     """
+    if waits and not rows.is_meta and torch.is_autocast_enabled(rows.device.type):
+        rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     return _grouped(rows, weight, ends, waits)
 
 
@@ -142,7 +151,7 @@ class _GroupedFunction(torch.autograd.Function):
         def weight_grad() -> Tensor:
             made = torch.zeros_like(weight)
             for group, (begin, end) in enumerate(bounds):
-                torch.mm(gradient[begin:end].t(), rows[begin:end].to(gradient.dtype), out=made[group])
+                made[group] = gradient[begin:end].t() @ rows[begin:end].to(gradient.dtype)
             return made
 
         if rows is None:
@@ -156,7 +165,7 @@ _grouped: Callable[..., Tensor] = _GroupedFunction.apply
 
 def _bounds(rows: Tensor, ends: Tensor) -> list[tuple[int, int]]:
     """The first row of each group, and the one after its last; without data all are of the first."""
-    found = [rows.shape[0]] * ends.shape[0] if rows.is_meta else ends.tolist()
+    found = ends.tolist() if _has_data(rows) else [rows.shape[0]] * ends.shape[0]
     return list(zip([0, *found[:-1]], found, strict=True))
 
 
@@ -226,7 +235,7 @@ def counting(counts: MutableMapping[str, WordCounts], block: str) -> Iterator[No
 def _note(chosen: Tensor, kept: Tensor, num_experts: int, rows: Tensor, place: int) -> None:
     """Count, where somebody does; ``rows`` are those of products that each device gets, this one at its ``place``."""
     found = _counted.get()
-    if found is None or chosen.is_meta:
+    if found is None or not _has_data(chosen):
         return
     counts, block = found
     numbers, zero = chosen.flatten(), torch.zeros((), dtype=torch.int64, device=chosen.device)

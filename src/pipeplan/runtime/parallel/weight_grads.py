@@ -131,7 +131,7 @@ def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -
 
 def _is_traced() -> bool:
     """Whether what runs is noted to be run by something else, which knows torch's own operators."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch's
 
 
 def _deferrable(module: nn.Module) -> tuple[Tensor, ...]:
