@@ -109,7 +109,7 @@ class Watched:
 
 def bytes_of(unit: Any) -> int:
     """Of parameters that have memory, or of what comes of them."""
-    coming = 0 if unit._gathering is None else unit._gathering.found.nbytes
+    coming: int = 0 if unit._gathering is None else getattr(unit._gathering, "found", unit._gathering).nbytes
     return coming + sum(each.whole.untyped_storage().nbytes() for each in unit.rows)
 
 
@@ -174,7 +174,8 @@ def watched_run(
     shapes = {name: p.shape for name, p in named.items()}
     division = Division(part.blocks, ranks, 3)
     divided = [Divided(p, (name.split(".")[0],), division, scattered=True) for name, p in named.items()]
-    sharded = ShardedState(divided, groups or Alone(), rank)
+    others: Any = groups or Alone()
+    sharded = ShardedState(divided, others, rank)
     state = sharded.stage(part, program.num_gradients(0))
     assert state is not None
     watched = Watched(state)
