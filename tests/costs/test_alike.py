@@ -14,7 +14,7 @@ from pipeplan.costs.zero import WHOLE, Exchanging, Experts, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, LinkLevel, PhaseRow, Profile, Recipe, Source
 from pipeplan.files.cluster import DeviceKind
-from pipeplan.files.profile import TiedParameter
+from pipeplan.files.profile import RingCosts, TiedParameter
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import STEPS, EvenCut
 from pipeplan.planning.trials import PlanSearch
@@ -136,6 +136,8 @@ def test_blocks_that_differ_in_anything_are_not_alike() -> None:
     ]
     rows = {
         "microbatch_size": 2,
+        "backend": "inductor",
+        "compile_ns": 3,
         "shards": 2,
         "context": 2,
         "expert": 2,
@@ -152,6 +154,7 @@ def test_blocks_that_differ_in_anything_are_not_alike() -> None:
         "workspace_bytes": 8,
         "selective_ns": 3,
         "selective_activation_bytes": 4,
+        "ring": RingCosts(forward_ns=1),
         "repeats": 9,
         "spread": {"forward_ns": 0.5},
     }

@@ -137,6 +137,9 @@ FURTHER: dict[str, dict[str, Any]] = {
 }
 """Families with tests of their own, in ``test_more_families.py``."""
 
+IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3", "llama4_text")
+"""Families whose norms or rotations transformers computes in float32 whatever the format: sums of parts round there."""
+
 NAMES = sorted(ARGUMENTS)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pipeplan.files import Plan, sha256_of
+from pipeplan.files.folded import unfolded
 from pipeplan.files.trace import Trace, TraceEvent, trace_json
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.workload.action import Action
@@ -262,6 +263,7 @@ def run_trace(plan: Plan, timeline: Timeline, about: Mapping[str, object]) -> st
     ``timeline`` [step][rank] has (program counter, start, end). A measured SEND lasts as long as posting it took, a
     RECV as long as its consumer waited for it.
     """
+    plan = unfolded(plan)  # ranks are devices
     predicted = predicted_trace(simulate(plan.unrolled())).events()
     measured = Trace("measured")
     events: list[TraceEvent] = [event for event in predicted if event["ph"] != "X"]

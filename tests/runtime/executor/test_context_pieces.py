@@ -20,6 +20,7 @@ from pipeplan.checker import check
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.executor.rank_program import ProgramStep
+from pipeplan.runtime.models.huggingface.families import FAMILIES
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import context as context_module
@@ -28,9 +29,10 @@ from pipeplan.runtime.parallel.context import causal_attention, own_pieces, own_
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.training.options import TrainOptions
-from runtime_support.hugging_face import SEED, SEQUENCE, text, training_of
+from pipeplan.workload.mesh import Mesh
+from runtime_support.hugging_face import IN_FLOAT32, SEED, SEQUENCE, text, training_of
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
-from runtime_support.threads import MailChannels, ThreadGroup, run_in_threads, together
+from runtime_support.threads import MailChannels, ThreadGroup, require_equal_to_unsplit, run_in_threads, together
 from support.marks import asked_for, slow_but
 
 
@@ -225,3 +227,20 @@ def test_bytes_that_ranks_move_are_the_plan_s(monkeypatch: pytest.MonkeyPatch) -
             hops[hop.source_device, hop.target_device] += hop.bytes * plan.num_microbatches
     assert sent == hops
     assert set(hops) == {(0, 3), (1, 2), (3, 0), (2, 1)}
+
+
+DECODERS = [name for name, family in FAMILIES.items() if family.is_decoder and family.divides]
+
+ELSEWHERE = ("gemma2", "falcon")
+"""Those whose scores are capped, or whose attention is one of its own."""
+
+
+@slow_but("name", DECODERS, lambda name: False, lambda name: True)
+def test_every_family_of_decoders_shares_sequences(name: str) -> None:
+    """Or says by name that it does not."""
+    if name in ELSEWHERE:
+        with pytest.raises(UsageError, match=r"capped|does not say how 2 devices share"):
+            model_of(name).shared_by(2).require_splittable("layers.0.attention", Mesh((("shards", 1),)), 2)
+        return
+    tolerance = 1e-7 if name in IN_FLOAT32 else 1e-10
+    require_equal_to_unsplit(model_of(name), plan_of(name, *PIPELINE, split=True), tolerance)

@@ -12,7 +12,7 @@ import pytest
 from builders.folds import Replicas, plan_of_replicas, plans_of
 from pipeplan.files import Plan, parse, to_json
 from pipeplan.files.folded import device_programs, unfolded
-from pipeplan.runtime.executor.rank_program import Program, program_of, programs_of
+from pipeplan.runtime.executor.rank_program import Division, Program, program_of, programs_of
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Hop
@@ -46,11 +46,20 @@ def test_a_rank_unfolds_its_own_program(seed: int, monkeypatch: pytest.MonkeyPat
         assert _own(found) == _own(whole)
         assert found.lines == {line for line in whole.lines if rank in line}
         assert set(found.edges) == {edge for edge in whole.edges if rank in edge}
-        assert found.divisions == tuple(each for each in whole.divisions if rank in each.ranks)
+        assert {*found.divisions} <= {*whole.divisions}
+        assert {each for each in whole.divisions if rank in each.ranks} <= {*found.divisions}
+        for other in {other for _, other in found.holders}:
+            blocks = {share.block for share, holder in found.holders if holder == other}
+            assert _divided(found, other, blocks) == _divided(whole, other, blocks)
         own = {_kind(share) for share, other in whole.holders if other == rank}
         assert {(_kind(s), r) for s, r in found.holders if _kind(s) in own} == {
             (_kind(share), other) for share, other in whole.holders if _kind(share) in own
         }
+
+
+def _divided(program: Program, rank: int, blocks: set[str]) -> set[Division]:
+    """With whom a rank divides some blocks."""
+    return {each for each in program.divisions if rank in each.ranks and not blocks.isdisjoint(each.blocks)}
 
 
 def _kind(share: Share) -> Share:

@@ -23,7 +23,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.sharding import Cut, Shards
 from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.runtime.training.options import TrainOptions
-from runtime_support.hugging_face import LLAMA, SEED, SEQUENCE, WORDS, captured, text, training_of
+from runtime_support.hugging_face import IN_FLOAT32, LLAMA, SEED, SEQUENCE, WORDS, captured, text, training_of
 from runtime_support.plans import Case, Reports, assert_as_unsplit, placed_plan, reports_of
 from runtime_support.threads import require_equal_to_unsplit
 from runtime_support.warm import warm_ranks
@@ -37,9 +37,6 @@ WHOLE = ("t5", "mt5", "whisper", "gemma3", "llama4")
 """Whose blocks hand on more than whole tensors and slices of one sequence: position biases, sounds, images."""
 
 RUN_SPLIT = [name for name, family in FAMILIES.items() if family.divides and name not in WHOLE]
-
-IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3", "llama4_text")
-"""Families whose norms or rotations transformers computes in float32 whatever the format: sums of parts round there."""
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from pipeplan.errors import UsageError
@@ -49,7 +50,7 @@ class BlockLayout:
     @property
     def pieces(self) -> MeshAxis:
         """Along which devices have pieces of caches."""
-        return self.mesh.axis(CACHE_BY_QUERIES if self.by_queries else CACHE)
+        return _pieces(self.mesh)
 
     @property
     def by_queries(self) -> bool:
@@ -78,6 +79,12 @@ class BlockLayout:
     def shards(self, device: int) -> tuple[int, ...]:
         """The devices among which the block is split, of those that have this one's requests."""
         return self.mesh.axis(SHARDS).of(device)
+
+
+@cache
+def _pieces(mesh: Mesh) -> MeshAxis:
+    """Asked for again and again in every step."""
+    return mesh.axis(CACHE_BY_QUERIES if mesh.size_of(CACHE_BY_QUERIES) > 1 else CACHE)
 
 
 class Route(NamedTuple):

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from pipeplan.runtime.executor.message_graph import TensorKey
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep
@@ -245,8 +246,32 @@ def groups_of(
     """
     own = sorted(ranks for ranks in set(sets) if alone is None or alone in ranks)
     how: dict[str, Any] = {"timeout": timeout, "backend": transport, "use_local_synchronization": alone is not None}
-    made = {ranks: dist.new_group(list(ranks), **how) for ranks in own}
+    with _named_by_ranks() if alone is not None else contextlib.nullcontext():
+        made = {ranks: dist.new_group(list(ranks), **how) for ranks in own}
     return {ranks: group for ranks, group in made.items() if isinstance(group, dist.ProcessGroup)}
+
+
+_MADE = Counter[Ranks]()
+
+
+@contextlib.contextmanager
+def _named_by_ranks() -> Iterator[None]:
+    """Groups that only their own ranks make have names by these ranks, and by how many they have made before.
+
+    torch names them by all groups that a rank has made, of which others of its ranks may have made more or fewer; they
+    then wait for each other under two names.
+    """
+    named = distributed_c10d._hash_ranks_to_str
+
+    def name(ranks: list[int]) -> str:
+        _MADE[tuple(ranks)] += 1
+        return f"pipeplan {ranks} {_MADE[tuple(ranks)]}"
+
+    distributed_c10d._hash_ranks_to_str = name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = named
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -331,8 +331,11 @@ def program_of(
     here = {number for number, stage in enumerate(short.stages) if rank in stage.devices}
     slices = _slices_of(short, graph, edges, divides, here)
     lowering = _Lowering(short, rank, graph, SampleOwnership(short), slices)
-    holders = tuple(dict.fromkeys(_holders_with(short, rank, here, tied)))
-    program = lowering.program(holders, _lines_with(short, rank, here), here)
+    shared = _shared_blocks(short, here, tied)
+    holders = tuple(dict.fromkeys(_holders_with(short, rank, here, shared)))
+    others = {number for number, stage in enumerate(short.stages) if not shared.isdisjoint(stage.blocks)}
+    divisions = tuple(_divisions(short, here | others))
+    program = lowering.program(holders, _lines_with(short, rank, here), divisions)
     if plan.loop is None:
         return program
     texts = device_programs(plan)[rank]
@@ -341,19 +344,21 @@ def program_of(
     return _looped(own, own.loop, program, copies, texts)
 
 
-def _holders_with(
-    plan: Plan, rank: int, here: Collection[int], tied: Iterable[Collection[str]]
-) -> Iterator[tuple[Share, int]]:
-    """The shares of a rank's blocks, each with the ranks that have it; of blocks that others have otherwise all."""
+def _shared_blocks(plan: Plan, here: Collection[int], tied: Iterable[Collection[str]]) -> set[str]:
+    """Blocks of a rank's stages that are in several stages, or that share parameters with others, and these."""
     own = {block for number in here for block in plan.stages[number].blocks}
     counts = Counter(block for stage in plan.stages for block in stage.blocks)
-    every = {block for block in own if counts[block] > 1}
-    every |= {block for blocks in tied if len(blocks) > 1 and not own.isdisjoint(blocks) for block in blocks}
+    found = {block for block in own if counts[block] > 1}
+    return found | {block for blocks in tied if len(blocks) > 1 and not own.isdisjoint(blocks) for block in blocks}
+
+
+def _holders_with(plan: Plan, rank: int, here: Collection[int], every: Collection[str]) -> Iterator[tuple[Share, int]]:
+    """The shares of a rank's blocks, each with the ranks that have it; of ``every`` shared block all shares."""
     for number, stage in enumerate(plan.stages):
         if number in here:
             for other, shares in _with_shares(stage, rank):
                 yield from ((share, other) for share in shares if share.block not in every)
-        if not every.isdisjoint(stage.blocks):
+        if any(block in every for block in stage.blocks):
             for other in stage.devices:
                 yield from ((share, other) for share in _shares_of(stage, other) if share.block in every)
 
@@ -544,9 +549,9 @@ class _Lowering:
         self,
         holders: tuple[tuple[Share, int], ...],
         lines: frozenset[tuple[int, ...]],
-        here: Collection[int] | None = None,
+        divisions: tuple[Division, ...] | None = None,
     ) -> Program:
-        """The program; with ``here``, the rank's stages, it knows only of ranks that have to do with this one."""
+        """The program; with its own ``divisions`` it knows only of ranks that have to do with this one."""
         plan, texts = self._plan, self._plan.programs[self._rank]
         known = {self._rank, *(rank for _, *ends in self._hops for rank in ends)}
         return Program(
@@ -561,8 +566,8 @@ class _Lowering:
             custom_ops=self._custom_ops,
             lines=lines,
             edges=tuple(sorted({(source, target) for _, source, target in self._hops})),
-            divisions=tuple(each for each in _divisions(plan, here) if here is None or self._rank in each.ranks),
-            is_alone=here is not None,
+            divisions=tuple(_divisions(plan)) if divisions is None else divisions,
+            is_alone=divisions is not None,
             stage_of=_stage_of(plan),
             slices=self._slices,
             pieces={

@@ -110,14 +110,14 @@ def warn_if_compiled(queue: WeightGradQueue, module: nn.Module, name: str) -> No
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``F.linear``, with weight [out, in] and bias gradients that can be deferred."""
-    if _is_traced():
+    if _is_traced() or torch.is_inference_mode_enabled():  # in which there are no gradients, and few words a step
         return F.linear(input, weight, bias)
     return _linear(input, weight, bias, False, *_kept(input))
 
 
 def addmm(bias: Tensor | None, input: Tensor, weight: Tensor) -> Tensor:
     """``input @ weight + bias`` with weight [in, out] and bias gradients that can be deferred."""
-    if _is_traced():
+    if _is_traced() or torch.is_inference_mode_enabled():
         return F.linear(input, weight.t(), bias)
     return _linear(input, weight, bias, True, *_kept(input))
 
