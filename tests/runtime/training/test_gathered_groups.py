@@ -110,7 +110,8 @@ class Watched:
 def bytes_of(unit: Any) -> int:
     """Of parameters that have memory, or of what comes of them."""
     coming: int = 0 if unit._gathering is None else getattr(unit._gathering, "found", unit._gathering).nbytes
-    return coming + sum(each.whole.untyped_storage().nbytes() for each in unit.rows)
+    there: int = sum(each.whole.untyped_storage().nbytes() for each in unit.rows)
+    return coming + there
 
 
 def planned(plan: Plan) -> dict[Place, set[int]]:
