@@ -22,8 +22,10 @@ def test_algorithm_1_without_a_limit_of_states_finds_the_cheapest(seed: int) -> 
     best = min(cost_of(graph, cover, change) for cover in every_cover(graph, matches))
     found = algorithm_1(graph, matches, change, None)
     assert found.total_ns == best == cost_of(graph, found.matches, change)
+    assert found.proved
     few = algorithm_1(graph, matches, change, 2)
     assert few.total_ns == cost_of(graph, few.matches, change) >= best
+    assert few.total_ns == best or not few.proved
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -87,8 +87,8 @@ def algorithm_1(
     Each operator comes after all that take its result, as a depth-first walk from the inputs leaves them; the next that
     no match has yet is the frontier. It is the root of the match that is put there: C(s + g) = C(s) + M(g), with the
     changes of backend at the root's result. Subgraphs s that are the same and whose results that wait are taken by the
-    same backends differ in cost alone, and the cheapest is kept; so without ``most_states`` the cover is the cheapest.
-    With it, those are kept at each operator whose cost, with the least that the rest can take, is lowest.
+    same backends differ in cost alone, and the cheapest is kept: where no more than ``most_states`` ever wait, no other
+    cover is cheaper. Else those are kept at each operator whose cost, with the least that the rest can take, is lowest.
 
     Raises:
         InfeasibleError: an operator is in no match, or no matches are disjoint and have all operators.
@@ -100,10 +100,11 @@ def algorithm_1(
     bound = sum(least.values())
     waiting: dict[int, dict[tuple[int, tuple[tuple[int, _Taken], ...]], _Covered]] = defaultdict(dict)
     waiting[0][0, ()] = _Covered(0, 0, (), None, None)
+    pruned = False
     for at in range(len(order)):
         states: Iterable[_Covered] = waiting.pop(at, {}).values()
         if most_states is not None and len(states) > most_states:  # type: ignore[arg-type]  # of a dict: it has a length
-            states = _kept(states, order, least, bound, most_states)
+            states, pruned = _kept(states, order, least, bound, most_states), True
         for state in states:
             for match, mask in rooted.get(at, ()):
                 if state.covered & mask:
@@ -123,7 +124,7 @@ def algorithm_1(
     while end is not None and end.match is not None:
         chosen.append(end.match)
         end = end.before
-    return KernelCover.of(graph, chosen, change_ns)
+    return KernelCover.of(graph, chosen, change_ns, proved=not pruned)
 
 
 def _no_cover(graph: OperatorDag, matches: Iterable[KernelMatch]) -> str:

@@ -100,7 +100,9 @@ def choose_kernels(profile: Profile, size: int | None = None, budget: Budget | N
     size = size or _largest(profile, graph, sizes)
     matches, change = matches_of(profile, graph, size), profile.backend_change_ns
     first = algorithm_1(graph, matches, change)
-    cover, bound = exact_cover(graph, matches, change, budget or Budget(30.0), first)
+    cover, bound = first, first.total_ns
+    if not first.proved:
+        cover, bound = exact_cover(graph, matches, change, budget or Budget(30.0), first)
     single = {name: _alone(graph, matches, name) for name in sorted({match.backend for match in matches})}
     return KernelChoice(profile, size, matches, cover, first, bound, single)
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from builders.sharded import chain_of, exchanging, pairs, placed
@@ -16,9 +21,11 @@ from pipeplan.costs import build_workload
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.files import Plan
 from pipeplan.planning.build_plan import assemble
+from pipeplan.runtime.executor.process_groups import RankGroup
 from pipeplan.runtime.executor.rank_program import Division, Program, ProgramStep, planned_programs, programs_of
 from pipeplan.runtime.executor.shared_parameters import Divided
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
+from pipeplan.runtime.launch.status import Board, Progress
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training.sharded_state import ExchangingStage, ShardedStage, ShardedState, with_last_uses
 from pipeplan.schedule.search import plain_look
@@ -27,6 +34,7 @@ from pipeplan.workload.exchanges import networks_at, passes
 from pipeplan.workload.kinds import PARAMETER_ROLES, PARAMETERS, RESHARD, Role
 from pipeplan.workload.task_graph import task_graph
 from runtime_support.sharded_plans import one_stage, sharded_plan
+from runtime_support.warm import warm_ranks
 
 CHAIN, BRANCHES = "runtime_support.models:untied_chain", "runtime_support.models:untied_branches"
 SHOWN = "runtime_support.models:shown"
@@ -58,6 +66,7 @@ class Watched:
     state: ShardedStage
     step: ProgramStep | None = None
     found: dict[Place, set[int]] = field(default_factory=dict)
+    sizes: dict[Place, int] = field(default_factory=dict)
 
     def begin(self, step: ProgramStep) -> None:
         self.state.begin(step)
@@ -94,6 +103,15 @@ class Watched:
         place = self.step.action.operation, self.step.action.microbatch, passed
         held = {group for group in range(len(groups)) if any(unit.has_memory for unit in self.state._units_of(group))}
         assert self.found.setdefault(place, held) == held, place
+        units = dict.fromkeys(unit for group in held for unit in self.state._units_of(group))
+        self.sizes[place] = max(self.sizes.get(place, 0), sum(map(bytes_of, units)))
+
+
+def bytes_of(unit: Any) -> int:
+    """Of parameters that have memory, or of what comes of them."""
+    coming: int = 0 if unit._gathering is None else getattr(unit._gathering, "found", unit._gathering).nbytes
+    there: int = sum(each.whole.untyped_storage().nbytes() for each in unit.rows)
+    return coming + there
 
 
 def planned(plan: Plan) -> dict[Place, set[int]]:
@@ -132,22 +150,39 @@ def run(
     plan: Plan, model_name: str, *, told: bool = True, cuts: tuple[int, ...] = ()
 ) -> tuple[dict[Place, set[int]], dict[str, Tensor]]:
     """What the first rank of a plan of one stage has gathered, and its gradients of the samples that are its own."""
+    watched, gradients = watched_run(plan, model_name, told=told, cuts=cuts)
+    return watched.found, gradients
+
+
+def watched_run(
+    plan: Plan,
+    model_name: str,
+    *,
+    told: bool = True,
+    cuts: tuple[int, ...] = (),
+    rank: int = 0,
+    ranks: tuple[int, ...] = (0,),
+    groups: Any = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Watched, dict[str, Tensor]]:
+    """The same of a rank that gathers with others, by default with none."""
     model = load_model(model_name)
-    program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[0]
+    program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[rank]
     program = replace(program, steps=tuple(in_parts(program.steps, cuts)))
     part = replace(program.stages[0], cuts=cuts)
-    modules = {block.id: model.build(block.id, 0, dtype=torch.float64) for block in model.blocks}
+    modules = {block.id: model.build(block.id, 0, dtype=dtype) for block in model.blocks}
     named = {f"{block}.{name}": p for block, module in modules.items() for name, p in module.named_parameters()}
     shapes = {name: p.shape for name, p in named.items()}
-    division = Division(part.blocks, (0,), 3)
+    division = Division(part.blocks, ranks, 3)
     divided = [Divided(p, (name.split(".")[0],), division, scattered=True) for name, p in named.items()]
-    sharded = ShardedState(divided, Alone(), 0)  # type: ignore[arg-type]
+    others: Any = groups or Alone()
+    sharded = ShardedState(divided, others, rank)
     state = sharded.stage(part, program.num_gradients(0))
     assert state is not None
     watched = Watched(state)
     specs = {block.id: block for block in map(model.block, part.blocks)}
     runner = ExchangingStage(StageRunner(part, modules, specs, state=watched), watched)  # type: ignore[arg-type]
-    batch = MiniBatch(model.mini_batch(plan.mini_batch, 0, 0, dtype=torch.float64, device=torch.device("cpu")), 1.0)
+    batch = MiniBatch(model.mini_batch(plan.mini_batch, 0, 0, dtype=dtype, device=torch.device("cpu")), 1.0)
     for step in (with_last_uses(program) if told else program).steps:
         if step.action.role is Role.STATE:
             state.run(step)
@@ -158,12 +193,50 @@ def run(
     assert not any(unit.has_memory for unit in sharded.units)
     assert {name: p.shape for name, p in named.items()} == shapes
     gradients = {name: sharded.own(p).grad for name, p in named.items()}
-    return watched.found, {name: each for name, each in gradients.items() if each is not None}
+    return watched, {name: each for name, each in gradients.items() if each is not None}
 
 
 def plan_of(model: str, every: int, *, split: bool, recompute: bool, reduced: int = 2) -> Plan:
     stages = one_stage(model, 3, (0, 1), unshard_every=every, reduce_every=reduced)
     return sharded_plan(model, stages, split=split, recompute=recompute)
+
+
+@pytest.mark.slow
+def test_two_ranks_have_the_bytes_that_the_plan_counts(tmp_path: Path) -> None:
+    """Tensors of both ranks of a gloo group, at each block of each action, beside the plan's gathered bytes."""
+    plan = plan_of(CHAIN, 1, split=False, recompute=False)
+    context, sizes = (
+        multiprocessing.get_context("forkserver"),
+        [each.gathered_bytes for each in plan.stages[0].block_groups],
+    )
+    with warm_ranks():
+        queue = context.Queue()
+        processes = [context.Process(target=_counted_rank, args=(rank, str(tmp_path), plan, queue)) for rank in (0, 1)]
+        for process in processes:
+            process.start()
+    answers = dict(queue.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join(60)
+    expected = planned(plan)
+    for found, counted in answers.values():
+        assert found.items() <= expected.items()
+        begun = [place for place in found if place[2] == 0]
+        assert {len(found[place]) for place in begun} == {4}
+        for place, held in found.items():
+            assert counted[place] == sum(sizes[group] for group in held), place
+
+
+def _counted_rank(rank: int, folder: str, plan: Plan, queue: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(Board.size(2))
+        progress = Progress(Board(file.fileno(), 2), rank)
+    groups = SimpleNamespace(of=lambda ranks: RankGroup(ranks, progress, dist.group.WORLD))
+    watched, _ = watched_run(plan, CHAIN, rank=rank, ranks=(0, 1), groups=groups, dtype=torch.float32)
+    queue.put((rank, (watched.found, watched.sizes)))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, ONCE])
