@@ -311,7 +311,7 @@ def test_a_rank_alone_knows_who_has_what_it_has(sizes: dict[str, int]) -> None:
         ]
         own, expected = ({key: ranks for key, ranks in each.items() if rank in ranks} for each in groups)
         assert own == expected
-        assert {each for each in whole.divisions if rank in each.ranks} == set(found.divisions)
+        assert {each for each in whole.divisions if rank in each.ranks} <= set(found.divisions) <= set(whole.divisions)
 
 
 def test_what_cannot_run_is_refused() -> None:

@@ -163,7 +163,7 @@ def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.Mo
     plan.provenance.tokens_per_sample = None
     trainer.resume.return_value = trainer.stopping = 0
     trainer.step.side_effect = [(step, []) for step in steps]
-    trainer.all_ranks.gather.return_value = [1]
+    trainer.all_ranks.gather.return_value = [{}]
     trainer.evaluation.return_value = None
     monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
     monkeypatch.setattr(training, "losses_of", lambda *_: Finding({}))
