@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
 renderer = ""
 """The module with ``html_of(object)`` and ``text_of(object)``, which ``pipeplan/__init__.py`` names; none if empty."""
@@ -12,6 +13,10 @@ class Displayed:
     """Base of what a notebook shows as more than text."""
 
     __slots__ = ()
+
+    def lines(self) -> Iterable[str]:
+        """What is shown of an object whose type the renderer, which imports no torch, does not know."""
+        return [repr(self)]
 
     def _repr_html_(self) -> str | None:
         """What IPython and Jupyter show; None for the text."""

@@ -108,6 +108,21 @@ def test_json_has_null_for_what_is_not_finite() -> None:
     assert [(step["loss"], step["grad_norm"]) for step in steps] == [(2.5, 1.0), (None, 1.0), (2.0, None)]
 
 
+def test_notebooks_show_times_and_losses() -> None:
+    """Of many steps the first and the last ones."""
+    plan = chain_plan(2, 2)
+    html = str(trained(plan, RunResult((FINE, LOST, STEEP), (1, 1)))._repr_html_())
+    assert html.startswith("<pre")
+    assert "     1  nan         2ms\n     2  2           2ms" in html
+    many = tuple(StepResult(step, 1.0 + step, 10**6, 0) for step in range(100))
+    lines = trained(plan, RunResult(many, (1, 1))).text().splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [*"012", "...", *map(str, range(83, 100))]
+    text = WrittenText((1, 2, 3), (10_000, 20_000, 40_000))
+    decode = plan_of("gpt2-tiny", [""], [[0]], batch=1, groups=1, context=9)
+    told = DecodeOutcome(decode, DecodeOptions(model="gpt2-tiny"), RunResult((), (0,), requests=(text,)))
+    assert told.text().splitlines()[1] == "3 tokens: [1, 2, 3]"
+
+
 def test_throughput_is_of_the_median_on_the_device_that_ran() -> None:
     """Two samples in 2 ms; a forward of 52 GFLOP three times for each, on two devices of 312 TFLOP/s.
 

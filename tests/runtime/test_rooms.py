@@ -21,7 +21,19 @@ from runtime_support.rooms import (
     runtime_modules,
 )
 
-OUTSIDE = {"_version", "catalog", "checker", "costs", "errors", "files", "graphs", "texts", "units", "workload"}
+OUTSIDE = {
+    "_version",
+    "catalog",
+    "checker",
+    "costs",
+    "display",
+    "errors",
+    "files",
+    "graphs",
+    "texts",
+    "units",
+    "workload",
+}
 """What runtime/ may import of the rest of the package, beside its version."""
 
 

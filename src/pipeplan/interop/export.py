@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 
 from pipeplan.catalog import ExportTarget, export_target, names
 from pipeplan.errors import UsageError, choose_from
@@ -33,6 +34,10 @@ class Export:
 
     def __str__(self) -> str:
         return self.text
+
+    def _repr_html_(self) -> str:
+        """What notebooks show: the text, and below it the notes."""
+        return "".join(f"<pre>{escape(each)}</pre>" for each in (self.text, *self.notes))
 
 
 def export_targets() -> list[str]:

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from pipeplan.checker import Report
 from pipeplan.costs.inspection import Inspection
+from pipeplan.display import Displayed
 from pipeplan.errors import in_python
 from pipeplan.files import Cluster, Plan, Profile, to_json
 from pipeplan.planning.build_plan import Result
@@ -68,6 +69,8 @@ def text_of(shown: object) -> str:
             file.write(_verdict(shown))
         case PlanReport():
             file.write(shown.markdown)
+        case Displayed():
+            file.write("\n".join(shown.lines()))
         case _:
             file.write(repr(shown))
     return "\n".join(line.rstrip() for line in in_python(file.getvalue()).rstrip().splitlines())
@@ -124,6 +127,8 @@ def _parts(shown: object) -> Iterator[str]:
             yield _pre(_verdict(shown))
         case PlanReport():
             yield _framed(shown.html, "report")
+        case Displayed():
+            yield _pre("\n".join(shown.lines()))
         case _:
             yield _pre(repr(shown))
 

@@ -36,3 +36,19 @@ def test_what_others_use_is_what_is_left(
 def test_a_system_that_does_not_say_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "Path", lambda _: Path("/nowhere/at/all"))
     assert OthersUse().cores() is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [(1, [[2, 3, 5, 7, 9]]), (2, [[2, 3], [5, 7, 9]]), (5, [[2], [3], [5], [7], [9]]), (6, [])],
+)
+def test_ranks_divide_the_cores_where_each_gets_one(
+    ranks: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only those that this process may use; with more ranks than cores the system does it."""
+    kept: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9, 2, 7, 3, 5})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: kept.append(cores))
+    for rank in range(ranks):
+        machine.keep_to_own_cores(rank, ranks)
+    assert kept == expected

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
@@ -178,6 +178,11 @@ class DecodeOutcome(RunOutcome):
     def __repr__(self) -> str:
         times = f"token {format_ns(self.warm_ns)}, predicted {format_ns(self.predicted_ns)}"
         return f"<DecodeOutcome {self.plan.name!r}: {counted(len(self.result.requests), 'text')}, {times}>"
+
+    def lines(self) -> Iterator[str]:
+        """What is shown of it: the times, and how many tokens each text has got."""
+        yield repr(self)[1:-1]
+        yield from (f"{counted(len(each.ids), 'token')}: {list(each.ids[:12])}" for each in self.result.requests[:20])
 
     @property
     def predicted_ns(self) -> int:

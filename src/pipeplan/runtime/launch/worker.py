@@ -33,6 +33,7 @@ from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, Reports, RunOptions, RunResult, job_of
 from pipeplan.runtime.launch.launchers import order_of
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
+from pipeplan.runtime.launch.machine import keep_to_own_cores
 from pipeplan.runtime.launch.status import (
     Board,
     Cause,
@@ -69,6 +70,8 @@ def be_rank(identity: Mapping[str, Any]) -> None:
         job = identity["job"]
         if isinstance(job, int):
             job = json.loads(_content(job))
+        if job.get("options", job).get("device", "cpu") == "cpu":
+            keep_to_own_cores(rank, world_size)  # before torch.distributed has threads
         timeout = _start_timeout(identity["timeout_ns"])
         with _process_group(_local_store(identity["meeting"], timeout), progress, world_size, timeout):
             work(job, RankContext(rank, progress, report))

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal, Self
 
 from pipeplan.costs.recipes import bytes_per_parameter
 from pipeplan.costs.throughput import PASSES, Throughput, Yardstick
+from pipeplan.display import Displayed
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan, Recipe
 from pipeplan.files.recipe import ADAMW, AUTOCAST
@@ -377,8 +378,12 @@ def throughput_of(plan: Plan, options: TrainOptions, known: RunResult | Started,
     return measure.throughput(plan.mini_batch, iteration_ns, sum(plan.device_speeds))
 
 
+_MOST_SHOWN = 20
+"""Steps whose losses are shown of a run."""
+
+
 @dataclass(frozen=True, slots=True)
-class RunOutcome:
+class RunOutcome(Displayed):
     """What was run, how, and what came of it; ``others_cores`` of this machine's other processes had on average."""
 
     plan: Plan
@@ -389,6 +394,14 @@ class RunOutcome:
     def __repr__(self) -> str:
         times = f"iteration {format_ns(self.warm_ns)}, predicted {format_ns(self.predicted_ns)}"
         return f"<RunOutcome {self.plan.name!r}: {len(self.result.steps)} steps, {times}>"
+
+    def lines(self) -> Iterator[str]:
+        """What is shown of it: the times, and the loss of each step; of many steps the first and the last ones."""
+        yield repr(self)[1:-1]
+        steps = [f"{each.step:>6}  {each.loss:<10.6g}  {format_ns(each.iteration_ns)}" for each in self.result.steps]
+        if steps:
+            yield "  step  loss        iteration"
+        yield from steps if len(steps) <= _MOST_SHOWN else [*steps[:3], "   ...", *steps[3 - _MOST_SHOWN :]]
 
     @property
     def predicted_ns(self) -> int:
