@@ -3,7 +3,7 @@
 The three models of GraphPipe (thesis, chapter 3) with estimated V100 costs on its testbed. Asserted: no search takes
 longer than the paper says, and no planner here has a slowest stage that is less slow.
 
-    python benchmarks/partition.py [--part search,size,throughput,branches,microbatch,case] [--limit 30]
+    python benchmarks/partition.py [--part search,sums,size,throughput,branches,microbatch,case] [--limit 30]
         [--late-inputs] [--launch-overhead 50us] [--cells 2x16,4x8]
 
 ``--cells`` are those of ``branches`` that are asked for, branches by devices; without it all twelve.
@@ -139,9 +139,9 @@ def read(found: Partition, size: int = 0) -> Stages:
     return Stages(tuple((s.blocks, s.replicas, s.microbatch_size or size) for s in stages), found.value_ns)
 
 
-def by_pipedream(problem: PartitionProblem, size: int) -> Stages:
-    """Of its stages those that suit synchronous training, as ours do: sums follow compute."""
-    return read(next(pipedream(problem, beside=False)), size)
+def by_pipedream(problem: PartitionProblem, size: int, *, beside: bool = False) -> Stages:
+    """Of its stages those that suit synchronous training, as ours do: sums follow compute; or as its paper has them."""
+    return read(next(pipedream(problem, beside=beside)), size)
 
 
 def by_piper(problem: PartitionProblem, size: int, max_downsets: int = 1 << 40) -> Stages:
@@ -363,6 +363,27 @@ def _search_row(task: Task, printed: tuple[float | None, float, float], limit: f
     ]
 
 
+def sums() -> None:
+    """PipeDream's slowest stage, by our time, where its planner has sums of gradients beside compute, as its paper."""
+    rows = []
+    for name, devices in product(PRINTED, DEVICES):
+        task = task_of(name, devices)
+        plans = task.published(partial(by_pipedream, beside=True))
+        ratio = min(slowest_ns(task, plan) for plan in plans) / task.ours().bottleneck_ns
+        rows.append([name, str(devices), f"{ratio:.3f}"])
+    print(markdown(("model", "devices", "slowest stage: PipeDream's / ours"), rows))
+
+
+def slowest_ns(task: Task, plan: Stages) -> int:
+    """Of stages that all have micro-batches of one size, the slowest one, with sums after compute."""
+    problem = task.problem([plan.stages[0][2]])
+    ways = {way.replicas: way for way in problem.ways}
+    return max(
+        problem.time_of(together(problem.costs[block] for block in blocks), ways[replicas])
+        for blocks, replicas, _ in plan.stages
+    )
+
+
 # Cost against size -----------------------------------------------------------------------------------------------
 
 
@@ -544,6 +565,7 @@ def _room(profile: Profile) -> int:
 
 
 PARTS: dict[str, Callable[[], None]] = {
+    "sums": sums,
     "size": sizes,
     "throughput": throughputs,
     "branches": branches,
@@ -560,7 +582,7 @@ def _cells_of(text: str) -> tuple[tuple[int, int], ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", default="search,size,throughput,branches,microbatch,case")
+    parser.add_argument("--part", default="search,sums,size,throughput,branches,microbatch,case")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds for Piper's planner")
     parser.add_argument("--late-inputs", action="store_true")
     parser.add_argument("--launch-overhead", type=ns_of, default=0, help="of each block's actions, such as 50us")

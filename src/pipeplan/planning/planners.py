@@ -1,7 +1,8 @@
 """Published planners by name: each alone, by its own algorithm and objective.
 
-``auto`` is ours, which tries what all of them choose and more. A planner chooses stages, devices and the sizes of
-micro-batches; schedules are searched on these stages as on any others, or are what ``--scheduler`` says.
+``auto`` is ours: it tries what GraphPipe's and AutoPipe's choose, what the others do where messages take no time and
+blocks are whole, and more. A planner chooses stages, devices and the sizes of micro-batches; schedules are searched on
+these stages as on any others, or are what ``--scheduler`` says.
 """
 
 from __future__ import annotations
