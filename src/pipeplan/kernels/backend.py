@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files.profile import EAGER
 from pipeplan.kernels import backends
-from pipeplan.kernels.operators import GraphOperator, OperatorDag
+from pipeplan.kernels.operators import OperatorDag
 from pipeplan.kernels.patterns import KernelPattern
 from pipeplan.kernels.rules import PatternRule, generate
 
@@ -120,9 +120,3 @@ def chosen_backends(names: Sequence[str], known: Mapping[str, Backend]) -> tuple
         if name not in known:
             raise UsageError(f"--backends {name}: there is no such backend; {choose_from(name, sorted(known))}")
     return tuple(known[name] for name in dict.fromkeys((EAGER, *names)))
-
-
-def calls(op: GraphOperator, *words: str) -> bool:
-    """Whether an operator is of a kind, or calls a function of torch, whose name has one of these words."""
-    names = (op.kind, *op.attributes.get("calls", ()))
-    return any(word in name for word in words for name in names)

@@ -102,8 +102,8 @@ def algorithm_1(
     waiting[0][0, ()] = _Covered(0, 0, (), None, None)
     pruned = False
     for at in range(len(order)):
-        states: Iterable[_Covered] = waiting.pop(at, {}).values()
-        if most_states is not None and len(states) > most_states:  # type: ignore[arg-type]  # of a dict: it has a length
+        states = [*waiting.pop(at, {}).values()]
+        if most_states is not None and len(states) > most_states:
             states, pruned = _kept(states, order, least, bound, most_states), True
         for state in states:
             for match, mask in rooted.get(at, ()):

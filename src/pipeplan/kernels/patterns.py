@@ -11,6 +11,7 @@ stands for whatever is taken there, from another group or from outside of the mo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,15 +22,15 @@ Checked = Callable[[Any], bool]
 """What an attribute must be, where it is not a value."""
 
 
-class KernelPattern:
+class KernelPattern(ABC):
     """What all patterns can: stand for alternatives with ``|``, and look for matches."""
 
     def __or__(self, other: KernelPattern) -> KernelPattern:
         return Alternatives((self, other))
 
+    @abstractmethod
     def groups(self, graph: OperatorDag, id_: str | None) -> Iterator[frozenset[str]]:
         """The operators of each match whose root is this operator; None is what comes from outside of the model."""
-        raise NotImplementedError
 
     def matches(self, graph: OperatorDag) -> Iterator[tuple[str, ...]]:
         """All groups of a graph that match and are one kernel: no result but the root's is taken outside."""

@@ -35,6 +35,28 @@ class PatternRule:
         return False
 
 
+def calls(op: GraphOperator, *words: str) -> bool:
+    """Whether an operator is of a kind, or calls a function of torch, whose name has one of these words."""
+    names = (op.kind, *op.attributes.get("calls", ()))
+    return any(word in name for word in words for name in names)
+
+
+class ShortGroups(PatternRule):
+    """Any operators but some, in groups of up to ``longest``."""
+
+    def __init__(self, longest: int, *without: str) -> None:
+        """``without``: words in what an operator calls, of those that the backend does not run."""
+        self.longest, self.without = longest, without
+
+    def op_rule(self, op: GraphOperator) -> bool:
+        """By what it calls."""
+        return not calls(op, *self.without)
+
+    def fusion_rule(self, graph: OperatorDag, kind: str, source: str, sink: str) -> bool:
+        """As long as the group is short."""
+        return len(graph.between(source, sink)) <= self.longest
+
+
 def check_path(graph: OperatorDag, source: str, sink: str, holds: Callable[[GraphOperator], bool]) -> bool:
     """Whether something holds of all operators after ``source`` on the way to ``sink``, that one among them."""
     return all(holds(graph[id_]) for id_ in graph.between(source, sink) if id_ != source)

@@ -1,8 +1,8 @@
 """The kernels of scaled dot-product attention, each forced by itself: eager torch chooses by sizes and masks."""
 
-from pipeplan.kernels.backend import Backend, calls
+from pipeplan.kernels.backend import Backend
 from pipeplan.kernels.operators import GraphOperator
-from pipeplan.kernels.rules import PatternRule
+from pipeplan.kernels.rules import PatternRule, calls
 
 
 class _Attends(PatternRule):

@@ -1,8 +1,8 @@
 """Convolutions on tensors with channels last, in eager torch; what comes and goes has channels first."""
 
-from pipeplan.kernels.backend import Backend, calls
+from pipeplan.kernels.backend import Backend
 from pipeplan.kernels.operators import GraphOperator, OperatorDag
-from pipeplan.kernels.rules import PatternRule, check_path
+from pipeplan.kernels.rules import PatternRule, calls, check_path
 
 _LONGEST = 6
 

@@ -1,8 +1,8 @@
 """oneDNN's kernels in eager torch, on (as torch has it where it can) and off: convolutions, products, norms of CPUs."""
 
-from pipeplan.kernels.backend import Backend, calls
+from pipeplan.kernels.backend import Backend
 from pipeplan.kernels.operators import GraphOperator
-from pipeplan.kernels.rules import PatternRule
+from pipeplan.kernels.rules import PatternRule, calls
 
 
 class _Library(PatternRule):

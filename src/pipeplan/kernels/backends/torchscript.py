@@ -3,30 +3,19 @@
 torch.jit is deprecated; torch 2.14 is the first version for which nobody has tried it.
 """
 
-from pipeplan.kernels.backend import Backend, calls
-from pipeplan.kernels.operators import GraphOperator, OperatorDag
-from pipeplan.kernels.rules import PatternRule
+from pipeplan.kernels.backend import Backend
+from pipeplan.kernels.rules import ShortGroups
 
 _LONGEST = 4
 """Operators of a group: oneDNN fuses what follows a product or convolution, and nothing across several layers."""
 
-
-class _Fuses(PatternRule):
-    """Short groups of what a trace shows whole: neither control flow by data nor recurrent layers."""
-
-    def op_rule(self, op: GraphOperator) -> bool:
-        """By what it calls."""
-        return not calls(op, "lstm", "gru", "nonzero", "item")
-
-    def fusion_rule(self, graph: OperatorDag, kind: str, source: str, sink: str) -> bool:
-        """As long as the group is short."""
-        return len(graph.between(source, sink)) <= _LONGEST
-
+_NOT_TRACED = ("lstm", "gru", "nonzero", "item")
+"""Recurrent layers, and control flow by data."""
 
 BACKENDS = (
     Backend(
         "torchscript",
-        rule=_Fuses(),
+        rule=ShortGroups(_LONGEST, *_NOT_TRACED),
         whole=True,
         trains=False,
         devices=("cpu",),

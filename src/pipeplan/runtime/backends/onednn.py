@@ -20,8 +20,8 @@ def build(name: str, module: nn.Module, inputs: tuple[Tensor, ...], training: bo
 @contextmanager
 def _switched(*, on: bool) -> Iterator[None]:
     """The switch alone: torch's own context sets all of oneDNN's flags, which warns of those of other devices."""
-    (before, *_) = torch.backends.mkldnn.set_flags(_enabled=on)  # type: ignore[no-untyped-call]  # torch's
+    (before, *_) = torch.backends.mkldnn.set_flags(_enabled=on)  # type: ignore[no-untyped-call]  # torch has no types here
     try:
         yield
     finally:
-        torch.backends.mkldnn.set_flags(_enabled=before)  # type: ignore[no-untyped-call]  # torch's
+        torch.backends.mkldnn.set_flags(_enabled=before)  # type: ignore[no-untyped-call]  # torch has no types here

@@ -20,7 +20,7 @@ def versions() -> dict[str, str]:
 
 def build(name: str, module: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> BuiltGroup:
     """Export, load and optimise."""
-    import onnxruntime  # type: ignore[import-not-found, unused-ignore]  # an extra
+    import onnxruntime  # type: ignore[import-not-found, unused-ignore]  # an extra that may not be there
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()

@@ -16,14 +16,14 @@ _UNTIL_FUSED = 3
 
 def build(name: str, module: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> BuiltGroup:
     """Trace, freeze and fuse. torch says that all of this is deprecated, which the rules' range of versions answers."""
-    before = torch.jit.onednn_fusion_enabled()  # type: ignore[no-untyped-call]  # torch's
+    before = torch.jit.onednn_fusion_enabled()  # type: ignore[no-untyped-call]  # torch has no types here
     with warnings.catch_warnings(), torch.no_grad():
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=TracerWarning)
         torch.jit.enable_onednn_fusion(True)
         try:
-            traced = torch.jit.trace(module.eval(), inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch's
+            traced = torch.jit.trace(module.eval(), inputs, check_trace=False)  # type: ignore[no-untyped-call]  # torch has no types here
             frozen = torch.jit.freeze(traced)
             for _ in range(_UNTIL_FUSED):
                 frozen(*inputs)
