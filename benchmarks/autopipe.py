@@ -366,7 +366,8 @@ def planned_in(case: Case) -> list[str]:
     one = seconds(lambda: plan_chain(case.loads, 4, 8), 15)
     whole = seconds(lambda: [timeline(case.loads.stages(each), 8) for each in every], 1)
     problems = [problem_of(case, mini_batch, shared=shared) for shared in (False, True)]
-    plans = zip((plan_depths, piper, dapple), (whole_pipelines(case, mini_batch), *problems), strict=True)
+    planners: list[Callable[[Any], Iterator[Any]]] = [plan_depths, piper, dapple]
+    plans = zip(planners, (whole_pipelines(case, mini_batch), *problems), strict=True)
     ours, *theirs = seconds_in_turn([partial(first_plan, plan, of) for plan, of in plans], 7)
     assert max(one, ours) < 0.1, "planning takes less than a tenth of a second"
     return [
