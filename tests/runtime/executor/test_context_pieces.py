@@ -27,7 +27,7 @@ from pipeplan.runtime.parallel import partial_attention
 from pipeplan.runtime.parallel.attention_cores import RecomputedCores
 from pipeplan.runtime.parallel.context import Ring, own_pieces, own_positions
 from pipeplan.runtime.parallel.context_attention import causal_attention
-from pipeplan.runtime.parallel.partial_attention import Look, PartialAttention, looked, looked_back
+from pipeplan.runtime.parallel.partial_attention import PartialAttention, Reach, looked, looked_back
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.profiling.instruments import saved_tensors, storages
@@ -228,7 +228,7 @@ def test_operators_of_gpus_take_what_they_are_given() -> None:
         for heads in (8, 2):
             query, made = (torch.empty(2, 8, 16, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
             key, value = (torch.empty(2, heads, 16, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            for look in (Look((0, 16), (0, 16), causal=True), Look((0, 16), (0, 8))):
+            for look in (Reach((0, 16), (0, 16), causal=True), Reach((0, 16), (0, 8))):
                 part = looked(query, key, value, look, 0.3)
                 assert part.made.shape == query.shape
                 assert part.sums.dtype == torch.float32

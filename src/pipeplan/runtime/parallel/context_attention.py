@@ -21,9 +21,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 from pipeplan.runtime.parallel.attention_cores import ATTENTION
 from pipeplan.runtime.parallel.context import PIECES, Ring, pieces_of
 from pipeplan.runtime.parallel.partial_attention import (
-    Look,
     Merged,
     PartialAttention,
+    Reach,
     Summed,
     in_autocast,
     in_window,
@@ -112,18 +112,18 @@ class _Gathered(torch.autograd.Function):
 _to_gathered: Callable[[Tensor, Tensor, list[int], Shards, float, int | None], Tensor] = _Gathered.apply
 
 
-def _looks(query: Tensor, context: Shards, window: int | None) -> Iterator[Look]:
+def _looks(query: Tensor, context: Shards, window: int | None) -> Iterator[Reach]:
     """Each piece's queries at the keys before it, and at its own; in windows at those in reach of any of them."""
     length = query.shape[_PLACES] * context.count
     pieces = pieces_of(length, context) if context.count > 1 else ((0, length),)
     for at, (begin, end) in enumerate(pieces):
         own = at * (end - begin), (at + 1) * (end - begin)
         if window is None or window >= end:
-            yield from [Look(own, (0, begin))] if begin else []
-            yield Look(own, (begin, end), causal=True)
+            yield from [Reach(own, (0, begin))] if begin else []
+            yield Reach(own, (begin, end), causal=True)
         else:
             keys = max(0, begin - window + 1), end
-            yield Look(own, keys, mask=in_window((begin, end), keys, window, query.device))
+            yield Reach(own, keys, mask=in_window((begin, end), keys, window, query.device))
 
 
 def _gathered(pieces: Tensor, context: Shards) -> Tensor:

@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Reach:
     """Which places of queries look at which of keys: first, and the one after the last.
 
     All do; ``causal``: of equally many, each at those up to its own; or as the ``mask`` says, [queries, keys], in which
@@ -63,7 +63,7 @@ class Look:
         return _within(tensor, self.keys)
 
 
-def looked(query: Tensor, key: Tensor, value: Tensor, look: Look, scale: float) -> PartialAttention:
+def looked(query: Tensor, key: Tensor, value: Tensor, look: Reach, scale: float) -> PartialAttention:
     """What the queries that look make of what they look at. Keys and values may have fewer heads than queries."""
     given = look.of_queries(query), look.of_keys(key), look.of_keys(value)
     if _has_cpu_kernel(*given):
@@ -77,7 +77,7 @@ def looked(query: Tensor, key: Tensor, value: Tensor, look: Look, scale: float) 
 
 
 def looked_back(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: PartialAttention, look: Look, scale: float
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: PartialAttention, look: Reach, scale: float
 ) -> Gradients:
     """The gradients of what looks and of what is looked at, from the ``gradient`` of what the ``whole`` made."""
     given = look.of_queries(query), look.of_keys(key), look.of_keys(value)
@@ -103,7 +103,7 @@ class Merged:
         self._whole: PartialAttention | None = None
         self._begun = list[tuple[int, int]]()
 
-    def add(self, part: PartialAttention, look: Look) -> None:
+    def add(self, part: PartialAttention, look: Reach) -> None:
         """Merge what some queries made."""
         wide, (begin, end) = part.made.to(_wide(part.made)), look.queries
         if self._whole is None and wide.shape == self._shape:
@@ -208,7 +208,7 @@ def _has_cpu_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
-def _has_gpu_kernel(query: Tensor, key: Tensor, value: Tensor, look: Look) -> bool:
+def _has_gpu_kernel(query: Tensor, key: Tensor, value: Tensor, look: Reach) -> bool:
     """FlashAttention 2: no masks, and sizes that are multiples of 8 up to 256."""
     size, narrow = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
     fits = size == value.shape[-1] and size % 8 == 0 and size <= 256
@@ -220,7 +220,7 @@ def _no_state(query: Tensor) -> Tensor:
     return torch.empty(2, dtype=torch.int64, device=query.device)
 
 
-def _rows(query: Tensor, keys: int, look: Look) -> Iterator[tuple[int, int, Tensor | None]]:
+def _rows(query: Tensor, keys: int, look: Reach) -> Iterator[tuple[int, int, Tensor | None]]:
     """Some queries at a time: first, and the one after the last, and at which keys they do not look."""
     samples, heads, places, _ = query.shape
     each = max(1, _MOST_SCORES // (samples * heads * keys))
@@ -244,7 +244,7 @@ def _scores(query: Tensor, key: Tensor, hidden: Tensor | None, scale: float) -> 
     return found if hidden is None else found.masked_fill_(hidden, -torch.inf)
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, look: Look, scale: float) -> PartialAttention:
+def _plain(query: Tensor, key: Tensor, value: Tensor, look: Reach, scale: float) -> PartialAttention:
     wide, heads = _wide(query), key.shape[1]
     made = query.new_empty(*query.shape[:-1], value.shape[-1])
     sums = torch.empty(query.shape[:-1], dtype=wide, device=query.device)
@@ -259,7 +259,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, look: Look, scale: float) 
 
 
 def _plain_back(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: PartialAttention, look: Look, scale: float
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: PartialAttention, look: Reach, scale: float
 ) -> Gradients:
     wide, heads = _wide(query), key.shape[1]
     queries, keys, values = _by_groups(query, heads).to(wide), key.to(wide).unsqueeze(2), value.to(wide).unsqueeze(2)

@@ -22,9 +22,9 @@ from torch import Tensor
 from pipeplan.runtime.parallel.context import Ring
 from pipeplan.runtime.parallel.partial_attention import (
     Gradients,
-    Look,
     Merged,
     PartialAttention,
+    Reach,
     Summed,
     in_window,
     looked,
@@ -62,15 +62,12 @@ class _Around(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ring: Ring = ctx.ring
         query, *held, made, sums = ctx.saved_tensors
-        of_query, of_piece = Summed(query), list[Tensor]()
+        whole, of_query, of_piece = PartialAttention(made, sums), Summed(query), list[Tensor]()
         for step in range(ring.count):
             coming = ring.passed(held, -1) if step + 1 < ring.count else None
             arriving = ring.passed(of_piece, -1) if step else None
             found = [
-                (
-                    look,
-                    looked_back(gradients[0], query, held[0], held[1], PartialAttention(made, sums), look, ctx.scale),
-                )
+                (look, looked_back(gradients[0], query, held[0], held[1], whole, look, ctx.scale))
                 for look in looks(ring, ring.index + 1 + step, query, ctx.window)
             ]
             for look, each in found:
@@ -83,19 +80,19 @@ class _Around(torch.autograd.Function):
 _around: Callable[[Tensor, Tensor, Tensor, Ring, float, int | None], Tensor] = _Around.apply
 
 
-def looks(ring: Ring, source: int, query: Tensor, window: int | None) -> Iterator[Look]:
+def looks(ring: Ring, source: int, query: Tensor, window: int | None) -> Iterator[Reach]:
     """What a device's queries look at of the keys of the device ``source``, counted around the ring."""
     places, source = query.shape[_PLACES], source % ring.count
     half, later = places // 2, source > ring.index
     if window is not None and window < places * ring.count:
         yield from _near(ring, source, half, window, query.device)
     elif source == ring.index:
-        yield Look((0, places), (0, places), causal=True)  # late queries look at all of the early piece, too
+        yield Reach((0, places), (0, places), causal=True)  # late queries look at all of the early piece, too
     else:
-        yield Look((half, places), (0, places)) if later else Look((0, places), (0, half))
+        yield Reach((half, places), (0, places)) if later else Reach((0, places), (0, half))
 
 
-def _near(ring: Ring, source: int, half: int, window: int, device: torch.device) -> Iterator[Look]:
+def _near(ring: Ring, source: int, half: int, window: int, device: torch.device) -> Iterator[Reach]:
     """Of each pair of pieces what is in reach of the last ``window`` places."""
     for at, own in enumerate(_starts(ring.index, ring.count, half)):
         for begin, first in enumerate(_starts(source, ring.count, half)):
@@ -108,7 +105,7 @@ def _near(ring: Ring, source: int, half: int, window: int, device: torch.device)
             causal = own == first and window >= half
             all_look = low >= far - 1 and high - 1 - near < window
             mask = None if causal or all_look else in_window((low, high), (near, far), window, device)
-            yield Look(queries, keys, causal, mask)
+            yield Reach(queries, keys, causal, mask)
 
 
 def _starts(device: int, count: int, half: int) -> tuple[int, int]:
@@ -117,7 +114,7 @@ def _starts(device: int, count: int, half: int) -> tuple[int, int]:
 
 
 def _gradients(
-    held: Sequence[Tensor], found: Sequence[tuple[Look, Gradients]], before: Sequence[Tensor] | None
+    held: Sequence[Tensor], found: Sequence[tuple[Reach, Gradients]], before: Sequence[Tensor] | None
 ) -> list[Tensor]:
     """Those of a piece's keys and values: what came of devices that had it before, and what was found here."""
     whole = (0, held[0].shape[_PLACES])
