@@ -471,9 +471,10 @@ def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[in
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
     assert not workload.returns, "what returns is between micro-batches that are all alike"
     found: list[Dependency] = []
+    rounds = {slots: _in_round(slots, round_size) for slots in {*workload.slots[: len(position)]}}
     for dependency in workload.dependencies:
         source, target = position[dependency.source], position[dependency.target]
-        own, others = (_in_round(workload.slots[end], round_size) for end in (source, target))
+        own, others = (rounds[workload.slots[end]] for end in (source, target))
         hops = tuple(_over_free_link(hop) for hop in dependency.hops)
         found += [
             Dependency(
