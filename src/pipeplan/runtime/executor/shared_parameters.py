@@ -86,24 +86,42 @@ class _SharedParameter:
         """Whether devices share it as experts."""
         return any(part.of_experts for part in self.ranks_of)
 
-    def divided(self, divisions: Sequence[Division]) -> tuple[dict[int, Division], bool]:
+    def divided(self, known: _Divisions) -> tuple[dict[int, Division], bool]:
         """With whom ranks divide it, and whether all do so alike, so that each sums its rows alone.
 
         Where they do not, whole gradients are summed, and nothing but what an optimizer keeps is divided.
         """
-        meant = [division for division in divisions if division.of_experts == self.of_experts]
-        found: dict[int, list[Division | None]] = {
-            rank: list({next((d for d in meant if rank in d.ranks and block in d.blocks), None) for block in blocks})
-            for rank, blocks in self.blocks_of.items()
-        }
-        each = {rank: own[0] for rank, own in found.items() if len(own) == 1 and own[0] is not None}
-        met = {id(division): division for division in each.values()}.values()  # they are long to compare
-        whole = {d for d in met if all(self.blocks_of[r] == self.blocks_of[d.ranks[0]] for r in d.ranks)}
-        whole = {d for d in whole if all(each.get(rank) == d for rank in d.ranks)}
-        each = {rank: division for rank, division in each.items() if division in whole and self.shape}
-        ways = {(division.level, len(division.ranks)) for division in each.values()}
-        alike = self.alike and len(each) == len(found) and len(ways) == 1
-        return each if alike else {rank: d._replace(level=1) for rank, d in each.items()}, alike
+        each = dict[int, Division]()
+        for rank, blocks in self.blocks_of.items():
+            first, *others = (known.of(rank, block, of_experts=self.of_experts) for block in dict.fromkeys(blocks))
+            if first is not None and all(other is first for other in others):
+                each[rank] = first
+        met = {id(division): division for division in each.values()}  # they are long to compare
+        for number, division in list(met.items()):
+            blocks = self.blocks_of[division.ranks[0]]
+            if any(each.get(r) is not division or self.blocks_of[r] != blocks for r in division.ranks):
+                del met[number]
+        each = {rank: division for rank, division in each.items() if id(division) in met and self.shape}
+        ways = {(division.level, len(division.ranks)) for division in met.values()}
+        if self.alike and len(each) == len(self.blocks_of) and len(ways) == 1:
+            return each, True
+        apart = {number: division._replace(level=1) for number, division in met.items()}
+        return {rank: apart[id(division)] for rank, division in each.items()}, False
+
+
+class _Divisions:
+    """Who divides what, by rank."""
+
+    def __init__(self, divisions: Iterable[Division]) -> None:
+        self._by_rank: dict[int, list[Division]] = defaultdict(list)
+        for division in divisions:
+            for rank in division.ranks:
+                self._by_rank[rank].append(division)
+
+    def of(self, rank: int, block: str, *, of_experts: bool) -> Division | None:
+        """With whom a rank divides a block, or its part of the block's experts."""
+        own = self._by_rank.get(rank, ())
+        return next((each for each in own if each.of_experts == of_experts and block in each.blocks), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +258,8 @@ class SharedParameters:
         *,
         alone: bool = False,
     ) -> None:
-        families = {family: family.divided(divisions) for family in _families(model, holders)}
+        known = _Divisions(divisions)
+        families = {family: family.divided(known) for family in _families(model, holders)}
         self._groups = groups_of(
             set(_summed_over(families, rank if alone else None)), transport, timeout, rank if alone else None
         )
@@ -366,7 +385,8 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
 def _with_same_rows(ranks: Ranks, divided: Mapping[int, Division], rank: int) -> Ranks:
     """Among ranks that share a part in equal divisions, those that keep the same rows as this one."""
     number = divided[rank].ranks.index(rank)
-    return tuple(each for each in ranks if divided[each].ranks.index(each) == number)
+    each = {id(division): division.ranks[number] for division in (divided[other] for other in ranks)}
+    return tuple(sorted(set(each.values()).intersection(ranks)))
 
 
 def _summed_over(
