@@ -2,7 +2,7 @@
 
 Each is a process of its own: it reads the plan, unfolds its program, builds its blocks of gpt2-tiny, makes its process
 groups, of torch's fake backend, in a world of as many ranks, and has its part in finding out whether all ranks run the
-same: reductions of fixed sizes, which this backend does not send. The group of all ranks, which gloo connects, is not in
+same: reductions of fixed sizes, which this backend does not send. The group of all ranks, that gloo connects, is not in
 it.
 
     python benchmarks/folded_ranks.py [--repeats 3]

@@ -396,7 +396,8 @@ def _whoever(share: Share) -> Share:
     """A share without the ranks that have it, or others of its block."""
     partners = tuple(range(share.count)) if share.partners else ()
     experts, each = (tuple(range(len(line))) for line in (share.experts, share.expert_parts))
-    return replace(share, partners=partners, places=(), context=(), experts=experts, expert_parts=each)
+    alike = replace(share, partners=partners, experts=experts, expert_parts=each)
+    return replace(alike, places=(), context=(), ring=False)
 
 
 def _blocks_here(blocks: Sequence[str], ranks_of: Mapping[str, set[int]]) -> dict[int, tuple[str, ...]]:
