@@ -110,15 +110,15 @@ def identity_of_device(device: torch.device) -> str | None:
     return None if device.type == "cpu" else f"{_machine()} {torch.cuda.get_device_properties(device).uuid}"
 
 
-def require_own_devices(found: Sequence[str | None]) -> None:
-    """Refuse ranks that share a device, where NCCL is to carry tensors; ``found`` [rank] are their identities.
+def require_own_devices(found: Sequence[str | None], transport: str) -> None:
+    """Refuse ranks that share a device where that cannot be; ``found`` [rank] are their identities.
 
     Raises:
-        UsageError: two have the same.
+        UsageError: NCCL is to carry tensors between ranks of one device.
     """
     first: dict[str, int] = {}
     for rank, device in enumerate(found):
-        if device is not None and first.setdefault(device, rank) != rank:
+        if device is not None and transport == "nccl" and first.setdefault(device, rank) != rank:
             raise UsageError(
                 f"NCCL needs a CUDA device per rank, and ranks {first[device]} and {rank} have the same one; start "
                 "fewer ranks on their machine, or give --backend gloo to share devices"

@@ -251,7 +251,7 @@ class Trainer:
             self.tokens_per_sample, self.as_planned = of_first((self.tokens_per_sample, self.as_planned))
             self.all_ranks = AllRanks(self.device, progress, timeout)
             if options.transport == "nccl":
-                require_own_devices(self.all_ranks.gather(identity_of_device(self.device)))
+                require_own_devices(self.all_ranks.gather(identity_of_device(self.device)), options.transport)
             self.groups.connect(options.transport, timeout)
             divisions = self.program.divisions
             self.shared = SharedParameters(
