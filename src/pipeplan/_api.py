@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from pipeplan.costs.inspection import ProfileResult as ProfileResult
     from pipeplan.costs.uniform.judging import RunsFit as RunsFit
     from pipeplan.files import Cluster as Cluster
+    from pipeplan.files import Cover as Cover
     from pipeplan.files import FileModel as FileModel
     from pipeplan.files import Placement as Placement
     from pipeplan.files import Plan as Plan
     from pipeplan.files import Profile as Profile
     from pipeplan.files import read_cluster as read_cluster
+    from pipeplan.files import read_cover as read_cover
     from pipeplan.files import read_modules as read_modules
     from pipeplan.files import read_placement as read_placement
     from pipeplan.files import read_plan as read_plan
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
     from pipeplan.planning.decoding import ServingAsked as ServingAsked
+    from pipeplan.planning.kernel_stages import KernelsAsked as KernelsAsked
     from pipeplan.planning.frontier import FrontierResult as FrontierResult
     from pipeplan.planning.frontier import Mode as Mode
     from pipeplan.planning.frontier import frontier_notes as frontier_notes
@@ -98,9 +101,9 @@ _PARTS = {
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
     "pipeplan.costs.uniform.judging": ("RunsFit",),
     "pipeplan.files": (
-        *("Block", "Cluster", "CostRow", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
+        *("Block", "Cluster", "CostRow", "Cover", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
         *("Plan", "Profile", "Source"),
-        *("read_cluster", "read_modules", "read_placement", "read_plan", "read_profile", "require_writable"),
+        *("read_cluster", "read_cover", "read_modules", "read_placement", "read_plan", "read_profile", "require_writable"),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
     "pipeplan.interop.export": ("Export", "export_targets"),
@@ -115,6 +118,7 @@ _PARTS = {
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.restrictions": ("search_targets",),
     "pipeplan.planning.decoding": ("ServingAsked",),
+    "pipeplan.planning.kernel_stages": ("KernelsAsked",),
     "pipeplan.planning.kernel_choice": ("KernelChoice",),
     "pipeplan.planning.kernel_profile": ("BackendsAsked",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
@@ -187,7 +191,10 @@ def search(
         from pipeplan.planning.decode_search import search_decoding
 
         return search_decoding(request, progress=progress, within=within, explain=explain)
-    found = search_plan if request.only is None else search_target
+    if request.kernels is not None:
+        from pipeplan.planning.kernel_search import search_kernels
+    found: Callable[..., Result] = search_plan if request.only is None else search_target
+    found = found if request.kernels is None else search_kernels
     how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
     if not isinstance(executor, str):
         return found(request, executor=executor, **how)
