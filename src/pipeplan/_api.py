@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
     from pipeplan.planning.decoding import ServingAsked as ServingAsked
-    from pipeplan.planning.kernel_stages import KernelsAsked as KernelsAsked
     from pipeplan.planning.frontier import FrontierResult as FrontierResult
     from pipeplan.planning.frontier import Mode as Mode
     from pipeplan.planning.frontier import frontier_notes as frontier_notes
@@ -59,6 +58,7 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier_file import read_frontier as read_frontier
     from pipeplan.planning.kernel_choice import KernelChoice as KernelChoice
     from pipeplan.planning.kernel_profile import BackendsAsked as BackendsAsked
+    from pipeplan.planning.kernel_stages import KernelsAsked as KernelsAsked
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
     from pipeplan.planning.request import input_notes as input_notes
@@ -103,7 +103,15 @@ _PARTS = {
     "pipeplan.files": (
         *("Block", "Cluster", "CostRow", "Cover", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
         *("Plan", "Profile", "Source"),
-        *("read_cluster", "read_cover", "read_modules", "read_placement", "read_plan", "read_profile", "require_writable"),
+        *(
+            "read_cluster",
+            "read_cover",
+            "read_modules",
+            "read_placement",
+            "read_plan",
+            "read_profile",
+            "require_writable",
+        ),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
     "pipeplan.interop.export": ("Export", "export_targets"),
@@ -612,6 +620,8 @@ def run(
 
     check(plan).require(where)
     options = _settled(options, plan)
+    if any(stage.segments for stage in plan.stages):
+        options = _with_kernels(options)
     if options.has_objects or "OMP_NUM_THREADS" not in os.environ:
         cores = 1 if options.has_objects else (os.cpu_count() or 1)  # a copy has no pool of threads
         options = replace(options, num_threads=max(1, cores // plan.num_devices))
@@ -626,6 +636,28 @@ def _settled(options: RunOptions, plan: Plan) -> RunOptions:
     from pipeplan.runtime.training.options import settled
 
     return options.by_plan(plan) if isinstance(options, DecodeOptions) else settled(options, plan)
+
+
+def _with_kernels(options: RunOptions) -> RunOptions:
+    """Options of a training with the kernel backends that are known here. Raises UsageError."""
+    from dataclasses import replace
+
+    from pipeplan.runtime.training.options import TrainOptions
+
+    if not isinstance(options, TrainOptions):
+        return options
+    from pipeplan.kernels.backend import known_backends
+
+    found = {
+        name: {
+            "module": each.module,
+            "tolerance": each.tolerance,
+            "absence": each.absence(options.device, training=False),
+            "trains": each.trains,
+        }
+        for name, each in known_backends(tuple(options.backend_rules)).items()
+    }
+    return replace(options, kernels=found)
 
 
 def _outcome(plan: Plan, options: RunOptions, result: RunResult, others_cores: float | None = None) -> RunOutcome:
@@ -676,7 +708,7 @@ def run_as_rank(
     if isinstance(options, TrainOptions) and options.checkpoint is not None:
         STOPPING.heed()
     heard = on_event if os.environ["RANK"] == "0" else lambda event: None
-    result = run_under_torchrun(options.job, kept, options, heard)
+    result = run_under_torchrun(options.job, kept, _with_kernels(options), heard)
     return _outcome(plans[-1], _settled(options, plans[-1]), result)
 
 

@@ -1141,6 +1141,7 @@ def run(
     stretch: float | Literal["auto"] = "auto",
     sequence: int | None = None,
     instructions: str | None = None,
+    backend_rules: str | Sequence[str] = (),
     granularity: Granularity | None = None,
     steps: int = 10,
     local: bool | None = None,
@@ -1196,6 +1197,7 @@ def run(
         stretch: with ``emulate``, all times are this many times the plan's.
         sequence: length of sequences, for the zoo and configurations.
         instructions: module that registers what the plan's instructions do.
+        backend_rules: module with kernel backends of your own that the plan's segments name, or several.
         granularity: what a block of a captured model is, as for the profile.
         steps: mini-batches to train on.
         local: whether processes are started here; by default if no launcher has started this one.

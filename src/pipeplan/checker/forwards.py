@@ -67,7 +67,7 @@ def held_bytes(profile: Profile, stage: Stage, rows: Sequence[CostRow]) -> tuple
             given += size[own]
         most = max(most, row.workspace_bytes + now)
         entering = {edge.source for block in unit for edge in profile.edges_into.get(block, ())}.difference(unit)
-        for source in {unit_of.get(each) for each in entering} & left.keys():
+        for source in {unit_of[each] for each in entering if each in unit_of} & left.keys():
             left[source] -= 1
             if not left[source]:
                 now -= size[source]

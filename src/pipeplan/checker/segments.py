@@ -74,7 +74,7 @@ def _slow(ns: int, speed: float) -> int:
 
 
 def _counted_twice(stage: Stage, profile: Profile, size: int) -> int:
-    """Bytes of tensors that a run takes after another run of the stage took them; one that it makes itself is inside."""
+    """Bytes of tensors that a run takes after another run of the stage took them; what it makes itself is inside."""
     taken = set[tuple[str, str]]()
     found = 0
     for blocks in runs_of(stage):

@@ -112,8 +112,8 @@ if TYPE_CHECKING:
     "--kernels",
     type=FILE,
     metavar="auto|NAME,...|COVER",
-    help="Let kernel backends run blocks where that is quicker: all that the profile has times of (profile --backends), "
-    "some by name, or those of a cover that pipeplan kernels wrote.  [default: eager torch alone]",
+    help="Let kernel backends run blocks where that is quicker: all that profile --backends measured, some by name, or "
+    "those of a cover that pipeplan kernels wrote.  [default: eager torch alone]",
 )
 @click.option(
     "--workers",

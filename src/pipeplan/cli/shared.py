@@ -649,7 +649,9 @@ def given_kernels(given: Any) -> KernelsAsked | None:
     if isinstance(given, _api.Cover):
         return _api.KernelsAsked(given.where, cover=given)
     if not isinstance(given, str):
-        raise UsageError(f"kernels is auto, names of backends, or a Cover or its path, not of type {type(given).__name__}")
+        raise UsageError(
+            f"kernels is auto, names of backends, or a Cover or its path, not of type {type(given).__name__}"
+        )
     if given == "-" or given.endswith(".json") or os.path.exists(given):
         return _api.KernelsAsked(given, cover=_api.read_cover(given))
     return _api.KernelsAsked(given, names=tuple(name.strip() for name in given.split(",") if name.strip()))

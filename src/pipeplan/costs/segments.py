@@ -115,7 +115,7 @@ def no_row(unit: Segment, size: int) -> str:
 
 
 def _counted_again(profile: Profile, units: Iterable[Segment], size: int) -> int:
-    """Bytes of inputs that several units count as held, beyond the first time; each counts what its blocks share once."""
+    """Bytes of inputs that several units count as held, beyond the first time; inside of a unit they count once."""
     taken: list[Edge] = []
     for unit in units:
         entering = [edge for id_ in unit.blocks for edge in profile.edges_into.get(id_, ())]

@@ -475,8 +475,8 @@ def _with_shared(
         for number, (stage, cost) in enumerate(zip(placed, costs, strict=True))
     ]
     tied = shared.tied(stages)
-    apart = {*given, *(number for number, stage in enumerate(stages) if stage.segments)}
-    stages = stages if cluster is None else with_buckets(shared, stages, tied, operations, apart)
+    at_once = {*given, *(number for number, stage in enumerate(stages) if stage.segments)}
+    stages = stages if cluster is None else with_buckets(shared, stages, tied, operations, at_once)
     experts = [ExpertState.of(stage, shared.blocks, profile.recipe) for stage in stages]
     stages, tied = with_syncs(stages, tied, profile.recipe, cluster, experts)
     stages = [_with_first_and_last(shared.blocks[stage.blocks[0]], stage, profile.recipe, cluster) for stage in stages]

@@ -441,7 +441,9 @@ class Plan(File):
         if problem := segments_problem(stage.segments, stage.blocks, own, stage.zero):
             raise ValueError(f"stages[{number}].segments {problem}")
         if stage.segments and self.launch_overhead_ns:
-            raise ValueError(f"stages[{number}].segments: backends were measured with launches; leave launch_overhead_ns")
+            raise ValueError(
+                f"stages[{number}].segments: backends were measured with launches; leave launch_overhead_ns"
+            )
         split = next((each.id for each in self.operations if each.stage == number and each.role in _SPLIT_ROLES), None)
         compiled = next((each.backend for each in stage.segments if each.backend != EAGER), None)
         if split is not None and compiled is not None:

@@ -494,7 +494,7 @@ class BackendRefusal(FileModel):
 
 @dataclass(frozen=True, slots=True)
 class KernelRows:
-    """What kernel backends other than eager torch take: {blocks in their order: rows}, and ns of a change of backend."""
+    """Rows of kernel backends other than eager torch, by blocks in their order, and ns of a change of backend."""
 
     rows: Mapping[tuple[str, ...], tuple[CostRow, ...]]
     change_ns: int = 0
@@ -811,7 +811,7 @@ class Profile(File):
 
     @property
     def kernels(self) -> KernelRows | None:
-        """The rows of kernel backends, which blocks do not have where the profile is of eager torch; None: it has none."""
+        """The rows of kernel backends, also where blocks have those of eager torch alone; None: there are none."""
         if self._kernels is not None:
             return self._kernels
         rows: dict[tuple[str, ...], list[CostRow]] = {}

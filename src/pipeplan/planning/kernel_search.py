@@ -23,7 +23,6 @@ from pipeplan.planning.build_plan import CandidateCounts, Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.kernel_stages import StageKernels, may_cover
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.steps import search_plan
 from pipeplan.planning.targeted import TimeParts
 from pipeplan.planning.trials import Trial
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK

@@ -245,9 +245,7 @@ def _joined(matches: Sequence[KernelMatch]) -> list[Segment]:
 
 def _part(row: CostRow, weight: int, whole: int) -> CostRow:
     keys = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns", "activation_bytes")
-    changed: dict[str, Any] = {
-        key: value * weight // whole for key in keys if (value := getattr(row, key)) is not None
-    }
+    changed: dict[str, Any] = {key: value * weight // whole for key in keys if (value := getattr(row, key)) is not None}
     if row.has_backward:
         changed |= {"backward_ns": row.whole_backward_ns * weight // whole}
     return row.model_copy(update={**changed, "backend": EAGER, "compile_ns": 0, "spread": {}, "repeats": 0})

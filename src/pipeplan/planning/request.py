@@ -251,7 +251,7 @@ class Request:
     of blocks, and ``joined`` knows the blocks of each. ``kernels`` says which kernel backends may run blocks (None:
     eager torch alone). ``only`` is what the target of the plan can run, ``free`` the
     same request without it. ``imported`` says whose stages these are where another tool's were read, and nothing is
-    searched. ``kernels`` says which kernel backends may run blocks (None: eager torch alone). ``folds``: many devices that are alike may share programs.
+    searched. ``folds``: many devices that are alike may share programs.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers

@@ -148,9 +148,7 @@ def _require_line(profile: Profile, title: str) -> None:
         )
 
 
-def groups_of(
-    profile: Profile, asked: Sequence[str], more: Iterable[tuple[str, ...]] = ()
-) -> list[tuple[str, ...]]:
+def groups_of(profile: Profile, asked: Sequence[str], more: Iterable[tuple[str, ...]] = ()) -> list[tuple[str, ...]]:
     """The groups that are kept together: the profile's, those that are asked for, and ``more``.
 
     One that is asked for is a number of layers, of which each so many are a group, or blocks with commas, in which

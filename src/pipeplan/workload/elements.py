@@ -351,7 +351,7 @@ def segments_problem(
         if missing is not None:
             return f"leave out block {missing!r}"
         return "do not have the stage's blocks in its order, each once"
-    if said := next((key for key, value in others.items() if value and value != 1), None):
+    if said := next((key for key, value in others.items() if value and (value is True or value != 1)), None):
         return f"are for stages whose blocks are whole on each device and run as they are, and it has {said}"
     if zero > 1:
         return f"are for stages that exchange nothing inside of actions, and it has zero {zero}"
