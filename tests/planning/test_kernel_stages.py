@@ -86,7 +86,7 @@ def best_of_all(known: Profile, devices: int) -> int:
 
 
 def test_a_search_weighs_backends_against_a_split_backward() -> None:
-    """The last stage has gradients for the first sooner than its slightly faster backend would; the first has a cover."""
+    """The last stage gives gradients sooner than by its slightly faster backend; the first has a cover."""
     plain = profile_of([row(100, 200)] * 2)
     much = plain.blocks[0].model_copy(update={"costs": (*plain.blocks[0].costs, row(60, 110, "fast"))})
     little = plain.blocks[1].model_copy(update={"costs": (*plain.blocks[1].costs, row(98, 198, "fast"))})

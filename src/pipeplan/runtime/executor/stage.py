@@ -392,10 +392,7 @@ class StageRunner:
             held.gradients += [(_name(key), self._as_made(key, given, len(own))) for key, given in gradients[own]]
         blocks = slice(*self._blocks_of(len(self.part.cuts) - (part or 0)))
         with stage_errors(f"backward of its blocks {_range(self.part.blocks[blocks])}"):
-            for segment in reversed(self.segments or (None,)):
-                roots = [root for held in helds.values() for root in _roots(held, self.loss_scale)]
-                with nullcontext() if segment is None else segment.around():
-                    self._differentiate(microbatch, roots, last=last)
+            self._differentiate(microbatch, self._passes([*helds.values()]), last=last)
         returned = sorted(self._returned() if names is None else names)  # all ranks gather slices in one order
         entering, counts = self._entering(returned), {name: self.part.returning.get(name, 1) for name in returned}
         return {
@@ -407,6 +404,12 @@ class StageRunner:
             }
             for own, held in helds.items()
         }
+
+    def _passes(self, helds: Sequence[_ForwardGraphs]) -> Iterator[Sequence[_Root]]:
+        """Where backward begins: of each segment when those after it are done, with what its backend sets around it."""
+        for segment in reversed(self.segments or (SegmentRun(()),)):
+            with segment.around():
+                yield [root for held in helds for root in _roots(held, self.loss_scale)]
 
     def _in_slices(self, count: int) -> TensorLayout:
         """Of so many slices of the sequence each device of the replica has one; 1: all of it."""
@@ -490,14 +493,16 @@ class StageRunner:
             )
         return made
 
-    def _differentiate(self, microbatch: int, roots: Sequence[_Root], *, last: bool) -> None:
+    def _differentiate(self, microbatch: int, passes: Iterable[Sequence[_Root]], *, last: bool) -> None:
         if not self.part.split:
             with self._exchanging(adds=True):
-                _backward(roots)
+                for roots in passes:
+                    _backward(roots)
             return
         queue = self._queues.setdefault(microbatch, WeightGradQueue())
         with queue, self._exchanging(adds=False):
-            _backward(roots)
+            for roots in passes:
+                _backward(roots)
         if last and not self._compared:
             self._compared = True
             self._compare_with_plan(queue.held_bytes)

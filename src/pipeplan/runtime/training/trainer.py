@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -218,6 +219,8 @@ class Trainer:
         self.run_as = model.shared_by(max(stage.context for stage in plan.stages))
         self.dtype = dtype = dtype_of(options)
         self.inference = plan.is_inference
+        standing = Counter(chain.from_iterable([*stage.devices] * len(stage.segments) for stage in plan.stages))
+        self.turns = max(standing.values(), default=0)
         asked = [block.id for block in model.blocks], self.run_as.edges, model.name, self.run_as.divides_shards
         run_as = self.run_as
         if plan.players:
@@ -327,13 +330,11 @@ class Trainer:
         """
         parts = self.program.stages
         require_no_autocast([*parts.values()], casts=self.autocast is not None)
-        with lost_others(self.progress):
-            turns = max(gathered(sum(len(part.segments) for part in parts.values())))
-        if not turns:
+        if not self.turns:
             return
         said: list[str] = []
         own = self._segments(said)
-        for _ in range(turns):  # whoever waits for others does so for one segment at a time
+        for _ in range(self.turns):  # whoever waits for others does so for one segment at a time
             self.progress.begin(Phase.LOADING)
             problem = ""
             try:
