@@ -192,17 +192,11 @@ def search(
         SearchTimeoutError: time ran out with nothing found.
         UsageError: the request contradicts the profile.
     """
-    from pipeplan.planning.steps import search_plan
-    from pipeplan.planning.targeted import search_target
-
     if request.decodes:
         from pipeplan.planning.decode_search import search_decoding
 
         return search_decoding(request, progress=progress, within=within, explain=explain)
-    if request.kernels is not None:
-        from pipeplan.planning.kernel_search import search_kernels
-    found: Callable[..., Result] = search_plan if request.only is None else search_target
-    found = found if request.kernels is None else search_kernels
+    found = _search_of(request)
     how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
     if not isinstance(executor, str):
         return found(request, executor=executor, **how)
@@ -210,6 +204,17 @@ def search(
 
     with named_executor(executor, within) as named:
         return found(request, executor=named, **how)
+
+
+def _search_of(request: Request) -> Callable[..., Result]:
+    """What searches for a plan as it is asked for."""
+    from pipeplan.planning.kernel_search import search_kernels
+    from pipeplan.planning.steps import search_plan
+    from pipeplan.planning.targeted import search_target
+
+    if request.kernels is not None:
+        return search_kernels
+    return search_plan if request.only is None else search_target
 
 
 def tune(
@@ -646,18 +651,9 @@ def _with_kernels(options: RunOptions) -> RunOptions:
 
     if not isinstance(options, TrainOptions):
         return options
-    from pipeplan.kernels.backend import known_backends
+    from pipeplan.kernels.backend import said_of_backends
 
-    found = {
-        name: {
-            "module": each.module,
-            "tolerance": each.tolerance,
-            "absence": each.absence(options.device, training=False),
-            "trains": each.trains,
-        }
-        for name, each in known_backends(tuple(options.backend_rules)).items()
-    }
-    return replace(options, kernels=found)
+    return replace(options, kernels=said_of_backends(tuple(options.backend_rules), options.device))
 
 
 def _outcome(plan: Plan, options: RunOptions, result: RunResult, others_cores: float | None = None) -> RunOutcome:
