@@ -77,9 +77,11 @@ class SharedCore(NamedTuple):
         ahead = np.maximum(0, hop - forward) + inner * np.maximum(self.merge_ns, hop - forward) + self.merge_ns
         one, both = np.maximum(0, hop - backward), np.maximum(0, 2 * hop - backward)
         back = 2 * one + inner * both + others * self.merge_grad_ns
-        # two pieces on their way and their gradients, and what one step gave
-        held = (4 * self.shared_bytes / self.parts + self.mixed_bytes) * (others > 0)
-        return Added(ahead * (others > 0), back * (others > 0), held)
+        piece = self.shared_bytes / self.parts
+        # backward: two pieces on their way, two sums of gradients, and what one step gave of a piece and of queries;
+        # forward: two pieces, what one step gave, and the sum of all so far in twice as many bytes
+        held = np.maximum(5 * piece + self.mixed_bytes, 2 * piece + 3 * self.mixed_bytes)
+        return Added(ahead * (others > 0), back * (others > 0), held * (others > 0))
 
 
 Split = tuple[int, int]
