@@ -281,7 +281,7 @@ def search(
         cp: context-parallel size: how many devices share each sequence. The profile must have costs for it. By
             default searched if it has any.
         cp_exchange: how these have keys and values of all: ``"gathered"`` before attention, or around a ``"ring"``
-            beside it; by default as is quicker by the profile's costs.
+            beside it; by default the one with which the plan is shorter in the memory there is.
         ep: expert-parallel size: how many devices of a stage share experts, of ``tp`` x ``cp`` x ``replicas``, which it
             divides. The profile must have costs for it. By default searched if it has any.
         etp: expert-tensor-parallel size: how many of the ``ep`` devices split each expert. The profile must have costs
