@@ -51,6 +51,7 @@ class MeasuredForwards:
 
     asked: InferenceRequest
     dcp: tuple[int, ...] = (1,)
+    expert: tuple[int, ...] = (1,)
     repeats: int = 10
     warmup: int = 3
     dtype: str = "float32"
@@ -65,6 +66,7 @@ class MeasuredForwards:
             repeats=self.repeats,
             warmup=self.warmup,
             cluster=cluster,
+            expert=self.expert,
             dtype=dtype_of(self.dtype),
             device=self.device,
             seed=self.seed,
@@ -221,7 +223,8 @@ def measure_job(job: Report, context: RankContext) -> None:
     """The job of a process; the first reports."""
     asked = {**job["asked"], **{name: tuple(job["asked"][name]) for name in ("batches", "contexts", "shards")}}
     names = ("repeats", "warmup", "dtype", "device", "seed")
-    how = MeasuredForwards(InferenceRequest(**asked), tuple(job["dcp"]), **{name: job[name] for name in names})
+    counts = tuple(job["dcp"]), tuple(job["expert"])
+    how = MeasuredForwards(InferenceRequest(**asked), *counts, **{name: job[name] for name in names})
     if job["threads"]:
         torch.set_num_threads(job["threads"])
     cluster = None if job["cluster"] is None else parse(job["cluster"], Cluster)
