@@ -425,8 +425,8 @@ class _Measuring:
         fitted = "" if self.given else " Latency and bandwidth are fitted to the sends."
         return (
             f"Links measured with {backend} on {num_hosts} host{'s' if num_hosts > 1 else ''}{date}: means of the "
-            f"middle half of {self.options.repeats} runs, {self._calls}, of sends the slowest pair's. Spread of a point "
-            f"{typical:.0%} in the median, {worst.spread:.0%} at most ({worst.operation} of {worst.size} bytes, "
+            f"middle half of {self.options.repeats} runs, {self._calls}, of sends the slowest pair's. Spread of a "
+            f"point {typical:.0%} in the median, {worst.spread:.0%} at most ({worst.operation} of {worst.size} bytes, "
             f"{worst.num_devices} devices).{fitted}{left_out}"
         )
 
