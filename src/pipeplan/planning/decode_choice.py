@@ -206,8 +206,8 @@ class DecodeSearch:
         most, count = math.isqrt(MOST_BYTES // each) - 1, len(self.order)
         if count > most:
             raise UsageError(
-                f"{self.profile.where}: {count} blocks; decode steps are cut between any two of them, whose times would "
-                f"take {format_bytes(each * (count + 1) ** 2)} of memory here, and at most {most} are allowed with "
+                f"{self.profile.where}: {count} blocks; decode steps are cut between any two of them, whose times "
+                f"would take {format_bytes(each * (count + 1) ** 2)} of memory here, and at most {most} are allowed with "
                 f"{self.devices} devices; profile larger blocks (--granularity layer)"
             )
 

@@ -40,12 +40,12 @@ ALL, PAIRS = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
 
-def of_four(kind: str, model: str = LLAMA, **options: object) -> Case:
+def of_four(kind: str, model: str = LLAMA, **options: Any) -> Case:
     """One stage of four devices: five slots, so that their shares differ."""
     return case(model, [kind], ALL, sizes=(5,), prompts=PROMPTS, **options)
 
 
-def of_pairs(kinds: Sequence[str], model: str = LLAMA, **options: object) -> Case:
+def of_pairs(kinds: Sequence[str], model: str = LLAMA, **options: Any) -> Case:
     """Two stages of two devices, and two groups, of which one has a slot and so leaves a device without any."""
     return case(model, kinds, PAIRS, sizes=(2, 1), prompts=PROMPTS, **options)
 
