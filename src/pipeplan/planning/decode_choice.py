@@ -207,8 +207,8 @@ class DecodeSearch:
         if count > most:
             raise UsageError(
                 f"{self.profile.where}: {count} blocks; decode steps are cut between any two of them, whose times "
-                f"would take {format_bytes(each * (count + 1) ** 2)} of memory here, and at most {most} are allowed with "
-                f"{self.devices} devices; profile larger blocks (--granularity layer)"
+                f"would take {format_bytes(each * (count + 1) ** 2)} of memory here, and at most {most} are allowed "
+                f"with {self.devices} devices; profile larger blocks (--granularity layer)"
             )
 
     def bound_ns(self, found: DecodeChoice) -> float:
