@@ -29,6 +29,7 @@ from pipeplan.files import (
 )
 from pipeplan.files.cluster import Operation
 from pipeplan.runtime.profiling.computing import Computing
+from pipeplan.runtime.profiling.instruments import mean_of_middle
 from pipeplan.runtime.profiling.links import (
     _CALLS_BYTES,
     OPERATIONS,
@@ -38,7 +39,6 @@ from pipeplan.runtime.profiling.links import (
     Task,
     _call,
     _exchange_ns,
-    _mean_of_middle,
     measure_local,
     tasks_of,
 )
@@ -157,8 +157,8 @@ def test_an_exchange_is_what_calls_add_to_computing(operation: Operation, taken:
 
 
 def test_a_few_disturbed_runs_do_not_count_and_the_others_are_averaged() -> None:
-    assert _mean_of_middle([5, 1, 2, 3, 4, 6, 7, 1000]) == pytest.approx((3 + 4 + 5 + 6) / 4)
-    assert _mean_of_middle([1, 2, 9]) == 4
+    assert mean_of_middle([5, 1, 2, 3, 4, 6, 7, 1000]) == pytest.approx((3 + 4 + 5 + 6) / 4)
+    assert mean_of_middle([1, 2, 9]) == 4
 
 
 @pytest.mark.parametrize("rank", [0, 1])

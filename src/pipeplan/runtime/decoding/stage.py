@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ from pipeplan.runtime.launch.status import Progress
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import CausalDecoder, Model, placed
 from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.parallel.experts import no_words
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.training.checkpoint import ParameterChunk
 from pipeplan.runtime.training.weights import WeightNames, read_weights
@@ -183,22 +185,25 @@ class DecodingStage:
         taken = [self._converted(source, *values[source], wanted, rows.width) for source, _ in spec.inputs]
         here = self._here(rows, self.layouts[id_])
         splits = here.layout.pieces.size > 1
-        sends = any(
-            wanted[device] for device in here.layout.experts(self.device)
-        )  # words to experts, this one or others
-        if not own and (here.is_idle if splits else not sends):
+        if not own and (here.is_idle if splits else not self._gets_words(id_, wanted)):
             shape, dtype = self.form(id_, rows.width)
             return torch.empty((0, *shape), dtype=dtype)
         if (
-            not own and splits
-        ):  # others' requests have pieces of caches here: a row stands in, whose results nobody takes
+            not own
+        ):  # pieces of caches, or experts, are for others' requests: a row stands in, whose results nobody takes
             taken = [each.new_zeros((1, *each.shape[1:])) for each in taken]
-        samples = [self._sample(name, rows, own, stand_in=splits) for name in spec.samples]
+        samples = [self._sample(name, rows, own) for name in spec.samples]
         line = here.layout.line(self.device)
         self._mode.begin(self._caches(id_, rows.group), here, self._exchange(line) if len(line) > 1 else None)
-        with self._mode:
+        with self._mode, contextlib.nullcontext() if own else no_words():
             made: Tensor = self.modules[id_, rows.width](*taken, *samples)
         return made[: len(own)]
+
+    def _gets_words(self, id_: str, wanted: Sequence[range]) -> bool:
+        """Whether devices that have rows share the block's experts with this one."""
+        return bool(self.shares[id_].experts) and any(
+            wanted[device] for device in self.layouts[id_].experts(self.device)
+        )
 
     def _of_pass(self, rows: Pass) -> _KnownPass:
         if self._known is None or self._known.rows is not rows:
@@ -212,16 +217,16 @@ class DecodingStage:
             known[layout] = CachedRows(rows, layout, self.device, self.sizes[rows.group])
         return known[layout]
 
-    def _sample(self, name: str, rows: Pass, own: range, *, stand_in: bool) -> Tensor:
-        """Words or positions of the own rows; of none, zeros for a row that stands in, or nothing."""
-        if not own:
-            return torch.zeros((int(stand_in), rows.width), dtype=torch.long)
+    def _sample(self, name: str, rows: Pass, own: range) -> Tensor:
+        """Words or positions of the own rows; of a row that stands in, zeros."""
         known = self._of_pass(rows).samples
         if (name, own) not in known:
             known[name, own] = self._made_sample(name, rows, own)
         return known[name, own]
 
     def _made_sample(self, name: str, rows: Pass, own: range) -> Tensor:
+        if not own:
+            return torch.zeros((1, rows.width), dtype=torch.long)
         if name == "tokens":
             return self.words(rows, own)
         of = rows.rows[own.start : own.stop]
@@ -311,8 +316,7 @@ class DecodingStage:
         share, rank = Share(id_), self.progress.rank
         if len(line) > 1:
             share = Share(id_, line.index(rank), line)
-        elif len(experts) > 1:
-            self.written.model.require_shared_experts(id_, len(experts), 1)
+        elif len(experts) > 1 and self.written.model.require_shared_experts(id_, len(experts), 1):
             share = Share(id_, experts=experts, expert=experts.index(rank))
         shards = placed(share, self._along)
         self.shares[id_] = share

@@ -35,7 +35,7 @@ from pipeplan.runtime.launch.worker import under_torchrun
 from pipeplan.runtime.parallel.device import gathered, rank_device
 from pipeplan.runtime.profiling.build_profile import source_of
 from pipeplan.runtime.profiling.computing import Computing
-from pipeplan.runtime.profiling.instruments import timed
+from pipeplan.runtime.profiling.instruments import mean_of_middle, timed
 from pipeplan.units import format_ns
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
@@ -396,7 +396,7 @@ class _Measuring:
 
     def _note(self, task: Task, times: Sequence[float]) -> None:
         """Take a point; of several pairs the slowest counts."""
-        ns = max(1, round(_mean_of_middle(times)))
+        ns = max(1, round(mean_of_middle(times)))
         low, _, high = statistics.quantiles(times, n=4, method="inclusive")
         self.points.append(LinkPoint(*task.key, task.size, ns, (high - low) / ns))
         self.report({"event": "point", "point": asdict(self.points[-1])})
@@ -456,12 +456,6 @@ def _exchange_ns(task: Task, taken: Sequence[Taken]) -> float:
     if task.operation == "send":
         return (whole - sum(computed)) / task.calls / 2
     return (whole - statistics.fmean(computed)) / task.calls
-
-
-def _mean_of_middle(times: Sequence[float]) -> float:
-    """The mean without the lowest and the highest quarter: what disturbed a few runs is not the link's."""
-    left_out = len(times) // 4
-    return statistics.fmean(sorted(times)[left_out : len(times) - left_out])
 
 
 def _lacking(error: RuntimeError) -> bool:
