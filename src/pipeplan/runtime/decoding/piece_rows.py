@@ -89,7 +89,12 @@ class MeasuredForwards:
         steps = [*steps_of(found, processes, pieces=processes in self.dcp)] if processes > 1 else []
         if not steps or among is None or progress is None:
             return found
-        how = {"repeats": self.repeats, "warmup": self.warmup, "seed": self.seed, "dtype": dtype_of(self.dtype)}
+        how: dict[str, Any] = {
+            "repeats": self.repeats,
+            "warmup": self.warmup,
+            "seed": self.seed,
+            "dtype": dtype_of(self.dtype),
+        }
         with steady(_CPU):
             return in_lockstep(found, WrittenModel.of(model, 1), steps, cluster, among, progress, **how)
 
