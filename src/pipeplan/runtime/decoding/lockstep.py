@@ -1,8 +1,8 @@
 """Decode rows of devices that share caches or split blocks, measured by as many processes in step with each other.
 
 Each process is one device of a stage, and exchanges what a run exchanges. So a block's time has in it what a device
-waits for the others, and the threads that must be woken. The stage has a block of each kind, in the model's order, and
-takes step after step; what all its blocks take together is what its steps take.
+waits for the others, and the threads that must be woken. The stage has all blocks of a small model, and of another one
+of each kind, in the model's order, and takes step after step; what its blocks take together is what its steps take.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from pipeplan.runtime.launch.status import Progress, lost_others
 from pipeplan.runtime.parallel.device import gathered
 from pipeplan.runtime.profiling.instruments import blamed, mean_of_middle, spread_of
 
+WHOLE = 16
+"""Blocks of a model that is measured whole, as it then reads its weights from where a run does."""
+
 _STEPS = 4
 """One after the other, of which the first, that all begin together, does not count."""
 
@@ -44,6 +47,13 @@ class _TimedStage(DecodingStage):
         made = super()._run(id_, *given)
         self.taken[id_].append(time.perf_counter_ns() - begin)
         return made
+
+    def logits(self, block: str, made: Tensor, rows: Pass) -> Tensor:
+        """What devices have made of them, gathered: a part of the block's step."""
+        begin = time.perf_counter_ns()
+        found = super().logits(block, made, rows)
+        self.taken[block][-1] += time.perf_counter_ns() - begin
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +99,13 @@ def steps_of(profile: Profile, count: int, *, pieces: bool) -> Iterator[SharedSt
 
 @dataclass
 class _StepBench:
-    """This process's end of a shared step: of ``blocks``, one of each kind."""
+    """This process's end of a shared step of ``blocks``, of which some are ``alike`` others; they may be ``all``."""
 
     step: SharedStep
     written: WrittenModel
     blocks: Sequence[Block]
+    alike: Mapping[str, str]
+    all: bool
     progress: Progress
     dtype: torch.dtype
     seed: int
@@ -122,8 +134,7 @@ class _StepBench:
             dtype=self.dtype,
             seed=self.seed,
         )
-        last = step.context - 1
-        self._rows = Pass(0, 1, tuple(Row(slot, slot, last, 1, True) for slot in range(step.requests)))
+        self._rows = self._pass()
         known = {each.id for each in self.blocks}
         sources = (source for id_ in placed.blocks for source, _ in self.written.model.block(id_).inputs)
         self._given = {source: self._noise(source) for source in sources if source not in known}
@@ -137,14 +148,23 @@ class _StepBench:
         """For progress and errors."""
         return f"a step of {self.step.requests} requests of {self.step.context} tokens as {self.step.way.mesh}"
 
+    def _pass(self) -> Pass:
+        """The last word of each text."""
+        last = self.step.context - 1
+        return Pass(0, 1, tuple(Row(slot, slot, last, 1, True) for slot in range(self.step.requests)))
+
     def _noise(self, source: str) -> Tensor:
         shape, dtype = self._stage.form(source, 1)
         own = self._stage.rows_of(source, self._rows)[self._stage.device]
         return torch.randn((len(own), *shape), dtype=dtype)
 
     def _run(self) -> None:
+        if self.all:  # what follows from its rows is found once for all blocks, in each step anew
+            self._rows = self._pass()
         with blamed(self.label), lost_others(self.progress):
-            self._stage.run(self._rows, self._given)
+            made = self._stage.run(self._rows, self._given)
+            last = self.blocks[-1].id
+            self._stage.logits(last, made[last], self._rows)
 
     def time(self, *, keep: bool) -> None:
         """Some steps."""
@@ -152,11 +172,14 @@ class _StepBench:
         self._stage.taken.clear()
         for _ in range(_STEPS - 1):
             self._run()
-        for id_, taken in self._stage.taken.items() if keep else ():
-            self.times[id_].append(fmean(taken))
+        of_kind: dict[str, list[int]] = defaultdict(list)
+        for id_, taken in self._stage.taken.items():
+            of_kind[self.alike[id_]] += taken
+        for kind, every in of_kind.items() if keep else ():
+            self.times[kind].append(fmean(every))
 
     def found(self) -> dict[str, list[float]]:
-        """{block: ns in each run, on the average device}; all call this together, and let go of what they share."""
+        """{one of blocks that are alike: ns in each run, on the average device}; all call this together, and last."""
         with lost_others(self.progress):
             every: list[Mapping[str, list[float]]] = gathered(dict(self.times))
         self._groups.close()
@@ -193,19 +216,17 @@ def in_lockstep(
         dtype: of weights, activations and cache.
         seed: of parameters.
     """
-    blocks = [block for id_, block in profile.by_id.items() if profile.alike[id_] == id_]
-    benches = [_StepBench(step, written, blocks, progress, dtype, seed) for step in steps]
-    for turn in range(warmup + repeats):
-        for number, bench in enumerate(benches):
-            on_run(turn * len(benches) + number, len(benches) * (warmup + repeats), bench.label)
+    rows = {block.id: list(block.phases) for block in profile.kinds}
+    whole, turns = len(profile.blocks) <= WHOLE, warmup + repeats
+    blocks = [block for block in profile.blocks if whole or block.id in rows]
+    links = StageLinks(profile, cluster)
+    for number, step in enumerate(steps):  # one by one: each has its own weights
+        bench = _StepBench(step, written, blocks, profile.alike, whole, progress, dtype, seed)
+        for turn in range(turns):
+            on_run(number * turns + turn, len(steps) * turns, bench.label)
             bench.time(keep=turn >= warmup)
-    links, rows = (
-        StageLinks(profile, cluster),
-        dict[str, list[PhaseRow]]({block.id: list(block.phases) for block in blocks}),
-    )
-    for bench in benches:
         for id_, times in bench.found().items():
-            _put(rows[id_], bench.step, times, _priced(profile, profile.by_id[id_], bench.step, links))
+            _put(rows[id_], step, times, _priced(profile, profile.by_id[id_], step, links))
     return profile.model_copy(
         update={
             "blocks": tuple(
