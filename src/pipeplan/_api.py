@@ -98,8 +98,8 @@ _PARTS = {
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
     "pipeplan.costs.uniform.judging": ("RunsFit",),
     "pipeplan.files": (
-        *("Block", "Cluster", "CostRow", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
-        *("Plan", "Profile", "Source"),
+        *("Block", "Cluster", "CostRow", "DeviceKind", "Edge", "FailureDomain", "LinkLevel"),
+        *("PlacedStage", "Placement", "Plan", "Profile", "Source"),
         *("read_cluster", "read_modules", "read_placement", "read_plan", "read_profile", "require_writable"),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
@@ -786,14 +786,25 @@ def make_model(name: str, **how: Any) -> Profile:
     return model(name, **how)
 
 
-def make_cluster(name: str, num_devices: int | None = None, *, nominal: bool = False) -> Cluster:
+def make_cluster(
+    name: str,
+    num_devices: int | None = None,
+    *,
+    nominal: bool = False,
+    racks: Sequence[int] = (),
+    oversubscription: Sequence[float] = (),
+    rails: bool = False,
+    power: int | None = None,
+) -> Cluster:
     """A cluster of the catalog, cut or extended: :func:`pipeplan.costs.clusters.named_cluster`. Raises UsageError.
 
     A maker's has links as published runs reach them (:func:`pipeplan.costs.uniform.shares.as_reached`), unless
-    ``nominal``.
+    ``nominal``. With ``racks`` it is a tree of switches (:func:`pipeplan.costs.clusters.in_tree`).
     """
-    from pipeplan.costs.clusters import named_cluster
+    from pipeplan.costs.clusters import in_tree, named_cluster
     from pipeplan.costs.uniform.shares import as_reached
 
     cluster = named_cluster(name.removeprefix("testbed-"), num_devices)
+    if racks or oversubscription or rails or power is not None:
+        cluster = in_tree(cluster, racks, oversubscription, rails=rails, power=power)
     return cluster if nominal or name.startswith("testbed-") else as_reached(cluster)

@@ -1382,24 +1382,39 @@ def example(
 
 
 @_public
-def example_cluster(name: str, *, devices: int | None = None, nominal: bool = False) -> Cluster:
+def example_cluster(
+    name: str,
+    *,
+    devices: int | None = None,
+    nominal: bool = False,
+    rack: int | Sequence[int] | None = None,
+    oversubscription: float | Sequence[float] | None = None,
+    rails: bool = False,
+    power: int | None = None,
+) -> Cluster:
     """A ready-made cluster, with as many devices as you like.
 
     Args:
         name: such as ``"cluster-h100"`` or ``"testbed-tessel"``; ``pipeplan example --help`` lists them.
         devices: number of devices; by default the cluster's own.
         nominal: links at the rates of their data sheets, not at what published runs reach of them.
+        rack: nodes under one switch, which makes the network a fat tree; with more tiers of switches, of each.
+        oversubscription: with ``rack``, what the devices under a switch could send at once over what its uplinks carry,
+            as 4 for 4:1; of each tier, by default 1.
+        rails: with ``rack``, device i of each node is under switch i of its rack.
+        power: with ``rack``, nodes that share a power supply and fail together.
 
     Returns:
         The cluster, for :func:`search`.
 
     Raises:
-        UsageError: there is no such cluster.
+        UsageError: there is no such cluster, or racks do not fit it.
 
     Example:
         >>> pipeplan.example_cluster("testbed-tessel", devices=8).num_devices
         8
     """
-    if devices is not None:
-        devices = _asked("example", {"devices": devices}).params["devices"]
-    return _api.make_cluster(name, devices, nominal=nominal)
+    given = {"devices": devices, "rack": rack, "oversubscription": oversubscription, "power": power}
+    asked = _asked("example", {key: value for key, value in given.items() if value is not None}).params
+    tree = {"oversubscription": asked["oversubscription"] or (), "power": asked["power"], "rails": rails}
+    return _api.make_cluster(name, devices and asked["devices"], nominal=nominal, racks=asked["racks"] or (), **tree)

@@ -127,6 +127,23 @@ class _Counts(click.ParamType[tuple[int, ...]]):
         return tuple(sorted({int(part) for part in parts}))
 
 
+class Ratios(click.ParamType[tuple[float, ...]]):
+    """Ratios of 1 to 1000, as ``4``, ``4:1`` or ``1,2.5``, one for each tier of switches."""
+
+    name = "ratios"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """The ratios."""
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Iterable) else [value]
+        try:
+            found = tuple(float(str(part).strip().removesuffix(":1")) for part in parts)
+        except ValueError:
+            found = ()
+        if not found or not all(1 <= each <= 1000 for each in found):
+            self.fail(f"{value!r} is no list of ratios from 1 to 1000; write them as 4, 4:1 or 1,4", param, ctx)
+        return found
+
+
 _THOUSAND = 1024
 """Tokens of the k of lengths of texts, which models have positions for by powers of two."""
 

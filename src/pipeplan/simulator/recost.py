@@ -11,6 +11,7 @@ from pipeplan.costs import build_workload, transfer_time, with_recipe, with_sync
 from pipeplan.costs.context import of_stages
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.launches import with_launches
+from pipeplan.costs.trees import MessageCrowds, with_shared_uplinks
 from pipeplan.costs.zero import IN_ACTIONS, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
@@ -97,12 +98,15 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
         ),
         stages=tuple(stages),
         tied=tuple(tied),
-        dependencies=tuple(
-            replace(
-                dependency,
-                hops=tuple(_relinked_hop(hop, cluster, beside=dependency.later > 0) for hop in dependency.hops),
-            )
-            for dependency in plan.dependencies
+        dependencies=with_shared_uplinks(
+            [
+                replace(
+                    dependency,
+                    hops=tuple(_relinked_hop(hop, cluster, beside=dependency.later > 0) for hop in dependency.hops),
+                )
+                for dependency in plan.dependencies
+            ],
+            cluster,
         ),
     )
 
@@ -277,9 +281,11 @@ class _Built:
 
     def _relinked(self, dependency: Dependency) -> Dependency:
         """A dependency of an instruction keeps its bytes and gets the cluster's times, where there is one."""
-        cluster = self._cluster
-        hops = dependency.hops if cluster is None else tuple(_relinked_hop(hop, cluster) for hop in dependency.hops)
-        return replace(dependency, hops=hops)
+        if self._cluster is None:
+            return dependency
+        hops = tuple(_relinked_hop(hop, self._cluster) for hop in dependency.hops)
+        crowds = MessageCrowds(self._cluster, self.any.dependencies) if self._cluster.is_tree else None
+        return replace(dependency, hops=hops if crowds is None else tuple(map(crowds.shared, hops)))
 
 
 def _between(dependencies: Iterable[Dependency]) -> dict[_Message, Dependency]:
