@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -218,6 +218,12 @@ class StageRunner:
     loss_scale: float = 1.0
     evaluating: bool = False
     word_counts: dict[str, WordCounts] = field(default_factory=dict)
+    _returned: frozenset[str] = field(init=False)
+    _enters: dict[str, TensorLayout] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # blocks whose stages get gradients back by the plan
+        self._returned = frozenset(name for source in self.part.returns for name in self.part.inputs[source])
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W, or a part of one; what each takes and gives is as below."""
@@ -244,7 +250,7 @@ class StageRunner:
         Raises StageError where a block fails, or makes what needs a gradient that the plan does not bring, and, as all
         methods, TransferError where ranks that split a block lost each other.
         """
-        returned, entering = self._returned(), self._entering(map(_name, received))
+        returned, entering = self._returned, self._entering(map(_name, received))
         kept = {_name(key): self._kept(key, tensor, entering[_name(key)], len(own)) for key, tensor in received.items()}
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in kept.items()}
         if part == 0:
@@ -332,7 +338,7 @@ class StageRunner:
         roots = [root for held in helds.values() for root in _roots(held, self.loss_scale)]
         with stage_errors(f"backward of its blocks {_range(self.part.blocks[blocks])}"):
             self._differentiate(microbatch, roots, last=last)
-        returned = sorted(self._returned() if names is None else names)  # all ranks gather slices in one order
+        returned = sorted(self._returned if names is None else names)  # all ranks gather slices in one order
         entering, counts = self._entering(returned), {name: self.part.returning.get(name, 1) for name in returned}
         return {
             own: {
@@ -357,8 +363,13 @@ class StageRunner:
 
     def _entering(self, names: Iterable[str]) -> dict[str, TensorLayout]:
         """How what the stage receives, by block, is kept for its own blocks."""
-        takers = {name: [b for b in self.part.blocks if name in dict(self.specs[b].inputs)] for name in names}
-        return {name: self.layouts.entering(blocks) for name, blocks in takers.items()}
+        return {name: self._enters.get(name) or self._enter(name) for name in names}
+
+    def _enter(self, name: str) -> TensorLayout:
+        """The same of one block, which is looked at once."""
+        takers = [block for block in self.part.blocks if name in dict(self.specs[block].inputs)]
+        found = self._enters[name] = self.layouts.entering(takers)
+        return found
 
     def _kept(self, key: TensorKey, tensor: Tensor, layout: TensorLayout, num_samples: int) -> Tensor:
         """What is kept of a tensor that has come: all, or a slice as a tensor of its own."""
@@ -371,14 +382,9 @@ class StageRunner:
         with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"), self._exchanging(adds=True):
             self._queues.pop(microbatch).run()
 
-    @contextmanager
-    def _exchanging(self, *, adds: bool) -> Iterator[None]:
+    def _exchanging(self, *, adds: bool) -> AbstractContextManager[None]:
         """An action that goes back through blocks."""
-        if self.state is not None:
-            self.state.begin_backward(adds=adds)
-        yield
-        if self.state is not None:
-            self.state.end_backward()
+        return nullcontext() if self.state is None else _goes_back(self.state, adds=adds)
 
     def _add_loss(self, loss: Tensor | None) -> None:
         if loss is not None:
@@ -393,10 +399,6 @@ class StageRunner:
         """The scaled loss of the micro-batches since the last call; None if there is none or another rank has it."""
         loss, self.loss = self.loss, None
         return loss
-
-    def _returned(self) -> set[str]:
-        """Blocks whose stages get gradients back by the plan."""
-        return {name for source in self.part.returns for name in self.part.inputs[source]}
 
     def _call(self, block: str, again: Again, values: _Values, own: Numbers, samples: MiniBatch) -> Tensor:
         spec, module, rows = self.specs[block], self.modules[block], self.layouts.rows(block, own)
@@ -460,6 +462,14 @@ class StageRunner:
                         f"block {name!r} needs a gradient from stage {target}, and the plan brings none back; "
                         "profile this model and search again"
                     )
+
+
+@contextmanager
+def _goes_back(state: ExchangedState, *, adds: bool) -> Iterator[None]:
+    """An action that goes back through blocks of a stage whose state is exchanged."""
+    state.begin_backward(adds=adds)
+    yield
+    state.end_backward()
 
 
 def _begin_random_numbers(seed: int, device: torch.device) -> None:
