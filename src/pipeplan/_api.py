@@ -183,12 +183,17 @@ def search(
     from pipeplan.planning.steps import search_plan
     from pipeplan.planning.targeted import search_target
 
+    if request.spares:
+        from pipeplan.planning.spares import search_spared
+
+        how: Any = {"progress": progress, "explain": explain, "workers": workers, "executor": executor}
+        return search_spared(request, lambda asked, part: search(asked, within=part, **how), within)
     if request.decodes:
         from pipeplan.planning.decode_search import search_decoding
 
         return search_decoding(request, progress=progress, within=within, explain=explain)
     found = search_plan if request.only is None else search_target
-    how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
+    how = {"progress": progress, "within": within, "explain": explain, "workers": workers}
     if not isinstance(executor, str):
         return found(request, executor=executor, **how)
     from pipeplan.planning.workers import named_executor
@@ -228,6 +233,11 @@ def compare(
     """
     from pipeplan.planning.comparison import compare
 
+    if request.spares:
+        from pipeplan.planning.spares import compare_spared
+
+        how: Any = {"rules": rules, "progress": progress}
+        return compare_spared(request, lambda asked, part: compare(asked, within=part, **how), within)
     return compare(request, rules=rules, progress=progress, within=within)
 
 
@@ -247,6 +257,11 @@ def frontier(
     """
     from pipeplan.planning.frontier import search_frontier
 
+    if request.spares:
+        from pipeplan.planning.spares import frontier_spared
+
+        how: Any = {"mode": mode, "point": point, "progress": progress}
+        return frontier_spared(request, lambda asked, part: search_frontier(asked, within=part, **how), within)
     return search_frontier(request, mode=mode, point=point, within=within, progress=progress)
 
 

@@ -200,6 +200,7 @@ def search(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    spares: int | None = None,
     profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
@@ -261,6 +262,7 @@ def search(
         profile: the model's blocks and what each one costs, or the path of a profile file.
         devices: number of devices; by default that of the profile's placement, else of the cluster.
         cluster: devices, memory and links, or the path of a cluster file; without one, links are free.
+        spares: devices of ``cluster`` to keep spare, in whole nodes; the result's ``spares`` say what that costs.
         profile_for: profiles of the same model on devices that the cluster calls otherwise, by the names of these.
         memory: memory of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
         memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
@@ -455,6 +457,7 @@ def compare(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    spares: int | None = None,
     profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
@@ -523,6 +526,7 @@ def frontier(
     *,
     devices: Counts | None = None,
     cluster: Cluster | Path | None = None,
+    spares: int | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -560,6 +564,7 @@ def frontier(
         profile: the model's blocks and what each one costs, or the path of a profile file.
         devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's.
         cluster: devices, memory, links and prices, or the path of a cluster file.
+        spares: devices of ``cluster`` to keep spare, in whole nodes; the result's ``spares`` say what that costs.
         memory: memory limit of each device, as ``"16GB"`` or bytes; by default the cluster's.
         memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
         precision: number formats of weights, gradients and state, as ``"bf16-mixed"``; by default the profile's.

@@ -480,10 +480,19 @@ MEMORY_RESERVE = click.option(
     "[default: the cluster's; 0 with --memory]",
 )
 
+SPARES = click.option(
+    "--spares",
+    type=NUM_DEVICES,
+    metavar="K",
+    help="Devices of --cluster to keep spare, whole nodes: plan for the others, and say what that costs and which "
+    "failures it covers.",
+)
+
 _OPTIONS = (
     click.argument("profile_path", type=FILE, metavar="PROFILE"),
     click.option("--devices", type=NUM_DEVICES, help="Number of devices.  [default: the placement's]"),
     click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links."),
+    SPARES,
     click.option(
         "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
     ),
@@ -623,6 +632,7 @@ def read_request(
         **said,
         **asked_sizes(flags),
         cluster=cluster,
+        spares=flags["spares"] or 0,
         num_microbatches=flags["microbatches"],
         memory_bytes=flags["memory"],
         reserve_bytes=flags["memory_reserve"],
