@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -147,6 +147,29 @@ class RankGroup:
             dist.all_to_all_single(found, own, got, given, group=self.group)
         came = torch.split(found.to(rows.device), got)
         return torch.cat([came[place] for place in self._order])
+
+    def begin_passing(self, tensors: Sequence[Tensor], by: int) -> Callable[[], list[Tensor]]:
+        """Post sends to the rank so many places on, and receives of the one as far back, in the order of shares.
+
+        Both are posted together, so that no rank waits for another to begin. What waits for them gives what came.
+        """
+        place, count = self._ranks.index(self._rank), len(self._ranks)
+        target, source = (self._ranks[(place + each) % count] for each in (by, -by))
+        sent = [self._carried(each) for each in tensors]
+        found = [torch.empty_like(each) for each in sent]
+        operations = [dist.P2POp(dist.isend, each, target, self.group) for each in sent]
+        operations += [dist.P2POp(dist.irecv, each, source, self.group) for each in found]
+        with transfer_errors(source):
+            works = dist.batch_isend_irecv(operations)
+
+        def came() -> list[Tensor]:
+            with self._waiting(source):
+                for work in works:
+                    work.wait()
+            del sent[:]  # which had to live as long
+            return [own.to(each.device) for own, each in zip(found, tensors, strict=True)]
+
+        return came
 
     def start_scatter(self, parts: Tensor) -> Pending:
         """Begin to sum ``parts`` [rank, size], of which each rank, in ascending order, gets its own."""

@@ -31,7 +31,7 @@ from pipeplan.runtime.executor.message_graph import (
 )
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action, StateAction
-from pipeplan.workload.elements import Again, Attribute, Dependency, Loop, Stage
+from pipeplan.workload.elements import RING, Again, Attribute, Dependency, Loop, Stage
 from pipeplan.workload.kinds import GRADIENT_ROLES, PARTED_ROLES, RESHARD, UNSHARD, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
@@ -777,6 +777,7 @@ def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
     )
     place, part = (line.index(rank) if line else 0 for line in (experts, parts))
     own = partial(replace, context=context, experts=experts, expert=place, expert_parts=parts, expert_part=part)
+    own = partial(own, ring=stage.context_exchange == RING)
     return tuple(map(own, found))
 
 

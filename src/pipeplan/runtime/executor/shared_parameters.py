@@ -341,7 +341,8 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
     for share, rank in holders:
         partners = tuple(range(share.count)) if share.partners else ()  # whoever they are
         experts, each = (tuple(range(len(line))) for line in (share.experts, share.expert_parts))
-        alike = replace(share, partners=partners, places=(), context=(), experts=experts, expert_parts=each)
+        alike = replace(share, partners=partners, experts=experts, expert_parts=each)
+        alike = replace(alike, places=(), context=(), ring=False)
         ranks_of[share.block][alike].add(rank)
         blocks_of[rank].add(share.block)
     shapes = model.parameter_shapes()

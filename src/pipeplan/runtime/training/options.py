@@ -21,7 +21,6 @@ from pipeplan.runtime.launch.job import Evaluated, ExpertLoad, RunOptions, RunRe
 from pipeplan.runtime.models.given_names import Name, PythonValue, is_configuration, require_importable, require_model
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
-from pipeplan.workload.elements import RING
 from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import GRADIENTS
 
@@ -331,12 +330,6 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
         raise UsageError(
             f"stages[{alone}] of the plan is of instructions, which know nothing of the pieces of sequences that "
             "devices of other stages have (context parallelism); search with --cp 1"
-        )
-    rings = next((n for n, stage in enumerate(plan.stages) if stage.context_exchange == RING), None)
-    if rings is not None and isinstance(options, TrainOptions):
-        raise UsageError(
-            f"stages[{rings}] of the plan has context_exchange {RING}: keys and values go around a ring beside "
-            "attention, and run gathers them; search with --cp-exchange gathered, or replay this plan with --emulate"
         )
     return options.with_grain_of(plan).by_plan(plan) if isinstance(options, TrainOptions) else options
 
