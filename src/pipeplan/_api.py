@@ -180,26 +180,31 @@ def search(
         SearchTimeoutError: time ran out with nothing found.
         UsageError: the request contradicts the profile.
     """
-    from pipeplan.planning.steps import search_plan
-    from pipeplan.planning.targeted import search_target
-
+    how: Any = {"progress": progress, "explain": explain}
+    by: Any = {"workers": workers, "executor": executor}
     if request.spares:
         from pipeplan.planning.spares import search_spared
 
-        how: Any = {"progress": progress, "explain": explain, "workers": workers, "executor": executor}
-        return search_spared(request, lambda asked, part: search(asked, within=part, **how), within)
+        return search_spared(request, lambda asked, part: search(asked, within=part, **how, **by), within)
     if request.decodes:
         from pipeplan.planning.decode_search import search_decoding
 
-        return search_decoding(request, progress=progress, within=within, explain=explain)
+        return search_decoding(request, within=within, **how)
+    return _search_training(request, executor, workers=workers, within=within, **how)
+
+
+def _search_training(request: Request, executor: Executor | str | None, *, within: Limit | None, **how: Any) -> Result:
+    """The search of a plan that is not of decode steps, inside a target's limits where there is one."""
+    from pipeplan.planning.steps import search_plan
+    from pipeplan.planning.targeted import search_target
+
     found = search_plan if request.only is None else search_target
-    how = {"progress": progress, "within": within, "explain": explain, "workers": workers}
     if not isinstance(executor, str):
-        return found(request, executor=executor, **how)
+        return found(request, executor=executor, within=within, **how)
     from pipeplan.planning.workers import named_executor
 
     with named_executor(executor, within) as named:
-        return found(request, executor=named, **how)
+        return found(request, executor=named, within=within, **how)
 
 
 def tune(

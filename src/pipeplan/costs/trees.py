@@ -65,8 +65,8 @@ def uplink_crowd(cluster: Cluster, level: LinkLevel, groups: Sequence[Sequence[i
 def _leaving(places: Devices, *, all_to_all: bool) -> float:
     """For each device of groups that are in several places, [group, device], what leaves a place, in rings."""
     size = places.shape[1]
-    rows = np.repeat(np.arange(len(places)), size)
-    _, counts = np.unique(np.column_stack([rows, places.ravel()]), axis=0, return_counts=True)
+    apart = np.arange(len(places))[:, None] * (places.max() + 1) + places  # one number each, which sorts quickly
+    _, counts = np.unique(apart, return_counts=True)
     counts = counts[counts < size]
     if not len(counts):
         return 0.0
@@ -145,8 +145,9 @@ def _busiest(cluster: Cluster, index: int, sources: Devices, targets: Devices) -
         leave = before != after
     found = 0
     for places, devices in ((before, sources), (after, targets)):
-        each = np.unique(np.column_stack([places[leave], devices[leave]]), axis=0)
-        found = max(found, int(np.unique(each[:, 0], return_counts=True)[1].max(initial=0)))
+        apart = int(devices.max()) + 1
+        each = np.unique(places[leave] * apart + devices[leave])
+        found = max(found, int(np.unique(each // apart, return_counts=True)[1].max(initial=0)))
     return found
 
 

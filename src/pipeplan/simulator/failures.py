@@ -23,7 +23,7 @@ MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class DomainFailure:
     """One domain of a kind fails, such as a node of 8 ``devices``; a plan uses at most ``in_use`` of one.
 
     ``covered``: whichever it is, spare nodes outside of it can take over; else ``missing`` so many devices more would
@@ -57,7 +57,7 @@ class Failure:
         }
 
 
-def failures(plan: Plan, cluster: Cluster, profile: Profile | None = None) -> tuple[Failure, ...]:
+def failures(plan: Plan, cluster: Cluster, profile: Profile | None = None) -> tuple[DomainFailure, ...]:
     """What each kind of domain that fails leaves of a plan for some of a cluster's devices, smallest first.
 
     With the profile it is worked out what the plan takes on the devices that take over.
@@ -112,7 +112,7 @@ class _Nodes:
 
 def _failure(
     plan: Plan, stages: Sequence[Stage], nodes: _Nodes, domain: FailureDomain, profile: Profile | None
-) -> Failure:
+) -> DomainFailure:
     by_domain = defaultdict[int, list[int]](list)
     for device in sorted(nodes.used):
         by_domain[device // domain.group_size].append(device)
@@ -123,7 +123,7 @@ def _failure(
         far = max((nodes.distance(a // nodes.size, b // nodes.size) for a, b in found.items()), default=-1)
         if len(found) == len(failed) and far > furthest:
             example, furthest = found, far
-    return Failure(
+    return DomainFailure(
         domain=domain.name,
         devices=domain.group_size,
         in_use=max(map(len, by_domain.values()), default=0),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeplan.simulator.failures import Failure
+from pipeplan.simulator.failures import DomainFailure
 from pipeplan.units import format_ns
 
 
@@ -22,7 +22,7 @@ class Spares:
     time_ns: int
     whole_ns: int | None
     seconds: float
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[DomainFailure, ...] = ()
     why: str = ""
 
     @property
@@ -62,7 +62,7 @@ class Spares:
             "the limit)"
         )
 
-    def _failure_said(self, failure: Failure) -> str:
+    def _failure_said(self, failure: DomainFailure) -> str:
         name = f"a failed {failure.domain}" + (f" ({failure.devices} devices)" if failure.devices > 1 else "")
         kept = "" if failure.kept else "; a stage's state is on no other device: read it from the last checkpoint"
         if not failure.covered:
