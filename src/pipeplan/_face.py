@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeplan._api import (
         Cluster,
         Comparison,
+        Cover,
         Evaluated,
         Event,
         Export,
@@ -245,6 +246,7 @@ def search(
     dcp: int | None = None,
     prefill: int | str | None = None,
     keep_together: str | Sequence[str] | None = None,
+    kernels: Cover | Path | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
     cache: Path | None = None,
@@ -281,7 +283,7 @@ def search(
         cp: context-parallel size: how many devices share each sequence. The profile must have costs for it. By
             default searched if it has any.
         cp_exchange: how these have keys and values of all: ``"gathered"`` before attention, or around a ``"ring"``
-            beside it; by default as is quicker by the profile's costs.
+            beside it; by default the one with which the plan is shorter in the memory there is.
         ep: expert-parallel size: how many devices of a stage share experts, of ``tp`` x ``cp`` x ``replicas``, which it
             divides. The profile must have costs for it. By default searched if it has any.
         etp: expert-tensor-parallel size: how many of the ``ep`` devices split each expert. The profile must have costs
@@ -333,6 +335,9 @@ def search(
         prefill: tokens of new prompts to prefill alongside every decode step; as many as ``context`` for whole prompts.
         keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
             layers; or several of these.
+        kernels: kernel backends that may run blocks where that is quicker, beside eager torch: ``"auto"`` for all that
+            the profile has times of, some as ``"inductor,onednn-off"``, or a cover of :func:`choose_kernels`
+            (``.file``), or its path. By default eager torch runs all.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
             (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
             ``if __name__ == "__main__"``.
@@ -1141,6 +1146,7 @@ def run(
     stretch: float | Literal["auto"] = "auto",
     sequence: int | None = None,
     instructions: str | None = None,
+    backend_rules: str | Sequence[str] = (),
     granularity: Granularity | None = None,
     steps: int = 10,
     local: bool | None = None,
@@ -1196,6 +1202,7 @@ def run(
         stretch: with ``emulate``, all times are this many times the plan's.
         sequence: length of sequences, for the zoo and configurations.
         instructions: module that registers what the plan's instructions do.
+        backend_rules: module with kernel backends of your own that the plan's segments name, or several.
         granularity: what a block of a captured model is, as for the profile.
         steps: mini-batches to train on.
         local: whether processes are started here; by default if no launcher has started this one.
