@@ -20,7 +20,7 @@ DOMAINS = (("node", 2), ("rack", 4), ("power", 6))
 
 def nodes(count: int, *, ratio: float | None = None, memory: int = 10**9) -> Cluster:
     """Nodes of two devices; with a ratio in racks of two, whose uplinks it is of."""
-    sizes = [("node", 2, 100, None), ("net", 2 * count, 10, None)]
+    sizes: list[tuple[str, int, int, float | None]] = [("node", 2, 100, None), ("net", 2 * count, 10, None)]
     if ratio is not None:
         sizes = [("node", 2, 100, None), ("rack", 4, 10, 1.0), ("spine", 2 * count, 10, ratio)]
     levels = tuple(
@@ -43,7 +43,7 @@ def line(blocks: int = 5, sent: int = 10**6) -> Profile:
     return Profile(name="line", source=Source(method="estimated"), blocks=found, edges=edges)
 
 
-def searched(cluster: Cluster, spares: int, **asked: Any) -> pipeplan.Result:
+def searched(cluster: Cluster | None, spares: int, **asked: Any) -> pipeplan.Result:
     how: dict[str, Any] = {"mini_batch": 24, "time_limit": 2, "deterministic": True, "scheduler": "1f1b"}
     return pipeplan.search(line(), cluster=cluster, spares=spares, **(how | asked))
 
@@ -163,7 +163,7 @@ def test_spares_of_another_kind_or_less_memory_take_over_nothing(found: pipeplan
 )
 def test_spares_that_cannot_be(spares: int, others: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        searched(**({"cluster": nodes(10), "spares": spares} | others))
+        searched(others.get("cluster", nodes(10)), spares, **{k: v for k, v in others.items() if k != "cluster"})
 
 
 def test_compare_and_frontier_say_it_too() -> None:
