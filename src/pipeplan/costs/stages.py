@@ -22,7 +22,7 @@ from pipeplan.costs.segments import require_plain, with_segments
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.states import States
-from pipeplan.costs.trees import crosses_rails
+from pipeplan.costs.trees import linked_alike
 from pipeplan.costs.zero import (
     ALONE,
     IN_ACTIONS,
@@ -434,7 +434,7 @@ def build_workload(
             continue
         waits = joined(Crossings(profile, on_programs["stages"], whole_messages), fold=fold)
         pairs = ((hop.source_device, hop.target_device) for each in waits for hop in each.hops)
-        if cluster is None or _linked_alike(fold, pairs, cluster):
+        if cluster is None or linked_alike(fold, pairs, cluster):
             workload = Workload(**said, **on_programs, dependencies=waits)
             _require_sums(profile.where, workload)
             return workload
@@ -447,15 +447,6 @@ def build_workload(
     )
     _require_sums(profile.where, workload)
     return workload
-
-
-def _linked_alike(fold: Fold, pairs: Iterable[tuple[int, int]], cluster: Cluster) -> bool:
-    """Whether messages between two programs take the same way for the players in each place."""
-    pairs = set(pairs)
-    if not fold.alike(pairs, [level.group_size for level in cluster.levels]):
-        return False
-    ends = [[fold.players[each].devices for each in pair] for pair in pairs] if cluster.is_tree else []
-    return all(len({crosses_rails(cluster, *both) for both in zip(*each, strict=True)}) == 1 for each in ends)
 
 
 def _on_programs(
