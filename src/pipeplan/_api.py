@@ -462,6 +462,7 @@ def profile_inference(
     *,
     shards: Sequence[int] = (1,),
     dcp: Sequence[int] = (1,),
+    expert: Sequence[int] = (1,),
     dtype: str | None = None,
     threads: int | None = None,
     processes: int | None = None,
@@ -479,7 +480,7 @@ def profile_inference(
 
     asked = InferenceRequest(tuple(batches), tuple(contexts), tuple(shards))
     asked.decoder_of(model)
-    forwards = MeasuredForwards(asked, tuple(dcp), dtype=dtype or "float32", **how)
+    forwards = MeasuredForwards(asked, tuple(dcp), tuple(expert), dtype=dtype or "float32", **how)
     if processes is not None and named is not None:
         return measure_at_once(processes, forwards, *named, cluster, threads=threads, progress=progress)
     with on_threads(threads):

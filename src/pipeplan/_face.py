@@ -1067,6 +1067,7 @@ def measure_links(
     cluster: Cluster | Path | None = None,
     min_bytes: Size = "1KiB",
     max_bytes: Size = "64MiB",
+    compute: Duration = "5ms",
     repeats: int = 10,
     warmup: int = 3,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -1079,6 +1080,8 @@ def measure_links(
         cluster: where the times are put; by default one is made.
         min_bytes: smallest message.
         max_bytes: largest message.
+        compute: how long every rank computes before each call, as a run's blocks do; 0 has one call right after the
+            other.
         repeats: timed runs of each size.
         warmup: untimed runs before them.
         device: where tensors are.
