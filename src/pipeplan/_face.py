@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeplan._api import (
         Cluster,
         Comparison,
+        Cover,
         Evaluated,
         Event,
         Export,
@@ -244,6 +245,7 @@ def search(
     dcp: int | None = None,
     prefill: int | str | None = None,
     keep_together: str | Sequence[str] | None = None,
+    kernels: Cover | Path | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
     cache: Path | None = None,
@@ -331,6 +333,9 @@ def search(
         prefill: tokens of new prompts to prefill alongside every decode step; as many as ``context`` for whole prompts.
         keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
             layers; or several of these.
+        kernels: kernel backends that may run blocks where that is quicker, beside eager torch: ``"auto"`` for all that
+            the profile has times of, some as ``"inductor,onednn-off"``, or a cover of :func:`choose_kernels`
+            (``.file``), or its path. By default eager torch runs all.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
             (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
             ``if __name__ == "__main__"``.
@@ -1136,6 +1141,7 @@ def run(
     stretch: float | Literal["auto"] = "auto",
     sequence: int | None = None,
     instructions: str | None = None,
+    backend_rules: str | Sequence[str] = (),
     granularity: Granularity | None = None,
     steps: int = 10,
     local: bool | None = None,
@@ -1191,6 +1197,7 @@ def run(
         stretch: with ``emulate``, all times are this many times the plan's.
         sequence: length of sequences, for the zoo and configurations.
         instructions: module that registers what the plan's instructions do.
+        backend_rules: module with kernel backends of your own that the plan's segments name, or several.
         granularity: what a block of a captured model is, as for the profile.
         steps: mini-batches to train on.
         local: whether processes are started here; by default if no launcher has started this one.

@@ -75,6 +75,7 @@ from pipeplan.workload.elements import (
     Players,
     Repetend,
     Round,
+    Segment,
     Stage,
     TiedState,
 )
@@ -546,6 +547,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Program of a folded plan": PackedProgram,
     "Device of a plan": Device,
     "Stage of a plan": Stage,
+    "Segment of a stage": Segment,
     "Group of blocks of a stage": BlockGroup,
     "Bucket of a stage": Bucket,
     "Tied state of a plan": TiedState,

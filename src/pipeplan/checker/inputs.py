@@ -14,6 +14,7 @@ from typing import NamedTuple
 from pipeplan.checker.decoding import check_decode_costs, check_returned, of_tokens
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
 from pipeplan.checker.forwards import check_forward
+from pipeplan.checker.segments import segment_rows
 from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
 from pipeplan.costs.communication import Exchange, all_gather_time, all_reduce_time, time_of_groups
 from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe
@@ -92,8 +93,14 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
         if rows:
             own = operations[number]
             again, overhead_ns = _held_by_others(stage, known), plan.split_overhead_ns
+            change_ns = 0
+            if stage.segments:
+                rows, change_ns, again = segment_rows(number, stage, rows, profile, findings)
+                if not rows:
+                    continue
             rows, timed = _exchanging(stage, rows, known, cluster), _times_known(plan, stage, cluster)
             gathers = ends.get(number, (0, 0)) if timed else (None, None)
+            gathers = (None if gathers[0] is None else gathers[0] + change_ns, gathers[1])
             if plan.is_inference:
                 for operation in own:
                     check_forward(profile, stage, operation, rows, gathers[0], findings)

@@ -24,7 +24,7 @@ from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.units import bytes_of, ns_of
 
 if TYPE_CHECKING:
-    from pipeplan._api import Cluster, Limit, Plan, Planning, Profile, Progress, Request, Rules
+    from pipeplan._api import Cluster, KernelsAsked, Limit, Plan, Planning, Profile, Progress, Request, Rules
 
 
 _MOST = 1_000_000
@@ -640,6 +640,21 @@ def comparison_request(flags: Mapping[str, Any]) -> tuple[Request, Rules | None]
 def given_rules(given: Any) -> Rules | None:
     """Rules that are named, by their file or module too, or that Python has already. Raises UsageError."""
     return _api.named_rules(given) if isinstance(given, str) else given
+
+
+def given_kernels(given: Any) -> KernelsAsked | None:
+    """Backends by name, all of them (``auto``), or those of a cover that is named or there. Raises UsageError."""
+    if given is None or given == "auto":
+        return None if given is None else _api.KernelsAsked()
+    if isinstance(given, _api.Cover):
+        return _api.KernelsAsked(given.where, cover=given)
+    if not isinstance(given, str):
+        raise UsageError(
+            f"kernels is auto, names of backends, or a Cover or its path, not of type {type(given).__name__}"
+        )
+    if given == "-" or given.endswith(".json") or os.path.exists(given):
+        return _api.KernelsAsked(given, cover=_api.read_cover(given))
+    return _api.KernelsAsked(given, names=tuple(name.strip() for name in given.split(",") if name.strip()))
 
 
 def given_file(kind: Literal["profile", "cluster", "plan"], given: Any) -> Any:

@@ -106,7 +106,7 @@ class _StageParts:
     ) -> _StageParts:
         """The parts of a stage: those given, or those that its messages ask for."""
         stage = workload.stages[number]
-        if stage.configurations or stage.num_parted or not stage.blocks:
+        if stage.configurations or stage.num_parted or stage.segments or not stage.blocks:
             return cls(stage, (), {})
         wanted = _wanted(workload, number, crossings) if cuts is None else set(cuts)
         if not wanted:

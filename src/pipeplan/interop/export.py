@@ -10,6 +10,7 @@ from pipeplan.catalog import ExportTarget, export_target, names
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan
 from pipeplan.files.folded import unfolded
+from pipeplan.files.profile import EAGER
 from pipeplan.interop.layers import PlanLayers
 from pipeplan.interop.ranks import PlanRanks
 from pipeplan.interop.settings import divides_sequence
@@ -76,6 +77,10 @@ def exported(plan: Plan, to: str, template: Sequence[str] = (), base: str | None
     plan = unfolded(plan)
     written = write(plan, target, Asked(template, base))
     notes = written.notes if written.ranks is None else (*written.notes, *_notes(plan, written.ranks, target))
+    backends = dict.fromkeys(name for stage in plan.stages for name in stage.backends if name != EAGER)
+    if backends:
+        by = ", ".join(backends)
+        notes = (*notes, f"the plan's times are of blocks that {by} runs; {target.title} runs all of them its own way")
     return Export(to, written.text, notes, written.beside, written.files)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -269,6 +270,14 @@ def provenance_of(
     )
 
 
+def blocks_by_backend(plan: Plan) -> dict[str, int]:
+    """{kernel backend: blocks that it runs}; none where eager torch runs all."""
+    found = Counter[str]()
+    for segment in (segment for stage in plan.stages for segment in stage.segments):
+        found[segment.backend] += len(segment.blocks)
+    return dict(found)
+
+
 def number(value: Fraction) -> float:
     """An int where it is one, for readable JSON."""
     return int(value) if value.denominator == 1 else float(value)
@@ -530,6 +539,7 @@ class Result(Displayed):
             "split_backward": self.schedule.workload.splits_backward,
             "sliced_microbatches": num_sliced(self.schedule.workload),
             **({"late_inputs": True} if self.plan.workload.has_parts else {}),
+            **({"kernels": found} if (found := blocks_by_backend(self.plan)) else {}),
             "repeats": repetend is not None,
             "choices": dict(self.plan.provenance.choices),
             "interrupted": self.interrupted,

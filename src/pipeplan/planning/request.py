@@ -33,6 +33,7 @@ from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.decoding import OPEN, ServingAsked, decoding_of
+from pipeplan.planning.kernel_stages import KernelsAsked
 from pipeplan.planning.restrictions import (
     Restrictions,
     groups_of,
@@ -247,7 +248,8 @@ class Request:
     ``samples_assumed``: nobody said how many samples an iteration has. ``said`` are the choices that were made for the
     search, by field, as the flags that make them. ``start`` is a plan to start from, which what is found is never
     longer than, where it fits (:mod:`pipeplan.planning.start`). Where blocks are kept together ``profile`` is of groups
-    of blocks, and ``joined`` knows the blocks of each. ``only`` is what the target of the plan can run, ``free`` the
+    of blocks, and ``joined`` knows the blocks of each. ``kernels`` says which kernel backends may run blocks (None:
+    eager torch alone). ``only`` is what the target of the plan can run, ``free`` the
     same request without it. ``imported`` says whose stages these are where another tool's were read, and nothing is
     searched. ``folds``: many devices that are alike may share programs.
 
@@ -304,6 +306,7 @@ class Request:
     imported: str = ""
     priced: Request | None = None
     serving: ServingAsked = OPEN
+    kernels: KernelsAsked | None = None
 
     def __post_init__(self) -> None:
         require_recipe_of_mode(self.profile)
@@ -523,7 +526,11 @@ class Request:
         overhead = profile.launch_overhead_ns if overhead is None else overhead
         profile = with_launches(profile, overhead)
         together = None
-        groups = groups_of(profile, keep_together)
+        kernels: KernelsAsked | None = others.get("kernels")
+        if kernels is not None:
+            kernels.require(profile)
+            _require_for_kernels(kernels, serving, for_, scheduler, rules)
+        groups = groups_of(profile, keep_together, () if kernels is None else kernels.kept)
         if isinstance(chosen, Placement):
             require_kept(groups, chosen)
         elif groups and chosen == SUBMODULES:
@@ -924,6 +931,19 @@ def _with_expert_shards(profile: Profile, placement: Placement) -> Placement:
         for stage in placement.stages
     )
     return placement.model_copy(update={"stages": stages})
+
+
+def _require_for_kernels(
+    kernels: KernelsAsked, serving: ServingAsked, for_: str | None, scheduler: str, rules: Rules | None
+) -> None:
+    """Refuse what does not weigh backends. Raises UsageError."""
+    beside = {
+        "--for": for_ is not None,
+        serving.flag: serving.flag is not None,
+        "--scheduler rules": scheduler == "rules" and rules is None,
+    }
+    if odd := next((flag for flag, there in beside.items() if there), None):
+        raise UsageError(f"--kernels {kernels.said} is not for {odd}; leave one of them out")
 
 
 def _require_strategy(profile: Profile, placement: Placement | str, flag: str, what: str) -> None:

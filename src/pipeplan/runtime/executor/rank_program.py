@@ -31,7 +31,7 @@ from pipeplan.runtime.executor.message_graph import (
 )
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action, StateAction
-from pipeplan.workload.elements import RING, Again, Attribute, Dependency, Loop, Stage
+from pipeplan.workload.elements import RING, Again, Attribute, Dependency, Loop, Segment, Stage
 from pipeplan.workload.kinds import GRADIENT_ROLES, PARTED_ROLES, RESHARD, UNSHARD, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
@@ -173,7 +173,8 @@ class StagePart:
     from its last block on; empty where all are summed after its last action.
     ``parameter_bytes`` the plan expects on each device, and ``waiting_bytes`` held for a micro-batch's W; 0 if it says
     nothing of them. ``cuts`` are how many blocks run before each part of its forward but the first. Where actions
-    exchange its state, ``block_groups`` are how many blocks they are of. ``leaving`` says of outputs that go, or
+    exchange its state, ``block_groups`` are how many blocks they are of. ``segments`` are what kernel backends run,
+    of so many ``samples`` at a time. ``leaving`` says of outputs that go, or
     whose gradients come, in slices of the sequence, of how many they are wanted; ``returning`` the same of gradients.
     """
 
@@ -197,6 +198,8 @@ class StagePart:
     buckets: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()
     block_groups: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    samples: int = 0
     leaving: Mapping[str, frozenset[int]] = field(default_factory=dict)
     returning: Mapping[str, int] = field(default_factory=dict)
 
@@ -609,6 +612,8 @@ class _Lowering:
             buckets=tuple(each.blocks for each in stage.buckets),
             cuts=stage.cuts,
             block_groups=tuple(each.blocks for each in stage.block_groups),
+            segments=stage.segments,
+            samples=stage.microbatch_size // stage.replicas,
             split=any(each.role is Role.INPUT_GRAD for each in operations),
             inputs={source: names for (source, target), names in crossings.items() if target == index},
             outputs={target: names for (source, target), names in crossings.items() if source == index},

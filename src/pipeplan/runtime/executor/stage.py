@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -175,6 +175,22 @@ class _Values:
         return self._found[block, layout]
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentRun:
+    """Blocks of a stage that a kernel backend runs at once, with the backward of which autograd is left to itself.
+
+    ``call`` takes what blocks outside of it have made, ``taken``, and ``samples``, and makes the outputs of ``given``,
+    one or a tuple; ``around`` it and its backward stands what the backend sets. None: its blocks run one by one.
+    """
+
+    blocks: tuple[str, ...]
+    call: Callable[..., object] | None = None
+    taken: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
 class ExchangedState(Protocol):
     """What a stage asks of the state that it divides with replicas, as its actions come to its blocks, by number."""
 
@@ -200,7 +216,9 @@ class StageRunner:
 
     ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
     there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does. ``state``
-    is what it exchanges during the program. Gradients are ``loss_scale`` times those of the loss. While it is
+    is what it exchanges during the program. ``segments`` are what kernel backends run of it, each of which has a graph
+    of its own: of training, or of forwards alone where it is of ``inference``; none: its blocks run one by one.
+    Gradients are ``loss_scale`` times those of the loss. While it is
     ``evaluating``, nothing is kept for a backward; else it counts which experts words choose, by block.
     """
 
@@ -217,6 +235,8 @@ class StageRunner:
     lack: tuple[int, float, str] | None = None
     loss_scale: float = 1.0
     evaluating: bool = False
+    inference: bool = False
+    segments: Sequence[SegmentRun] = ()
     word_counts: dict[str, WordCounts] = field(default_factory=dict)
     _returned: frozenset[str] = field(init=False)
     _enters: dict[str, TensorLayout] = field(init=False, default_factory=dict)
@@ -261,11 +281,53 @@ class StageRunner:
         if part:
             held.inputs |= leaves
             values.receive(leaves, entering)
+        if self.segments and self.evaluating is self.inference:
+            return self._run_segments(values, held, own, samples)
         begin, end = self._blocks_of(part)
         for number in range(begin, end):
             self._run_block(number, values, own, samples)
             if self.evaluating:
                 values.keep(self._needed_after(number))
+        return self._made(begin, end, values, held, own, samples)
+
+    def _run_segments(
+        self, values: _Values, held: _ForwardGraphs, own: Numbers, samples: MiniBatch
+    ) -> dict[TensorKey, Tensor]:
+        """Run the segments, each as a part of its own."""
+        begin, found = 0, dict[TensorKey, Tensor]()
+        for segment in self.segments:
+            end = begin + len(segment.blocks)
+            with segment.around():
+                if segment.call is None:
+                    for number in range(begin, end):
+                        self._run_block(number, values, own, samples)
+                else:
+                    self._run_at_once(segment, segment.call, values, own, samples)
+            if self.evaluating:
+                values.keep(self._needed_after(end - 1))
+            found = self._made(begin, end, values, held, own, samples)
+            begin = end
+        return found
+
+    def _run_at_once(
+        self, segment: SegmentRun, call: Callable[..., object], values: _Values, own: Numbers, samples: MiniBatch
+    ) -> None:
+        with stage_errors(f"blocks {_range(segment.blocks)}"):
+            arguments = [values.taken(source, segment.blocks[0]) for source in segment.taken]
+            arguments += [samples.rows(name, own) for name in segment.samples]
+            at = next(iter(arguments), _ANYWHERE)
+            _begin_random_numbers(samples.seed_of(segment.blocks[0], own), at.device)
+            made = call(*arguments)
+        tensors = made if isinstance(made, tuple) else (made,)
+        for block, tensor in zip(segment.given, tensors, strict=True):
+            if not isinstance(tensor, Tensor):
+                raise StageError(f"block {block!r} returned {type(tensor).__name__}, and a block returns one tensor")
+            values.put(block, tensor)
+
+    def _made(
+        self, begin: int, end: int, values: _Values, held: _ForwardGraphs, own: Numbers, samples: MiniBatch
+    ) -> dict[TensorKey, Tensor]:
+        """End a part of these blocks: what leaves so far is returned, and where its backward begins is held."""
         here = set(self.part.blocks[begin:end])
         names = dict.fromkeys(itertools.chain.from_iterable(self.part.outputs.values()))
         sliced = self.part.leaving
@@ -335,9 +397,8 @@ class StageRunner:
         for own, held in helds.items():
             held.gradients += [(_name(key), self._as_made(key, given, len(own))) for key, given in gradients[own]]
         blocks = slice(*self._blocks_of(len(self.part.cuts) - (part or 0)))
-        roots = [root for held in helds.values() for root in _roots(held, self.loss_scale)]
         with stage_errors(f"backward of its blocks {_range(self.part.blocks[blocks])}"):
-            self._differentiate(microbatch, roots, last=last)
+            self._differentiate(microbatch, self._passes([*helds.values()]), last=last)
         returned = sorted(self._returned if names is None else names)  # all ranks gather slices in one order
         entering, counts = self._entering(returned), {name: self.part.returning.get(name, 1) for name in returned}
         return {
@@ -349,6 +410,12 @@ class StageRunner:
             }
             for own, held in helds.items()
         }
+
+    def _passes(self, helds: Sequence[_ForwardGraphs]) -> Iterator[Sequence[_Root]]:
+        """Where backward begins: of each segment when those after it are done, with what its backend sets around it."""
+        for segment in reversed(self.segments or (SegmentRun(()),)):
+            with segment.around():
+                yield [root for held in helds for root in _roots(held, self.loss_scale)]
 
     def _in_slices(self, count: int) -> TensorLayout:
         """Of so many slices of the sequence each device of the replica has one; 1: all of it."""
@@ -428,14 +495,16 @@ class StageRunner:
             )
         return made
 
-    def _differentiate(self, microbatch: int, roots: Sequence[_Root], *, last: bool) -> None:
+    def _differentiate(self, microbatch: int, passes: Iterable[Sequence[_Root]], *, last: bool) -> None:
         if not self.part.split:
             with self._exchanging(adds=True):
-                _backward(roots)
+                for roots in passes:
+                    _backward(roots)
             return
         queue = self._queues.setdefault(microbatch, WeightGradQueue())
         with queue, self._exchanging(adds=False):
-            _backward(roots)
+            for roots in passes:
+                _backward(roots)
         if last and not self._compared:
             self._compared = True
             self._compare_with_plan(queue.held_bytes)

@@ -7,9 +7,9 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Self
 
 from pipeplan.costs.recipes import bytes_per_parameter
 from pipeplan.costs.throughput import PASSES, Throughput, Yardstick
@@ -105,6 +105,9 @@ class TrainOptions(RunOptions):
     not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on
     from the last: ``num_steps`` counts from the training's beginning.
 
+    ``backend_rules`` are modules with kernel backends of a user's own; ``kernels`` says of each that is known, by name,
+    what :class:`~pipeplan.runtime.training.kernel_segments.KnownBackend` has.
+
     ``tensorboard`` is the folder of a log for TensorBoard, which rank 0 writes.
 
     ``init`` is a safetensors file that parameters start from, an index of several, or a Hugging Face folder,
@@ -137,6 +140,8 @@ class TrainOptions(RunOptions):
     resume: bool = False
     init: str | None = None
     export_weights: str | None = None
+    backend_rules: Sequence[str] = ()
+    kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     job: ClassVar[str] = "pipeplan.runtime.training.trainer:train_job"
 
