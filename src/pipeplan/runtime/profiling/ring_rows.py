@@ -30,8 +30,8 @@ class AroundRing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run a function."""
         if func is causal_attention:
-            *tensors, place = args
-            return func(*tensors, Ring.of(place), **(kwargs or {}))
+            query, key, value, place = args
+            return causal_attention(query, key, value, Ring.of(place), **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
