@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import CostRow, Cover, CoveredGroup, Profile
@@ -14,13 +14,17 @@ from pipeplan.kernels.operators import OperatorDag
 from pipeplan.schedule.cpsat.cover import exact_cover
 from pipeplan.schedule.cpsat.solver import Budget
 
+if TYPE_CHECKING:
+    from pipeplan.planning.kernel_evolution import GraphLevel
+
 
 @dataclass(frozen=True, slots=True)
 class KernelChoice:
     """The cover that was found, and what it is compared with.
 
     ``single`` is what the whole model takes by one backend, None where that does not run all of it; ``algorithm_1`` the
-    cover of the thesis's programme, and ``lower_bound_ns`` what every cover takes at least.
+    cover of the thesis's programme, and ``lower_bound_ns`` what every cover takes at least. ``level`` is what the graph
+    level came to, where it was measured (:mod:`pipeplan.planning.kernel_evolution`): the file then has its cover.
     """
 
     profile: Profile
@@ -30,6 +34,7 @@ class KernelChoice:
     algorithm_1: KernelCover
     lower_bound_ns: int
     single: Mapping[str, int | None]
+    level: GraphLevel | None = None
 
     @property
     def graph(self) -> OperatorDag:
@@ -45,6 +50,8 @@ class KernelChoice:
     @property
     def file(self) -> Cover:
         """The cover as a file."""
+        if self.level is not None:
+            return self.level.file
         return Cover(
             name=self.profile.name,
             profile_sha256=self.profile.fingerprint,
@@ -78,6 +85,7 @@ class KernelChoice:
             "algorithm_1_ns": self.algorithm_1.total_ns,
             "num_groups": len(self.matches),
             "num_refused": sum(each.microbatch_size == self.size for each in self.profile.refusals),
+            **({} if self.level is None else {"graph_level": self.level.figures()}),
         }
 
 
