@@ -51,6 +51,10 @@ class RingCosts(FileModel):
     input_grad_ns: Change = 0
     workspace_bytes: Change = 0
 
+    def __neg__(self) -> RingCosts:
+        """How much more a row of a ring takes where they are gathered."""
+        return RingCosts(**{name: -getattr(self, name) for name in RingCosts.model_fields})
+
 
 class CostRow(FileModel):
     """Costs of one block for one micro-batch size, shard count (or configuration) and recomputation choice.

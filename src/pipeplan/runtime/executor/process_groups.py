@@ -24,6 +24,7 @@ from pipeplan.runtime.executor.channels import Ranks, groups_of, transfer_errors
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.models.spec import placed
 from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.parallel.agreement import all_alike
 from pipeplan.runtime.parallel.device import Clock, Mark, Span, gathered, offset_ns
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 
@@ -243,7 +244,7 @@ class AllRanks:
         self._progress = progress
         with lost_others(progress):
             self._group = dist.new_group(timeout=timeout, backend="gloo")
-            self.clock = Clock(device, offset_ns(progress.rank))
+            self.clock = Clock(device, offset_ns())
 
     def gather(self, value: Any) -> list[Any]:
         """What all ranks pass to this call, by rank."""
@@ -299,8 +300,14 @@ def iteration_of(extents: Iterable[tuple[int, int] | None]) -> int:
     return max(last for _, last in found) - min(first for first, _ in found)
 
 
-def require_alike(started: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that ``started`` [rank] with different things. Raises UsageError, the same on every rank."""
+def require_alike(own: Mapping[str, Any]) -> None:
+    """Refuse ranks that were started with other things than their ``own``; collective, over the default group.
+
+    Raises UsageError, the same on every rank.
+    """
+    if all_alike([repr(own)]):
+        return
+    started = gathered(own)
     for other, said in enumerate(started):
         for key, value in started[0].items():
             if said[key] != value:

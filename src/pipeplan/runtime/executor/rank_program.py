@@ -362,14 +362,15 @@ def _holders_with(plan: Plan, rank: int, here: Collection[int], every: Collectio
             for other, shares in _with_shares(stage, rank):
                 yield from ((share, other) for share in shares if share.block not in every)
         if any(block in every for block in stage.blocks):
-            for other in stage.devices:
-                yield from ((share, other) for share in _shares_of(stage, other) if share.block in every)
+            for other, shares in _with_shares(stage, rank if number in here else stage.devices[0]):
+                yield from ((share, other) for share in shares if share.block in every)
 
 
 def _with_shares(stage: Stage, rank: int) -> Iterator[tuple[int, tuple[Share, ...]]]:
     """A stage's ranks with their shares: one for all that have the same parts, by their places among others.
 
-    Ranks with other parts have some parameters as this one has them, such as norms, or the same experts.
+    Ranks with other parts have some parameters as this one has them, such as norms, or the same experts. Of all with
+    the same parts as ``rank`` its own shares are said, of others those of the first.
     """
     number = stage.devices.index(rank)
     known = {(number % stage.shards, number % stage.expert): _shares_of(stage, rank)}

@@ -326,15 +326,20 @@ def splits_of(
 
 def part_of(model: Model, parts: int, dtype: torch.dtype, expert: int = 1) -> ModelShare:
     """The model on a device that has one of so many parts of each sequence, and of all experts. Raises UsageError."""
-    part = _part_of(model, parts)
-    if expert > 1:
-        if part.spread is None:
-            raise UsageError(
-                f"--expert {expert}: experts of {model.name} cannot be measured apart; give a Hugging Face "
-                "configuration, or add --estimate --device PRESET"
-            )
-        part = part.spread(expert)
+    part = with_experts_of_one(_part_of(model, parts), expert)
     return ModelShare(1, part, _apart(block_graph_of(part, dtype), parts), parts, expert)
+
+
+def with_experts_of_one(model: Model, expert: int) -> Model:
+    """The model with the experts of one of so many devices. Raises UsageError where it does not say how."""
+    if expert == 1:
+        return model
+    if model.spread is None:
+        raise UsageError(
+            f"--expert {expert}: experts of {model.name} cannot be measured apart; give a Hugging Face "
+            "configuration, or add --estimate --device PRESET"
+        )
+    return model.spread(expert)
 
 
 def _part_of(model: Model, context: int) -> Model:

@@ -52,6 +52,7 @@ from pipeplan.runtime.models.losses import Finding, find_losses
 from pipeplan.runtime.models.shapes import output_shapes, tokens_per_sample
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.parallel.agreement import alike_in_groups, of_first
 from pipeplan.runtime.parallel.device import Autocast, gathered, identity_of_device, rank_device, require_own_devices
 from pipeplan.runtime.training.board import BoardLog
 from pipeplan.runtime.training.checkpoint import (
@@ -184,9 +185,10 @@ def losses_of(model: Model, options: TrainOptions, progress: Progress) -> Findin
     own = _found(model, options) if progress.rank == 0 else None
     progress.begin(Phase.CONNECTING)
     with lost_others(progress):
-        found: Finding | str = gathered(own)[0]
+        found: Finding | str | None = of_first(own)
     if isinstance(found, str):
         raise UsageError(found)
+    assert found is not None, "rank 0 has found something, or why there is nothing"
     return found
 
 
@@ -252,9 +254,10 @@ class Trainer:
                 self.as_planned = sizes is None
                 self.remarks += filter(None, (warning_of_format(plan, options), sizes))
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
-            self.tokens_per_sample, self.as_planned = gathered((self.tokens_per_sample, self.as_planned))[0]
+            self.tokens_per_sample, self.as_planned = of_first((self.tokens_per_sample, self.as_planned))
             self.all_ranks = AllRanks(self.device, progress, timeout)
-            require_own_devices(self.all_ranks.gather(identity_of_device(self.device)), options.transport)
+            if options.transport == "nccl":
+                require_own_devices(self.all_ranks.gather(identity_of_device(self.device)), options.transport)
             self.groups.connect(options.transport, timeout)
             divisions = self.program.divisions
             self.shared = SharedParameters(
@@ -262,7 +265,9 @@ class Trainer:
                 self.program.stage_of,
                 alone=self.program.is_alone,
             )
-            require_equal_copies(self.all_ranks.gather(self.shared.copies()))
+            copies = self.shared.copies()
+            if not alike_in_groups(self.rank, {ranks: str(own) for ranks, own in copies.items()}):
+                require_equal_copies(self.all_ranks.gather(copies))
             exact = self._narrowed()
             self.sharded = ShardedState(self.shared.divided, self.groups, self.rank, self.shared.buckets)
             self.shared.divide(self.sharded.own)
