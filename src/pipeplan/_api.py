@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier import frontier_notes as frontier_notes
     from pipeplan.planning.frontier import frontier_request as frontier_request
     from pipeplan.planning.frontier_file import read_frontier as read_frontier
+    from pipeplan.planning.kernel_choice import GraphLevel as GraphLevel
     from pipeplan.planning.kernel_choice import KernelChoice as KernelChoice
     from pipeplan.planning.kernel_evolution import EvolutionAsked as EvolutionAsked
-    from pipeplan.planning.kernel_evolution import GraphLevel as GraphLevel
     from pipeplan.planning.kernel_profile import BackendsAsked as BackendsAsked
     from pipeplan.planning.kernel_stages import KernelsAsked as KernelsAsked
     from pipeplan.planning.request import Request as Request
@@ -130,8 +130,8 @@ _PARTS = {
     "pipeplan.planning.restrictions": ("search_targets",),
     "pipeplan.planning.decoding": ("ServingAsked",),
     "pipeplan.planning.kernel_stages": ("KernelsAsked",),
-    "pipeplan.planning.kernel_choice": ("KernelChoice",),
-    "pipeplan.planning.kernel_evolution": ("EvolutionAsked", "GraphLevel"),
+    "pipeplan.planning.kernel_choice": ("GraphLevel", "KernelChoice"),
+    "pipeplan.planning.kernel_evolution": ("EvolutionAsked",),
     "pipeplan.planning.kernel_profile": ("BackendsAsked",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),

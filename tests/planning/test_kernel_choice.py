@@ -12,7 +12,8 @@ import pipeplan
 from builders.profiles import profile_of
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.files import BackendFusion, CostRow, Cover, Profile, parse, write_file
-from pipeplan.planning.kernel_evolution import Groups, graph_level, library_of
+from pipeplan.planning.kernel_choice import Groups
+from pipeplan.planning.kernel_evolution import graph_level, library_of
 from support.commands import pipeplan as command
 
 SLOW, FAST = 100, 60

@@ -8,16 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
 
 from pipeplan.errors import UsageError, choose_from
-from pipeplan.files import Cover, CoveredGroup
 from pipeplan.files.profile import EAGER
 from pipeplan.kernels.backend import Backend, known_backends
-from pipeplan.kernels.evolution import Evolution, Evolved, Generation, Genes, given_to_library, open_operators
-from pipeplan.planning.kernel_choice import KernelChoice
-
-Groups = tuple[tuple[tuple[str, ...], str], ...]
+from pipeplan.kernels.evolution import Evolution, Generation, Genes, given_to_library, open_operators
+from pipeplan.planning.kernel_choice import GraphLevel, Groups, KernelChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,63 +41,6 @@ class EvolutionAsked:
             if reason is not None and (name == library or any(match.backend == name for match in choice.cover.matches)):
                 raise UsageError(f"--graph-level: backend {name}: {reason}")
         return library, backends
-
-
-@dataclass(frozen=True, slots=True)
-class GraphLevel:
-    """What the graph level came to: the groups that take least, measured beside those of the operator level."""
-
-    choice: KernelChoice
-    library: str
-    seed: int
-    groups: Groups
-    operator_ns: int
-    found: Evolved
-
-    @property
-    def gain(self) -> float:
-        """How many times as long the operator level's cover takes."""
-        return self.operator_ns / self.found.ns
-
-    @property
-    def file(self) -> Cover:
-        """The cover as a file: what the whole was measured to take, of which groups have parts as they do alone.
-
-        Those of the library that were not measured alone share what the others leave, by their number of blocks.
-        """
-        known = {(match.blocks, match.backend): match.ns for match in self.choice.matches}
-        open_ = sum(len(blocks) for blocks, name in self.groups if (blocks, name) not in known)
-        left = max(0, self.found.ns - sum(known.get(group, 0) for group in self.groups))
-        return self.choice.file.model_copy(
-            update={
-                "predicted_ns": self.found.ns,
-                "cover": tuple(
-                    CoveredGroup(
-                        blocks=blocks,
-                        backend=name,
-                        ns=known[blocks, name] if (blocks, name) in known else left * len(blocks) // open_,
-                    )
-                    for blocks, name in self.groups
-                ),
-            }
-        )
-
-    def figures(self) -> dict[str, Any]:
-        """As ``pipeplan kernels --graph-level --json`` prints them in ``graph_level``."""
-        return {
-            "library": self.library,
-            "seed": self.seed,
-            "cover": [{"blocks": list(blocks), "backend": name} for blocks, name in self.groups],
-            "operator_level_ns": self.operator_ns,
-            "measured_ns": self.found.ns,
-            "gain": self.gain,
-            "curve": [
-                {"best_ns": each.best_ns, "mean_ns": each.mean_ns, "measured": each.measured}
-                for each in self.found.curve
-            ],
-            "num_failed": len(self.found.failures),
-            "interrupted": self.found.interrupted,
-        }
 
 
 def library_of(choice: KernelChoice, wholes: Sequence[str], named: str | None) -> str:
@@ -154,4 +93,4 @@ def graph_level(
 
     first = [tuple([False] * len(bits)), tuple([True] * len(bits))]
     found = Evolution(measured, seed, over=over, tell=tell).run(first)
-    return GraphLevel(choice, library, seed, groups_of(found.genes), found.first_ns, found)
+    return GraphLevel(library, seed, groups_of(found.genes), found.first_ns, found)

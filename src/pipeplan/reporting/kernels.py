@@ -8,8 +8,7 @@ from typing import TextIO
 
 from rich.text import Text
 
-from pipeplan.planning.kernel_choice import KernelChoice
-from pipeplan.planning.kernel_evolution import GraphLevel
+from pipeplan.planning.kernel_choice import GraphLevel, KernelChoice
 from pipeplan.reporting.layout import Column, console_for, flowed, more, shown_rows, tables
 from pipeplan.texts import counted
 from pipeplan.units import format_ns
