@@ -24,7 +24,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from pipeplan.runtime.executor.process_groups import RankGroup
 from pipeplan.runtime.launch.job import RankContext
-from pipeplan.runtime.parallel.context import causal_attention, own_pieces
+from pipeplan.runtime.parallel.context import own_pieces
+from pipeplan.runtime.parallel.context_attention import causal_attention
 from pipeplan.runtime.parallel.sharding import Shards
 
 SEQUENCES, HEADS, SIZE = (256, 1024, 4096), 4, 64

@@ -1,8 +1,9 @@
 """Start-up of one rank of a folded plan, for plans of 16, 1,024 and 16,384 devices: its own seconds, and its memory.
 
-Each is a process of its own: it reads the plan, unfolds its program, builds its blocks of gpt2-tiny, and makes
-its process groups, of torch's fake backend, in a world of as many ranks. What ranks of a real run tell each other at
-the start, all to all, is not in it.
+Each is a process of its own: it reads the plan, unfolds its program, builds its blocks of gpt2-tiny, makes its process
+groups, of torch's fake backend, in a world of as many ranks, and has its part in finding out whether all ranks run the
+same: reductions of fixed sizes, which this backend does not send. The group of all ranks, that gloo connects, is not in
+it.
 
     python benchmarks/folded_ranks.py [--repeats 3]
 """
@@ -80,6 +81,10 @@ def rank(path: str) -> None:
     from pipeplan.runtime.executor.shared_parameters import SharedParameters
     from pipeplan.runtime.launch.status import Board, Progress
     from pipeplan.runtime.models.load import load_model
+    from pipeplan.runtime.parallel.agreement import alike_in_groups
+    from pipeplan.runtime.training.compatibility import require_agreement
+    from pipeplan.runtime.training.options import TrainOptions
+    from pipeplan.runtime.training.trainer import autocast_of, dtype_of, travelling
 
     imported = time.process_time()
     plan, model = read_plan(path), load_model(MODEL)
@@ -94,11 +99,14 @@ def rank(path: str) -> None:
         groups = ProcessGroups(program.lines.union(each.ranks for each in program.divisions), progress, alone=True)
         shares = dict.fromkeys(share for part in program.stages.values() for share in part.shares)
         modules = {share: model.build_share(share, 0, groups.shards(share)) for share in shares}
-        timeout = timedelta(seconds=60)
+        timeout, options = timedelta(seconds=60), TrainOptions(MODEL).by_plan(plan)
+        specs = travelling(program, model, dtype_of(options), autocast_of(options))
+        require_agreement(own, plan, model, options, program, specs)
         groups.connect("fake", timeout)
-        SharedParameters(
+        shared = SharedParameters(
             *(model, program.holders, modules, own, "fake", timeout, program.divisions), program.stage_of, alone=True
         )
+        alike_in_groups(own, {ranks: str(copies) for ranks, copies in shared.copies().items()})
     print(
         json.dumps(
             {

@@ -22,6 +22,7 @@ from tables import markdown
 
 from pipeplan.costs.uniform.fitting import layout_key
 from pipeplan.costs.uniform.judging import Judged, judge, left_out_errors, read_runs
+from pipeplan.errors import PipeplanError
 from pipeplan.planning.uniform import simulated_ns
 
 RUNS = Path(__file__).parent / "data" / "published-runs.json"
@@ -35,7 +36,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--simulate", action="store_true", help="also simulate every run's plan; takes half a minute")
     given = parser.parse_args()
-    judged = judge(read_runs(given.runs))
+    try:
+        judged = judge(read_runs(given.runs))
+    except PipeplanError as error:
+        parser.error(str(error))
     apart = simulated(judged) if given.simulate else None
     if given.json:
         found = {"runs": [each.figures() for each in judged], "summary": summary(judged)}

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from pipeplan.costs.inspection import ProfileResult as ProfileResult
     from pipeplan.costs.uniform.judging import RunsFit as RunsFit
     from pipeplan.files import Cluster as Cluster
+    from pipeplan.files import Cover as Cover
     from pipeplan.files import FileModel as FileModel
     from pipeplan.files import Placement as Placement
     from pipeplan.files import Plan as Plan
     from pipeplan.files import Profile as Profile
     from pipeplan.files import read_cluster as read_cluster
+    from pipeplan.files import read_cover as read_cover
     from pipeplan.files import read_modules as read_modules
     from pipeplan.files import read_placement as read_placement
     from pipeplan.files import read_plan as read_plan
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier_file import read_frontier as read_frontier
     from pipeplan.planning.kernel_choice import KernelChoice as KernelChoice
     from pipeplan.planning.kernel_profile import BackendsAsked as BackendsAsked
+    from pipeplan.planning.kernel_stages import KernelsAsked as KernelsAsked
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
     from pipeplan.planning.request import input_notes as input_notes
@@ -98,9 +101,17 @@ _PARTS = {
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
     "pipeplan.costs.uniform.judging": ("RunsFit",),
     "pipeplan.files": (
-        *("Block", "Cluster", "CostRow", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
-        *("Plan", "Profile", "Source"),
-        *("read_cluster", "read_modules", "read_placement", "read_plan", "read_profile", "require_writable"),
+        *("Block", "Cluster", "CostRow", "Cover", "DeviceKind", "Edge", "FailureDomain", "LinkLevel"),
+        *("PlacedStage", "Placement", "Plan", "Profile", "Source"),
+        *(
+            "read_cluster",
+            "read_cover",
+            "read_modules",
+            "read_placement",
+            "read_plan",
+            "read_profile",
+            "require_writable",
+        ),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
     "pipeplan.interop.export": ("Export", "export_targets"),
@@ -115,6 +126,7 @@ _PARTS = {
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.restrictions": ("search_targets",),
     "pipeplan.planning.decoding": ("ServingAsked",),
+    "pipeplan.planning.kernel_stages": ("KernelsAsked",),
     "pipeplan.planning.kernel_choice": ("KernelChoice",),
     "pipeplan.planning.kernel_profile": ("BackendsAsked",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
@@ -180,21 +192,39 @@ def search(
         SearchTimeoutError: time ran out with nothing found.
         UsageError: the request contradicts the profile.
     """
-    from pipeplan.planning.steps import search_plan
-    from pipeplan.planning.targeted import search_target
+    how: Any = {"progress": progress, "explain": explain}
+    by: Any = {"workers": workers, "executor": executor}
+    if request.spares:
+        from pipeplan.planning.spares import search_spared
 
+        return search_spared(request, lambda asked, part: search(asked, within=part, **how, **by), within)
     if request.decodes:
         from pipeplan.planning.decode_search import search_decoding
 
-        return search_decoding(request, progress=progress, within=within, explain=explain)
-    found = search_plan if request.only is None else search_target
-    how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
+        return search_decoding(request, within=within, **how)
+    return _search_training(request, executor, workers=workers, within=within, **how)
+
+
+def _search_training(request: Request, executor: Executor | str | None, *, within: Limit | None, **how: Any) -> Result:
+    """The search of a plan that is not of decode steps."""
+    found = _search_of(request)
     if not isinstance(executor, str):
-        return found(request, executor=executor, **how)
+        return found(request, executor=executor, within=within, **how)
     from pipeplan.planning.workers import named_executor
 
     with named_executor(executor, within) as named:
-        return found(request, executor=named, **how)
+        return found(request, executor=named, within=within, **how)
+
+
+def _search_of(request: Request) -> Callable[..., Result]:
+    """What searches for a plan as it is asked for."""
+    from pipeplan.planning.kernel_search import search_kernels
+    from pipeplan.planning.steps import search_plan
+    from pipeplan.planning.targeted import search_target
+
+    if request.kernels is not None:
+        return search_kernels
+    return search_plan if request.only is None else search_target
 
 
 def tune(
@@ -228,6 +258,11 @@ def compare(
     """
     from pipeplan.planning.comparison import compare
 
+    if request.spares:
+        from pipeplan.planning.spares import compare_spared
+
+        how: Any = {"rules": rules, "progress": progress}
+        return compare_spared(request, lambda asked, part: compare(asked, within=part, **how), within)
     return compare(request, rules=rules, progress=progress, within=within)
 
 
@@ -247,6 +282,11 @@ def frontier(
     """
     from pipeplan.planning.frontier import search_frontier
 
+    if request.spares:
+        from pipeplan.planning.spares import frontier_spared
+
+        how: Any = {"mode": mode, "point": point, "progress": progress}
+        return frontier_spared(request, lambda asked, part: search_frontier(asked, within=part, **how), within)
     return search_frontier(request, mode=mode, point=point, within=within, progress=progress)
 
 
@@ -605,6 +645,8 @@ def run(
 
     check(plan).require(where)
     options = _settled(options, plan)
+    if any(stage.segments for stage in plan.stages):
+        options = _with_kernels(options)
     if options.has_objects or "OMP_NUM_THREADS" not in os.environ:
         cores = 1 if options.has_objects else (os.cpu_count() or 1)  # a copy has no pool of threads
         options = replace(options, num_threads=max(1, cores // plan.num_devices))
@@ -619,6 +661,19 @@ def _settled(options: RunOptions, plan: Plan) -> RunOptions:
     from pipeplan.runtime.training.options import settled
 
     return options.by_plan(plan) if isinstance(options, DecodeOptions) else settled(options, plan)
+
+
+def _with_kernels(options: RunOptions) -> RunOptions:
+    """Options of a training with the kernel backends that are known here. Raises UsageError."""
+    from dataclasses import replace
+
+    from pipeplan.runtime.training.options import TrainOptions
+
+    if not isinstance(options, TrainOptions):
+        return options
+    from pipeplan.kernels.backend import said_of_backends
+
+    return replace(options, kernels=said_of_backends(tuple(options.backend_rules), options.device))
 
 
 def _outcome(plan: Plan, options: RunOptions, result: RunResult, others_cores: float | None = None) -> RunOutcome:
@@ -669,7 +724,7 @@ def run_as_rank(
     if isinstance(options, TrainOptions) and options.checkpoint is not None:
         STOPPING.heed()
     heard = on_event if os.environ["RANK"] == "0" else lambda event: None
-    result = run_under_torchrun(options.job, kept, options, heard)
+    result = run_under_torchrun(options.job, kept, _with_kernels(options), heard)
     return _outcome(plans[-1], _settled(options, plans[-1]), result)
 
 
@@ -786,14 +841,25 @@ def make_model(name: str, **how: Any) -> Profile:
     return model(name, **how)
 
 
-def make_cluster(name: str, num_devices: int | None = None, *, nominal: bool = False) -> Cluster:
+def make_cluster(
+    name: str,
+    num_devices: int | None = None,
+    *,
+    nominal: bool = False,
+    racks: Sequence[int] = (),
+    oversubscription: Sequence[float] = (),
+    rails: bool = False,
+    power: int | None = None,
+) -> Cluster:
     """A cluster of the catalog, cut or extended: :func:`pipeplan.costs.clusters.named_cluster`. Raises UsageError.
 
     A maker's has links as published runs reach them (:func:`pipeplan.costs.uniform.shares.as_reached`), unless
-    ``nominal``.
+    ``nominal``. With ``racks`` it is a tree of switches (:func:`pipeplan.costs.clusters.in_tree`).
     """
-    from pipeplan.costs.clusters import named_cluster
+    from pipeplan.costs.clusters import in_tree, named_cluster
     from pipeplan.costs.uniform.shares import as_reached
 
     cluster = named_cluster(name.removeprefix("testbed-"), num_devices)
+    if racks or oversubscription or rails or power is not None:
+        cluster = in_tree(cluster, racks, oversubscription, rails=rails, power=power)
     return cluster if nominal or name.startswith("testbed-") else as_reached(cluster)

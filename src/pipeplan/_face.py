@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeplan._api import (
         Cluster,
         Comparison,
+        Cover,
         Evaluated,
         Event,
         Export,
@@ -200,6 +201,7 @@ def search(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    spares: int | None = None,
     profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
@@ -244,6 +246,7 @@ def search(
     dcp: int | None = None,
     prefill: int | str | None = None,
     keep_together: str | Sequence[str] | None = None,
+    kernels: Cover | Path | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
     cache: Path | None = None,
@@ -261,6 +264,7 @@ def search(
         profile: the model's blocks and what each one costs, or the path of a profile file.
         devices: number of devices; by default that of the profile's placement, else of the cluster.
         cluster: devices, memory and links, or the path of a cluster file; without one, links are free.
+        spares: devices of ``cluster`` to keep spare, in whole nodes; the result's ``spares`` say what that costs.
         profile_for: profiles of the same model on devices that the cluster calls otherwise, by the names of these.
         memory: memory of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
         memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
@@ -279,7 +283,7 @@ def search(
         cp: context-parallel size: how many devices share each sequence. The profile must have costs for it. By
             default searched if it has any.
         cp_exchange: how these have keys and values of all: ``"gathered"`` before attention, or around a ``"ring"``
-            beside it; by default as is quicker by the profile's costs.
+            beside it; by default the one with which the plan is shorter in the memory there is.
         ep: expert-parallel size: how many devices of a stage share experts, of ``tp`` x ``cp`` x ``replicas``, which it
             divides. The profile must have costs for it. By default searched if it has any.
         etp: expert-tensor-parallel size: how many of the ``ep`` devices split each expert. The profile must have costs
@@ -331,6 +335,9 @@ def search(
         prefill: tokens of new prompts to prefill alongside every decode step; as many as ``context`` for whole prompts.
         keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
             layers; or several of these.
+        kernels: kernel backends that may run blocks where that is quicker, beside eager torch: ``"auto"`` for all that
+            the profile has times of, some as ``"inductor,onednn-off"``, or a cover of :func:`choose_kernels`
+            (``.file``), or its path. By default eager torch runs all.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
             (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
             ``if __name__ == "__main__"``.
@@ -455,6 +462,7 @@ def compare(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    spares: int | None = None,
     profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
@@ -523,6 +531,7 @@ def frontier(
     *,
     devices: Counts | None = None,
     cluster: Cluster | Path | None = None,
+    spares: int | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -560,6 +569,7 @@ def frontier(
         profile: the model's blocks and what each one costs, or the path of a profile file.
         devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's.
         cluster: devices, memory, links and prices, or the path of a cluster file.
+        spares: devices of ``cluster`` to keep spare, in whole nodes; the result's ``spares`` say what that costs.
         memory: memory limit of each device, as ``"16GB"`` or bytes; by default the cluster's.
         memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
         precision: number formats of weights, gradients and state, as ``"bf16-mixed"``; by default the profile's.
@@ -1136,6 +1146,7 @@ def run(
     stretch: float | Literal["auto"] = "auto",
     sequence: int | None = None,
     instructions: str | None = None,
+    backend_rules: str | Sequence[str] = (),
     granularity: Granularity | None = None,
     steps: int = 10,
     local: bool | None = None,
@@ -1191,6 +1202,7 @@ def run(
         stretch: with ``emulate``, all times are this many times the plan's.
         sequence: length of sequences, for the zoo and configurations.
         instructions: module that registers what the plan's instructions do.
+        backend_rules: module with kernel backends of your own that the plan's segments name, or several.
         granularity: what a block of a captured model is, as for the profile.
         steps: mini-batches to train on.
         local: whether processes are started here; by default if no launcher has started this one.
@@ -1382,24 +1394,39 @@ def example(
 
 
 @_public
-def example_cluster(name: str, *, devices: int | None = None, nominal: bool = False) -> Cluster:
+def example_cluster(
+    name: str,
+    *,
+    devices: int | None = None,
+    nominal: bool = False,
+    rack: int | Sequence[int] | None = None,
+    oversubscription: float | Sequence[float] | None = None,
+    rails: bool = False,
+    power: int | None = None,
+) -> Cluster:
     """A ready-made cluster, with as many devices as you like.
 
     Args:
         name: such as ``"cluster-h100"`` or ``"testbed-tessel"``; ``pipeplan example --help`` lists them.
         devices: number of devices; by default the cluster's own.
         nominal: links at the rates of their data sheets, not at what published runs reach of them.
+        rack: nodes under one switch, which makes the network a fat tree; with more tiers of switches, of each.
+        oversubscription: with ``rack``, what the devices under a switch could send at once over what its uplinks carry,
+            as 4 for 4:1; of each tier, by default 1.
+        rails: with ``rack``, device i of each node is under switch i of its rack.
+        power: with ``rack``, nodes that share a power supply and fail together.
 
     Returns:
         The cluster, for :func:`search`.
 
     Raises:
-        UsageError: there is no such cluster.
+        UsageError: there is no such cluster, or racks do not fit it.
 
     Example:
         >>> pipeplan.example_cluster("testbed-tessel", devices=8).num_devices
         8
     """
-    if devices is not None:
-        devices = _asked("example", {"devices": devices}).params["devices"]
-    return _api.make_cluster(name, devices, nominal=nominal)
+    given = {"devices": devices, "rack": rack, "oversubscription": oversubscription, "power": power}
+    asked = _asked("example", {key: value for key, value in given.items() if value is not None}).params
+    tree = {"oversubscription": asked["oversubscription"] or (), "power": asked["power"], "rails": rails}
+    return _api.make_cluster(name, devices and asked["devices"], nominal=nominal, racks=asked["racks"] or (), **tree)

@@ -64,9 +64,10 @@ def test_every_path_is_completed_by_the_shell(verb: str) -> None:
 
 def test_models_are_those_that_run() -> None:
     from pipeplan.catalog import configurations
+    from pipeplan.runtime.models.networks import NETWORKS
     from pipeplan.runtime.models.zoo import ZOO
 
-    assert offered("profile", "")[0] == {*ZOO, *configurations()}
+    assert offered("profile", "")[0] == {*ZOO, *NETWORKS, *configurations()}
     assert offered("profile", "llama3-7")[0] == {"llama3-70b"}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +16,10 @@ from pydantic import ValidationError
 import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs import build_workload, with_recipe
-from pipeplan.costs.context import SharedCore, of_stages, with_exchanges
+from pipeplan.costs.context import SharedCore, exchanged_as, of_stages, open_exchanges, with_exchanges
+from pipeplan.costs.joining import joined
 from pipeplan.costs.uniform.published import read_run
-from pipeplan.errors import UsageError
+from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import (
     Block,
     CostRow,
@@ -32,11 +35,11 @@ from pipeplan.files import (
 )
 from pipeplan.interop.imports import _context_exchange
 from pipeplan.interop.settings import megatron_sizes, torchtitan_settings
+from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.next_steps import cannot_train
 from pipeplan.planning.request import Request
-from pipeplan.runtime.training.options import TrainOptions, settled
 from pipeplan.simulator.recost import recosted
-from pipeplan.workload.elements import ContextExchange
+from pipeplan.workload.elements import Again, ContextExchange
 
 
 def stepped(parts: int, core: float, gather: float, merge: float) -> float:
@@ -64,7 +67,8 @@ def test_a_ring_takes_what_its_steps_take(parts: int) -> None:
         own = SharedCore(parts, core, 2 * core, gather, 8_000, 500, merge, merge)
         assert core + own.ring.forward_ns == pytest.approx(stepped(parts, core, gather, merge))
         assert 2 * core + own.ring.input_grad_ns == pytest.approx(stepped_back(parts, 2 * core, gather, merge))
-        assert own.ring.workspace_bytes == 4 * 8_000 / parts + 500
+        held = max(5 * 8_000 / parts + 500, 2 * 8_000 / parts + 3 * 500)
+        assert own.ring.workspace_bytes == pytest.approx(held)
         assert own.gathered == (gather, 2 * gather, 2 * 8_000)
 
 
@@ -162,6 +166,171 @@ def test_what_is_asked_goes_before_what_is_quicker() -> None:
     assert compared.figures()["context_exchange"] == "ring"
 
 
+# Time against memory ------------------------------------------------------------------------------------------------
+
+LEVELS: tuple[Again, ...] = (False, "selective", True)
+TIMES, ACTIVATIONS, WORKSPACE, KEPT, CORE_NS, CORE_KEPT = (400, 200), (300, 90), 640, (40, 15), 70, 120
+
+
+def open_profile(ring_ns: int, ring_bytes: int) -> Profile:
+    """Attention and what follows: of the former a ring is quicker and holds more, or slower and holds less."""
+    ring = RingCosts(forward_ns=ring_ns, input_grad_ns=2 * ring_ns, workspace_bytes=ring_bytes)
+
+    def rows(place: int) -> Iterator[CostRow]:
+        for size, context, again in itertools.product((1, 2), (1, 2), (False, True)):
+            time, core = TIMES[place] * size // context, place == 0 and not again
+            activations = (KEPT if again else ACTIVATIONS)[place] * size
+            yield CostRow(
+                microbatch_size=size,
+                context=context,
+                recompute=again,
+                forward_ns=time,
+                backward_ns=(2 + again) * time,
+                input_grad_ns=(1 + again) * time,
+                weight_grad_ns=time,
+                activation_bytes=activations,
+                workspace_bytes=WORKSPACE // (1 + place),
+                ring=ring if context > 1 and place == 0 else None,
+                selective_ns=CORE_NS * size if core else None,
+                selective_activation_bytes=CORE_KEPT * size if core else None,
+            )
+
+    names = ("attention", "ffn")
+    return Profile(
+        name="time or memory",
+        source=Source(method="estimated"),
+        recipe=Recipe(name="bf16-mixed"),
+        blocks=tuple(Block(id=n, operator=n, parameters=10, costs=tuple(rows(i))) for i, n in enumerate(names)),
+        edges=(Edge(source=names[0], target=names[1], bytes_per_sample=8),),
+    )
+
+
+def brute_force(ring_ns: int, ring_bytes: int, mini_batch: int) -> list[tuple[int, int, str]]:
+    """(bytes, ns of all micro-batches, exchange) of every size, recomputation of each block and exchange.
+
+    One stage runs F and B in turn, with one micro-batch in flight.
+    """
+    found = []
+    for size, first, second, way in itertools.product((1, 2), LEVELS, (False, True), ("gathered", "ring")):
+        more = ring_ns * (way == "ring")
+        takes = [time * size // 2 for time in TIMES]
+        again = {False: 0, "selective": CORE_NS * size + more, True: takes[0] + more}[first]
+        work = 3 * sum(takes) + 3 * more + again + takes[1] * second
+        held = size * (
+            {False: ACTIVATIONS[0], "selective": CORE_KEPT, True: KEPT[0]}[first] + (KEPT if second else ACTIVATIONS)[1]
+        )
+        core = (ACTIVATIONS[0] - CORE_KEPT) * size * (first == "selective")  # there again while backward runs
+        needs = held + max(WORKSPACE + ring_bytes * (way == "ring") + core, WORKSPACE // 2)
+        found.append((needs, mini_batch // size * work, way))
+    return found
+
+
+STATE = 18 * 20
+"""Bytes of two blocks' parameters."""
+
+
+@pytest.mark.parametrize(("ring_ns", "ring_bytes"), [(-30, 200), (30, -200), (-3, 500), (8, -450)])
+def test_a_search_weighs_time_against_memory_as_brute_force_does(ring_ns: int, ring_bytes: int) -> None:
+    known, every = open_profile(ring_ns, ring_bytes), brute_force(ring_ns, ring_bytes, 4)
+    limits = sorted({needs for needs, _, _ in every})
+    taken = set[str]()
+    for limit in (limits[0] - 1, *limits[::3], limits[-1]):
+        fitting = [(time, way) for needs, time, way in every if needs <= limit]
+        asked: dict[str, Any] = {"memory": STATE + limit, "split_backward": False, "zero": 0}
+        if not fitting:
+            with pytest.raises(InfeasibleError):
+                searched(known, **asked)
+            continue
+        plan, least = searched(known, **asked), min(time for time, _ in fitting)
+        assert plan.predicted.makespan_ns == least
+        (way,) = {stage.context_exchange for stage in plan.stages}
+        assert way in {own for time, own in fitting if time == least}
+        assert check(plan, known).valid
+        assert plan.predicted.lower_bound_ns <= plan.predicted.iteration_ns
+        taken.add(way)
+    assert taken == {"gathered", "ring"}
+
+
+def longer(known: Profile) -> Profile:
+    """Four blocks, the two of a profile twice."""
+    again = tuple(block.model_copy(update={"id": f"{block.id} 2"}) for block in known.blocks)
+    names = [block.id for block in (*known.blocks, *again)]
+    edges = tuple(Edge(source=a, target=b, bytes_per_sample=8) for a, b in itertools.pairwise(names))
+    return known.model_copy(update={"blocks": (*known.blocks, *again), "edges": edges})
+
+
+@pytest.mark.parametrize(("ring_ns", "ring_bytes"), [(-30, 200), (30, -200)])
+def test_a_pipeline_is_as_short_as_with_the_better_one_said(ring_ns: int, ring_bytes: int) -> None:
+    known, taken = longer(open_profile(ring_ns, ring_bytes)), set[str]()
+    for limit in (720, 760, 880, 960, 1_000, 1_160):
+        asked: dict[str, Any] = {"devices": 4, "pp": 2, "memory": STATE + limit, "zero": 0, "microbatch_size": 1}
+        asked |= {"placement": "one-to-one", "scheduler": "1f1b"}
+        fixed: dict[str, Plan] = {}
+        for way in ("gathered", "ring"):
+            with suppress(InfeasibleError):
+                fixed[way] = searched(known, cp_exchange=way, **asked)
+        if fixed:
+            plan = searched(known, **asked)
+            assert plan.predicted.iteration_ns == min(each.predicted.iteration_ns for each in fixed.values())
+            taken |= {stage.context_exchange for stage in plan.stages}
+    assert taken == {"gathered", "ring"}
+
+
+def test_bounds_hold_where_other_sizes_are_quicker_the_other_way() -> None:
+    """A ring is slower with one sample, and all sizes together, and quicker with two."""
+    slow, quick = open_profile(100, 0), open_profile(-90, 0)
+    rows = (
+        a if a.microbatch_size == 1 else b for a, b in zip(slow.blocks[0].costs, quick.blocks[0].costs, strict=True)
+    )
+    changed = slow.blocks[0].model_copy(update={"costs": tuple(rows)})
+    known = slow.model_copy(update={"blocks": (changed, slow.blocks[1])})
+    assert open_exchanges(with_exchanges(known)) == {(1, 2): "ring"}
+    how: dict[str, Any] = {"devices": 2, "mini_batch": 4, "positions": 1, "context": 2}
+    for more in ({}, {"memory_bytes": 2_000}, {"placement": "one-to-one"}):
+        fixed = [request_bound(Request.of(known, context_exchange=way, **how, **more)) for way in ("gathered", "ring")]
+        assert request_bound(Request.of(known, **how, **more)) == min(fixed) < fixed[0]
+    assert [stage.context_exchange for stage in searched(known).stages] == ["ring"]
+
+
+@pytest.mark.parametrize(("ring_ns", "ring_bytes"), [(-30, 200), (30, -200)])
+def test_groups_of_blocks_say_it_as_their_blocks_do(ring_ns: int, ring_bytes: int) -> None:
+    known = with_exchanges(longer(open_profile(ring_ns, ring_bytes)))
+    groups = [("attention", "ffn"), ("attention 2", "ffn 2")]
+    own = joined(known, groups).profile
+    assert open_exchanges(own) == open_exchanges(known)
+    other = open_exchanges(known)[1, 2]
+    turned, expected = exchanged_as(own, (1, 2), other), joined(exchanged_as(known, (1, 2), other), groups).profile
+    without = {"ring": None}
+    for each, wanted in zip(turned.blocks, expected.blocks, strict=True):
+        rows = [[row.model_copy(update=without) for row in block.costs] for block in (each, wanted)]
+        assert rows[0] == rows[1]
+    assert [row.ring for block in own.blocks for row in block.costs if row.context == 1] == [None] * 8
+
+
+def test_stages_that_are_given_are_tried_both_ways() -> None:
+    known = open_profile(-30, 200)
+    placed = known.model_copy(update={"placement": stages()})
+    for memory, way in ((STATE + 4_000, "ring"), (STATE + 640 + 390, "gathered")):
+        found = pipeplan.search(
+            placed, mini_batch=4, microbatch_size=1, memory=memory, time_limit=2, deterministic=True
+        )
+        assert [stage.context_exchange for stage in found.plan.stages] == [way]
+        assert not any(stage.recomputes for stage in found.plan.workload.stages)
+
+
+def test_both_are_open_only_where_neither_is_better() -> None:
+    first: tuple[int, int, ContextExchange, ContextExchange] = (-30, 200, "ring", "gathered")
+    for ring_ns, ring_bytes, quicker, other in (first, (30, -200, *first[:1:-1])):
+        known = with_exchanges(open_profile(ring_ns, ring_bytes))
+        assert open_exchanges(known) == {(1, 2): other}
+        assert (known.rings == {(1, 2)}) == (quicker == "ring")
+        turned = exchanged_as(known, (1, 2), other)
+        assert exchanged_as(turned, (1, 2), quicker).blocks == known.blocks
+        assert sha256_of(turned) == sha256_of(known)
+    for ring_ns, ring_bytes in ((-30, 0), (-30, -200), (30, 0), (30, 200), (0, 0)):
+        assert not open_exchanges(with_exchanges(open_profile(ring_ns, ring_bytes)))
+
+
 def test_placements_say_it_and_plans_to_start_from() -> None:
     known = profile()
     placed = known.model_copy(update={"placement": stages(context_exchange="gathered")})
@@ -255,12 +424,9 @@ def test_published_runs_say_it_by_their_words(said: dict[str, str], ring: int, a
     assert not read_run({**row, "cp": 1, "hardware": {"gpu": "H100 SXM"}}).layout.ring
 
 
-def test_runs_gather_and_refuse_a_ring() -> None:
-    plan = searched(profile())
-    with pytest.raises(UsageError, match=r"stages\[0\] .* context_exchange ring: .* --cp-exchange gathered"):
-        settled(TrainOptions("gpt2-tiny"), plan)
-    assert "rings of keys and values" in cannot_train(plan)
-    assert cannot_train(searched(profile(), cp_exchange="gathered")) == []
+def test_runs_train_with_either() -> None:
+    for way in ("gathered", "ring"):
+        assert cannot_train(searched(profile(), cp_exchange=way)) == []
 
 
 def test_other_tools_are_told_and_read() -> None:

@@ -10,9 +10,11 @@ import pytest
 
 from builders.folds import plans_of, two_levels
 from pipeplan.checker import check
-from pipeplan.errors import FileError
+from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Plan, parse, to_json
-from pipeplan.files.folded import folded_plan, unfolded
+from pipeplan.files.folded import folded_plan, folded_workload, unfolded
+from pipeplan.interop.export import exported
+from pipeplan.simulator.recost import with_costs_of
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.elements import Players
 
@@ -36,6 +38,37 @@ def test_a_folded_plan_is_its_unfolded_form(seed: int, monkeypatch: pytest.Monke
     }
     assert parse(to_json(folded), Plan) == folded
     assert folded.placed == devices.placed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_other_costs_it_stays_folded(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded, devices, profile, cluster = plans_of(seed, monkeypatch)
+    assert cluster.levels[1].bandwidth_bytes_per_s is not None
+    slow = cluster.levels[1].model_copy(update={"bandwidth_bytes_per_s": cluster.levels[1].bandwidth_bytes_per_s // 3})
+    slower = cluster.model_copy(update={"levels": (cluster.levels[0], slow)})
+    rows = profile.blocks[2].costs
+    longer = profile.blocks[2].model_copy(
+        update={"costs": tuple(row.model_copy(update={"forward_ns": 3 * row.forward_ns}) for row in rows)}
+    )
+    other = profile.model_copy(update={"blocks": (*profile.blocks[:2], longer, *profile.blocks[3:])})
+    for costs in ((None, slower), (other, cluster), (other, slower), (other, None)):
+        (plan, found), (_, expected) = (with_costs_of(each, *costs) for each in (folded, devices))
+        assert plan is folded
+        assert found.players == folded.players
+        assert folded_workload(expected, folded.players_each) == found
+        assert costs[0] is None or found != folded.workload
+
+
+@pytest.mark.parametrize("target", ["torch", "megatron", "huggingface", "vllm"])
+def test_other_tools_are_told_the_same(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(plan: Plan) -> object:
+        try:
+            return exported(plan, target)
+        except UsageError as error:
+            return str(error)
+
+    every = [plans_of(seed, monkeypatch)[:2] for seed in range(6)]
+    assert [told(folded) for folded, _ in every] == [told(devices) for _, devices in every]
 
 
 def _program(plan: Plan, device: int) -> int:

@@ -34,7 +34,7 @@ from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning import uniform_space
 from pipeplan.planning.bounds import least_state_bytes, request_bound
-from pipeplan.planning.candidates import PlacementCandidate, open_splits, placed, uniform_choices
+from pipeplan.planning.candidates import PlacementCandidate, SplitSizes, open_splits, placed, uniform_choices
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import STEPS, search_plan, without
@@ -610,7 +610,7 @@ def test_a_group_beyond_a_node_is_noted() -> None:
     """The profile has the time of its messages inside a node."""
     cluster = Cluster.of("pairs", 4, levels=[("pair", 2, "3us", "300GB"), ("net", 4, "10us", "25GB")])
     open_ = Request.of(SPLIT, cluster=cluster, mini_batch=4)
-    assert open_splits(open_) == ((1, 1, 1, 1), (2, 1, 1, 1))
+    assert open_splits(open_) == (SplitSizes(1, 1), SplitSizes(2, 1))
     fixed = Request.of(SPLIT, cluster=cluster, mini_batch=4, shards=4)
     assert any("several nodes of 2" in note for note in input_notes(fixed))
     assert not any("several nodes" in note for note in input_notes(open_))

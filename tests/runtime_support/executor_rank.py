@@ -78,6 +78,7 @@ def train_both(
 ) -> dict[str, Any]:
     """Largest distances over steps; what is compared on this rank is its own part of the model."""
     trainer = Trainer(plan, model, options, context.progress)
+    trainer.build_segments()
     unsplit = _unsplit_steps(whole or model, options, plan.mini_batch)
     gradients, begun = _watched(trainer), _begun_inside(trainer)
     losses, norms, distances = [], [], {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}

@@ -18,7 +18,7 @@ from builders.orders import Entry, Orders
 from builders.plans import plan_of
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.costs.late_inputs import with_late_inputs
-from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source
+from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, RingCosts, Source
 from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.models.spec import Model
@@ -72,6 +72,8 @@ def profile_of(model: Model) -> Profile:
     def rows_of(block: str) -> tuple[CostRow, ...]:
         split = [{"shards": shards, "sequence_parallel": divides(block, shards)} for shards in (1, 2, 3, 4)]
         split += [{**split[shards - 1], "shards": shards, "context": 2} for shards in (1, 2) if model.in_context]
+        split += [{**split[0], "context": 4}] if model.in_context else []
+        split = [{**each, "ring": RingCosts()} if "context" in each else each for each in split]
         return tuple(row.model_copy(update=update) for row in rows for update in split)
 
     return Profile(

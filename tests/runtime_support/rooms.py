@@ -14,7 +14,7 @@ RUNTIME = "pipeplan.runtime"
 
 ALLOWED = {
     "decoding": {"training", "profiling", "executor", "models", "launch", "parallel"},
-    "training": {"profiling", "executor", "models", "launch", "parallel"},
+    "training": {"profiling", "executor", "models", "launch", "parallel", "backends"},
     "emulation": {"executor", "launch"},
     "executor": {"models", "launch", "parallel"},
     "profiling": {"models", "launch", "parallel", "backends"},

@@ -101,8 +101,29 @@ def model_sizes() -> Mapping[str, ModelSize]:
 
 
 def running_models() -> list[str]:
-    """The models that the zoo can run."""
-    return [name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES]
+    """The models that can be run by name alone: the zoo's, and networks."""
+    zoo = [name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES]
+    return [*zoo, *networks()]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedNetwork:
+    """A network that is captured whole, and only for inference: ``input`` is the shape of a sample.
+
+    ``source`` is where its layers stand, ``parameters`` how many numbers those are.
+    """
+
+    name: str
+    source: str
+    parameters: int
+    input: Sequence[int]
+
+
+@cache
+def networks() -> Mapping[str, CapturedNetwork]:
+    """Every network by name."""
+    tables = _tables(read_table("networks", file) for file in names("networks"))
+    return {name: CapturedNetwork(name, **keys) for name, keys in tables.items()}
 
 
 def _tables(files: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

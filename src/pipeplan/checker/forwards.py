@@ -8,6 +8,7 @@ import numpy as np
 
 from pipeplan.checker.exchanges import Span
 from pipeplan.checker.facts import Facts, Findings
+from pipeplan.checker.segments import runs_of
 from pipeplan.files import CostRow, Plan, Profile
 from pipeplan.workload.columns import sharing, spread
 from pipeplan.workload.elements import Operation, Stage
@@ -49,19 +50,24 @@ def check_gives_back(plan: Plan, findings: Findings) -> None:
 
 
 def held_bytes(profile: Profile, stage: Stage, rows: Sequence[CostRow]) -> tuple[int, int]:
-    """What a stage's forward gives to others, and the most that it has beside while it runs, block after block."""
-    inside = set(stage.blocks)
+    """What a stage's forward gives to others, and the most that it has beside while it runs, block after block.
+
+    Or segment after segment: ``rows`` are those of what runs at once.
+    """
+    unit_of = {block: number for number, unit in enumerate(runs_of(stage)) for block in unit}
     given = most = now = 0
-    left: dict[str, int] = {}  # those that are to take it, of each block whose output is there
-    size = dict(zip(stage.blocks, (row.activation_bytes for row in rows), strict=True))
-    for block, row in zip(stage.blocks, rows, strict=True):
-        takers = {edge.target for edge in profile.edges_from.get(block, ())}
-        if takers and takers <= inside:
-            left[block], now = len(takers), now + size[block]
+    left: dict[int, int] = {}  # those that are to take it, of each block whose output is there
+    size = [row.activation_bytes for row in rows]
+    for own, (unit, row) in enumerate(zip(runs_of(stage), rows, strict=True)):
+        leaving = {edge.target for block in unit for edge in profile.edges_from.get(block, ())}.difference(unit)
+        takers = {unit_of.get(target) for target in leaving}
+        if takers and None not in takers:
+            left[own], now = len(takers), now + size[own]
         else:
-            given += size[block]
+            given += size[own]
         most = max(most, row.workspace_bytes + now)
-        for source in {edge.source for edge in profile.edges_into.get(block, ())} & left.keys():
+        entering = {edge.source for block in unit for edge in profile.edges_into.get(block, ())}.difference(unit)
+        for source in {unit_of[each] for each in entering if each in unit_of} & left.keys():
             left[source] -= 1
             if not left[source]:
                 now -= size[source]

@@ -85,6 +85,12 @@ class _Stretch(FiniteRange):
 @click.option(
     "--instructions", metavar="pkg.mod", help="Module that registers the functions of the plan's instructions."
 )
+@click.option(
+    "--backend-rules",
+    multiple=True,
+    metavar="pkg.mod",
+    help="Module with kernel backends of your own that the plan's segments name. May be repeated.",
+)
 @granularity("Granularity of a captured model's blocks, as in the profile.")
 @click.option(
     "--steps",
@@ -340,7 +346,13 @@ def _decode_options(given: Mapping[str, Any], options: RunOptions) -> RunOptions
     """How to generate text. Raises UsageError where what is given is for training or emulation."""
     if given["emulate"]:
         raise UsageError("--prompt-file needs a model, and --emulate runs without one; leave out one of the two")
-    for name, usual in {**_api.OF_TRAINING, "data": None, "instructions": None, "tensorboard": None}.items():
+    for name, usual in {
+        **_api.OF_TRAINING,
+        "data": None,
+        "instructions": None,
+        "tensorboard": None,
+        "backend_rules": (),
+    }.items():
         if given[name] != usual:
             raise UsageError(f"--{name.replace('_', '-')} is for training; leave it out with --prompt-file")
     prompts, stop = _api.read_prompts(given["prompt_file"], given["tokenizer"])

@@ -24,6 +24,7 @@ from pipeplan.cli.shared import (
     Status,
     comparison_request,
     given_file,
+    given_kernels,
     given_rules,
     limited,
     planning_options,
@@ -106,6 +107,13 @@ if TYPE_CHECKING:
     metavar="BLOCKS|N",
     help="Blocks that no stage has without the others: names with commas, * for anything; or N for every N layers. May "
     "be given more than once.",
+)
+@click.option(
+    "--kernels",
+    type=FILE,
+    metavar="auto|NAME,...|COVER",
+    help="Let kernel backends run blocks where that is quicker: all that profile --backends measured, some by name, or "
+    "those of a cover that pipeplan kernels wrote.  [default: eager torch alone]",
 )
 @click.option(
     "--workers",
@@ -221,7 +229,10 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     asked = ("objective", "batch", "context_tokens", "kv", "dcp", "prefill")
     serving = _api.ServingAsked(*(flags[name] for name in asked))
     more = {"serving": serving, "for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
+    more["kernels"] = given_kernels(flags["kernels"])
     request = read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
+    if request.tunes and request.spares:
+        raise UsageError("--spares is for searches, not for auto-tuned rules; leave it out")
     if start is not None and flags["for_"] is not None:
         _require_runs(start, flags["for_"])
     return request

@@ -24,7 +24,7 @@ from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.units import bytes_of, ns_of
 
 if TYPE_CHECKING:
-    from pipeplan._api import Cluster, Limit, Plan, Planning, Profile, Progress, Request, Rules
+    from pipeplan._api import Cluster, KernelsAsked, Limit, Plan, Planning, Profile, Progress, Request, Rules
 
 
 _MOST = 1_000_000
@@ -125,6 +125,23 @@ class _Counts(click.ParamType[tuple[int, ...]]):
         if not all(part.isascii() and _is_number(part, 1, self._most) for part in parts):
             self.fail(f"{value!r} is not a list of numbers from 1 to {self._most}; write them as 1,2,4", param, ctx)
         return tuple(sorted({int(part) for part in parts}))
+
+
+class Ratios(click.ParamType[tuple[float, ...]]):
+    """Ratios of 1 to 1000, as ``4``, ``4:1`` or ``1,2.5``, one for each tier of switches."""
+
+    name = "ratios"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """The ratios."""
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Iterable) else [value]
+        try:
+            found = tuple(float(str(part).strip().removesuffix(":1")) for part in parts)
+        except ValueError:
+            found = ()
+        if not found or not all(1 <= each <= 1000 for each in found):
+            self.fail(f"{value!r} is no list of ratios from 1 to 1000; write them as 4, 4:1 or 1,4", param, ctx)
+        return found
 
 
 _THOUSAND = 1024
@@ -463,10 +480,19 @@ MEMORY_RESERVE = click.option(
     "[default: the cluster's; 0 with --memory]",
 )
 
+SPARES = click.option(
+    "--spares",
+    type=NUM_DEVICES,
+    metavar="K",
+    help="Devices of --cluster to keep spare, whole nodes: plan for the others, and say what that costs and which "
+    "failures it covers.",
+)
+
 _OPTIONS = (
     click.argument("profile_path", type=FILE, metavar="PROFILE"),
     click.option("--devices", type=NUM_DEVICES, help="Number of devices.  [default: the placement's]"),
     click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links."),
+    SPARES,
     click.option(
         "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
     ),
@@ -606,6 +632,7 @@ def read_request(
         **said,
         **asked_sizes(flags),
         cluster=cluster,
+        spares=flags["spares"] or 0,
         num_microbatches=flags["microbatches"],
         memory_bytes=flags["memory"],
         reserve_bytes=flags["memory_reserve"],
@@ -640,6 +667,21 @@ def comparison_request(flags: Mapping[str, Any]) -> tuple[Request, Rules | None]
 def given_rules(given: Any) -> Rules | None:
     """Rules that are named, by their file or module too, or that Python has already. Raises UsageError."""
     return _api.named_rules(given) if isinstance(given, str) else given
+
+
+def given_kernels(given: Any) -> KernelsAsked | None:
+    """Backends by name, all of them (``auto``), or those of a cover that is named or there. Raises UsageError."""
+    if given is None or given == "auto":
+        return None if given is None else _api.KernelsAsked()
+    if isinstance(given, _api.Cover):
+        return _api.KernelsAsked(given.where, cover=given)
+    if not isinstance(given, str):
+        raise UsageError(
+            f"kernels is auto, names of backends, or a Cover or its path, not of type {type(given).__name__}"
+        )
+    if given == "-" or given.endswith(".json") or os.path.exists(given):
+        return _api.KernelsAsked(given, cover=_api.read_cover(given))
+    return _api.KernelsAsked(given, names=tuple(name.strip() for name in given.split(",") if name.strip()))
 
 
 def given_file(kind: Literal["profile", "cluster", "plan"], given: Any) -> Any:

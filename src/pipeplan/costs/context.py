@@ -7,22 +7,24 @@ and scatters the sums of their gradients. Both are whole while it runs.
 is balanced, so that every step is an equal part of the core. Backward begins with the piece that forward ended with: a
 device's own comes last, and its gradients are at home then. Megatron-LM does so by default (``--cp-comm-type p2p``).
 
-Every number may be an array, as in :mod:`pipeplan.costs.uniform`. Which of the two the stages of a plan have is chosen
-before these are, for each number of shards and of devices that share sequences (:func:`with_exchanges`).
+Every number may be an array, as in :mod:`pipeplan.costs.uniform`. All stages of a plan that are split alike exchange
+alike. Where one of the two is no slower than the other and holds no more, that is chosen before stages are, for each
+number of shards and of devices that share sequences (:func:`with_exchanges`); else both are open, and the search weighs
+time against memory (:func:`open_exchanges`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, CostRow, PlacedStage, Profile, sha256_of
-from pipeplan.workload.elements import RING, ContextExchange, Stage
+from pipeplan.files import Block, CostRow, PlacedStage, Profile, RingCosts, sha256_of
+from pipeplan.workload.elements import GATHERED_CONTEXT, RING, ContextExchange, Stage
 
 Number: TypeAlias = Any
 """A number, or a numpy array of them."""
@@ -75,9 +77,11 @@ class SharedCore(NamedTuple):
         ahead = np.maximum(0, hop - forward) + inner * np.maximum(self.merge_ns, hop - forward) + self.merge_ns
         one, both = np.maximum(0, hop - backward), np.maximum(0, 2 * hop - backward)
         back = 2 * one + inner * both + others * self.merge_grad_ns
-        # two pieces on their way and their gradients, and what one step gave
-        held = (4 * self.shared_bytes / self.parts + self.mixed_bytes) * (others > 0)
-        return Added(ahead * (others > 0), back * (others > 0), held)
+        piece = self.shared_bytes / self.parts
+        # backward: two pieces on their way, two sums of gradients, and what one step gave of a piece and of queries;
+        # forward: two pieces, what one step gave, and the sum of all so far in twice as many bytes
+        held = np.maximum(5 * piece + self.mixed_bytes, 2 * piece + 3 * self.mixed_bytes)
+        return Added(ahead * (others > 0), back * (others > 0), held * (others > 0))
 
 
 Split = tuple[int, int]
@@ -89,7 +93,8 @@ def with_exchanges(
 ) -> Profile:
     """The profile whose rows are those of gathered keys and values, or of a ring, as ``asked``; None: the quicker.
 
-    ``stages`` that say which have that. It is still the file that it was read from, whose fingerprint it has.
+    Where that holds more than the other one, rows keep what the other one changes (:func:`open_exchanges`). ``stages``
+    that say which have that. It is still the file that it was read from, whose fingerprint it has.
 
     Raises:
         UsageError: a ring is asked for and there are no costs of it; stages say both of one split, or another than
@@ -104,21 +109,49 @@ def with_exchanges(
             )
     if asked == RING and not known and not profile.rings:
         raise UsageError(_no_ring(profile, f"--cp-exchange {RING}"))
-    open_ = {split: RING for split in known - said.keys() if asked == RING or (not asked and _quicker(profile, split))}
-    return _as_said(profile, known, open_ | said)
+    _require_rings(profile, known, said)
+    settled = {split: said.get(split, asked) for split in known}
+    chosen = {split: own or _quicker(profile, split) for split, own in settled.items()}
+    left = {split for split, own in settled.items() if own is None and _is_open(profile, split)}
+    return _taken(profile, chosen, left)
+
+
+def open_exchanges(profile: Profile) -> Mapping[Split, ContextExchange]:
+    """{split: the other one of the two}, where neither beats the other in time and in what it holds, nor is settled."""
+
+    def found() -> dict[Split, ContextExchange]:
+        return {split: _other(exchange_on(profile, *split)) for split in sorted(_with_rings(profile))}
+
+    known: dict[Split, ContextExchange] = profile.once("open exchanges", found)
+    return known
+
+
+def exchanged_as(profile: Profile, split: Split, exchange: ContextExchange | None) -> Profile:
+    """The profile with rows of this one of the two for this split; None: as they are, as where the other is settled."""
+    if exchange is None or exchange == exchange_on(profile, *split) or split not in open_exchanges(profile):
+        return profile
+    return profile.once(("exchange", split), lambda: _taken(profile, {split: exchange}, _with_rings(profile)))
 
 
 def of_stages(profile: Profile, stages: Iterable[PlacedStage | Stage]) -> Profile:
-    """The profile with rows of rings where stages say so, and all others as they are. Raises UsageError."""
-    known = [each for each in stages if each.context > 1]
-    if all(each.context_exchange != RING or (each.shards, each.context) in profile.rings for each in known):
+    """The profile with rows of what stages say, and all others as they are. Raises UsageError."""
+    known = [each for each in stages if each.context > 1 and each.context_exchange is not None]
+    if not known:
         return profile
-    return _as_said(profile, _with_rings(profile), _said(known))
+    said = _said(known)
+    _require_rings(profile, set(open_exchanges(profile)), said)
+    for split, exchange in said.items():
+        profile = exchanged_as(profile, split, exchange)
+    return profile
 
 
 def exchange_on(profile: Profile, shards: int, context: int) -> ContextExchange:
     """Which of the two a profile's rows for this split are of."""
-    return RING if (shards, context) in profile.rings else "gathered"
+    return RING if (shards, context) in profile.rings else GATHERED_CONTEXT
+
+
+def _other(exchange: ContextExchange) -> ContextExchange:
+    return GATHERED_CONTEXT if exchange == RING else RING
 
 
 def _said(stages: Iterable[PlacedStage | Stage]) -> dict[Split, ContextExchange]:
@@ -141,12 +174,10 @@ def _with_rings(profile: Profile) -> set[Split]:
     return {(row.shards, row.context) for block in profile.kinds for row in block.costs if row.ring is not None}
 
 
-def _as_said(profile: Profile, known: set[Split], said: Mapping[Split, ContextExchange]) -> Profile:
-    """With rows of rings where that is said, and of gathered keys and values elsewhere."""
+def _require_rings(profile: Profile, known: Set[Split], said: Mapping[Split, ContextExchange]) -> None:
     rings = {split for split, own in said.items() if own == RING}
     if lacking := sorted(rings - known - profile.rings):
         raise UsageError(_no_ring(profile, f"context_exchange {RING}", lacking[0]))
-    return _around(profile, rings & known) if known else profile
 
 
 def _no_ring(profile: Profile, what: str, split: Split | None = None) -> str:
@@ -157,33 +188,55 @@ def _no_ring(profile: Profile, what: str, split: Split | None = None) -> str:
     )
 
 
-def _quicker(profile: Profile, split: Split) -> bool:
-    """Whether F and B of all blocks, of a sample, are together shorter around a ring; of equals what holds less."""
-    time, held = Fraction(0), 0
-    counts = Counter(profile.alike.values())
+def _changes(profile: Profile, split: Split) -> Iterator[tuple[Block, CostRow, RingCosts]]:
+    """What a ring changes, row by row, of which that says those that compute nothing again."""
     for block in profile.kinds:
         for row in block.costs:
             if row.ring is not None and (row.shards, row.context) == split and not row.recompute:
-                more = counts[block.id] * (row.ring.forward_ns + row.ring.input_grad_ns)
-                time += Fraction(more, row.microbatch_size)
-                held += row.ring.workspace_bytes
-    return (time, held) < (0, 0)
+                yield block, row, row.ring
 
 
-def _around(profile: Profile, rings: set[Split]) -> Profile:
-    """The profile with the rows of rings of these splits, which no row says any more."""
+def _quicker(profile: Profile, split: Split) -> ContextExchange:
+    """The one with which F and B of all blocks, of a sample, are together shorter; of equals what holds less."""
+    time, held = Fraction(0), 0
+    counts = Counter(profile.alike.values())
+    for block, row, ring in _changes(profile, split):
+        more = counts[block.id] * (ring.forward_ns + ring.input_grad_ns)
+        time += Fraction(more, row.microbatch_size)
+        held += ring.workspace_bytes
+    return RING if (time, held) < (0, 0) else GATHERED_CONTEXT
 
-    def chosen(row: CostRow) -> CostRow:
+
+def _is_open(profile: Profile, split: Split) -> bool:
+    """Whether a ring is worse in some row and better in some, in time or in what it holds."""
+    changes = [
+        figure
+        for _, _, ring in _changes(profile, split)
+        for figure in (ring.forward_ns + ring.input_grad_ns, ring.workspace_bytes)
+    ]
+    return min(changes, default=0) < 0 < max(changes, default=0)
+
+
+def _taken(profile: Profile, chosen: Mapping[Split, ContextExchange], left: Set[Split]) -> Profile:
+    """The profile with rows as ``chosen``, of which those of splits that are ``left`` open say what a ring changes."""
+    known, before = _with_rings(profile), profile.rings
+    turned = {split for split, own in chosen.items() if (own == RING) != (split in before)}
+    if not turned and known == left:
+        return profile
+
+    def taken(row: CostRow) -> CostRow:
         if row.ring is None:
             return row
-        own = row.taking(row.ring) if (row.shards, row.context) in rings else row
-        return own.model_copy(update={"ring": None})
+        split = row.shards, row.context
+        if split in turned:
+            row = row.taking(-row.ring if split in before else row.ring)
+        return row if split in left else row.model_copy(update={"ring": None})
 
-    made = {block.id: tuple(map(chosen, block.costs)) for block in profile.kinds}
+    made = {block.id: tuple(map(taken, block.costs)) for block in profile.kinds}
 
     def with_rows(block: Block) -> Block:
         return block.model_copy(update={"costs": made[profile.alike[block.id]]})
 
     changed = profile.model_copy(update={"blocks": tuple(map(with_rows, profile.blocks))})
-    others = {kind: _around(own, rings) for kind, own in profile.of_kinds.items()}
-    return changed.read_as(sha256_of(profile)).with_rings(profile.rings | rings).with_kinds(others)
+    others = {kind: _taken(own, chosen, left) for kind, own in profile.of_kinds.items()}
+    return changed.read_as(sha256_of(profile)).with_rings(before ^ turned).with_kinds(others)

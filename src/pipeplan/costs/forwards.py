@@ -26,10 +26,16 @@ class HeldByForward(NamedTuple):
 
 def held_by_forward(profile: Profile, blocks: Sequence[str], rows: Sequence[CostRow]) -> HeldByForward:
     """Of blocks that run in this order with these costs; what nobody takes is given, too: the model's results."""
-    place_of = {block: place for place, block in enumerate(blocks)}
+    return held_by_units(profile, [(block,) for block in blocks], rows)
+
+
+def held_by_units(profile: Profile, units: Sequence[Sequence[str]], rows: Sequence[CostRow]) -> HeldByForward:
+    """The same of groups of blocks that each run at once, with a row each."""
+    place_of = {block: place for place, unit in enumerate(units) for block in unit}
     inner, given = [row.workspace_bytes for row in rows], 0
-    for place, (block, row) in enumerate(zip(blocks, rows, strict=True)):
-        takers = [place_of.get(edge.target) for edge in profile.edges_from.get(block, ())]
+    for place, (unit, row) in enumerate(zip(units, rows, strict=True)):
+        leaving = (edge for block in unit for edge in profile.edges_from.get(block, ()) if edge.target not in unit)
+        takers = [place_of.get(edge.target) for edge in leaving]
         inside = [each for each in takers if each is not None]
         if len(inside) < len(takers) or not takers:
             given += row.activation_bytes
@@ -69,4 +75,4 @@ def as_inference(profile: Profile) -> Profile:
     changed: dict[str, Any] = {"mode": INFERENCE, "recipe": Recipe(name=recipe), "step_bytes_per_s": None}
     changed |= {"blocks": tuple(blocks), "edges": tuple(edges)}
     changed["tied"] = tuple(each.model_copy(update=nothing) for each in profile.tied)
-    return profile.model_copy(update=changed)
+    return profile.model_copy(update=changed).without_kernels()

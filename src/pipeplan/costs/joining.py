@@ -15,11 +15,12 @@ from operator import itemgetter
 from typing import Any
 
 from pipeplan.costs.blocks import NEVER_AGAIN, StageCost, asked_again
+from pipeplan.costs.context import exchanged_as, open_exchanges
 from pipeplan.costs.layers import layer_of
 from pipeplan.costs.stages import group_costs
 from pipeplan.costs.zero import Experts
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, CostRow, Edge, Placement, Plan, Profile, Recipe, TiedParameter
+from pipeplan.files import Block, CostRow, Edge, Placement, Plan, Profile, Recipe, RingCosts, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES
 from pipeplan.workload.elements import Again, Recompute, Stage, recompute_of
@@ -241,12 +242,16 @@ class _GroupBlocks:
             core = _costs_of(bare, {key: own[key] for key in own if self._has_core(own[key])}, way, "selective")
             again = {key: own[key] for key in own if _operator(own[key]) not in NEVER_AGAIN}
             again_costs = _costs_of(bare, again, way, True)
+            turned, turned_again = _turned(bare, own, way, False), _turned(bare, again, way, True)
+            around = way[:2] in bare.rings
             for key, sequences in checked(those):
                 how: dict[str, Any] = {**each, "sequence_parallel": sequences}
                 cores: dict[str, Any] = _core(kept[key], core[key]) if key in core else {}
-                found[key].append(CostRow(**how, **_figures(kept[key]), **cores))
+                row = CostRow(**how, **_figures(kept[key]), **cores)
+                found[key].append(_with_ring(row, turned.get(key), around=around))
                 if key in again:
-                    found[key].append(CostRow(**how, recompute=True, **_figures(again_costs[key])))
+                    row = CostRow(**how, recompute=True, **_figures(again_costs[key]))
+                    found[key].append(_with_ring(row, turned_again.get(key), around=around))
         return found
 
     def _ways(self, blocks: Sequence[Block]) -> Iterator[tuple[_Way, bool]]:
@@ -277,6 +282,27 @@ def _costs_of(
     how: dict[str, Any] = {"context": context, "recompute": again, "experts": experts}
     ids = [[block.id for block in blocks] for blocks in groups.values()]
     return dict(zip(groups, group_costs(profile, ids, size, shards, **how) if ids else (), strict=True))
+
+
+def _turned(
+    profile: Profile, groups: Mapping[Hashable, Sequence[Block]], way: _Way, again: Again
+) -> dict[Hashable, StageCost]:
+    """{group: what it comes to with the other exchange of keys and values}, where both are open."""
+    split = way[:2]
+    if (other := open_exchanges(profile).get(split)) is None:
+        return {}
+    return _costs_of(exchanged_as(profile, split, other), groups, way, again)
+
+
+def _with_ring(row: CostRow, turned: StageCost | None, *, around: bool) -> CostRow:
+    """A row that says what a ring changes, of which it is one itself (``around``) or else what is ``turned``."""
+    if turned is None:
+        return row
+    forward = turned.forward_ns - row.forward_ns
+    back = (turned.input_grad_ns or 0) - (row.input_grad_ns or 0) - forward * row.recompute
+    held = min(turned.workspace_bytes, MAX_BYTES) - row.workspace_bytes
+    more = RingCosts(forward_ns=forward, input_grad_ns=back, workspace_bytes=held)
+    return row.model_copy(update={"ring": -more if around else more}) if any((forward, back, held)) else row
 
 
 def _core(kept: StageCost, core: StageCost) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from pipeplan.costs.context import of_stages
 from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.stages import group_costs
 from pipeplan.costs.zero import Exchanging, Experts, Zero
@@ -106,7 +107,7 @@ class _StageParts:
     ) -> _StageParts:
         """The parts of a stage: those given, or those that its messages ask for."""
         stage = workload.stages[number]
-        if stage.configurations or stage.num_parted or not stage.blocks:
+        if stage.configurations or stage.num_parted or stage.segments or not stage.blocks:
             return cls(stage, (), {})
         wanted = _wanted(workload, number, crossings) if cuts is None else set(cuts)
         if not wanted:
@@ -162,7 +163,7 @@ def _block_times(profile: Profile, stage: Stage, cluster: Cluster | None) -> dic
     again = dict(zip(stage.blocks, stage.again, strict=True))
     costs = [
         group_costs(
-            on_kinds(profile, stage.kinds),
+            on_kinds(of_stages(profile, [stage]), stage.kinds),
             [(block,)],
             stage.microbatch_size // stage.replicas,
             stage.shards,

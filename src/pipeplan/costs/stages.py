@@ -18,9 +18,11 @@ from pipeplan.costs.forwards import held_by_forward
 from pipeplan.costs.kinds import kinds_on, on_kinds
 from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
+from pipeplan.costs.segments import require_plain, with_segments
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.states import States
+from pipeplan.costs.trees import crosses_rails
 from pipeplan.costs.zero import (
     ALONE,
     IN_ACTIONS,
@@ -383,6 +385,10 @@ def build_workload(
     _require_one_size(placed, placement.num_routes)
     _require_alike(placed)
     costs = _costs_of(profile, placed, given or {}, cluster)
+    for number, stage in enumerate(placed):
+        if stage.segments:
+            require_plain(profile, number, stage)
+            costs[number] = with_segments(profile, stage, costs[number])
     costs = with_gathers(Crossings(profile, placed, whole_messages), costs, given or {}, cluster)
     operations = _forwards(costs) if profile.is_inference else _operations(costs, split_backward, split_overhead_ns)
     stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
@@ -428,7 +434,7 @@ def build_workload(
             continue
         waits = joined(Crossings(profile, on_programs["stages"], whole_messages), fold=fold)
         pairs = ((hop.source_device, hop.target_device) for each in waits for hop in each.hops)
-        if cluster is None or fold.alike(pairs, [level.group_size for level in cluster.levels]):
+        if cluster is None or _linked_alike(fold, pairs, cluster):
             workload = Workload(**said, **on_programs, dependencies=waits)
             _require_sums(profile.where, workload)
             return workload
@@ -441,6 +447,15 @@ def build_workload(
     )
     _require_sums(profile.where, workload)
     return workload
+
+
+def _linked_alike(fold: Fold, pairs: Iterable[tuple[int, int]], cluster: Cluster) -> bool:
+    """Whether messages between two programs take the same way for the players in each place."""
+    pairs = set(pairs)
+    if not fold.alike(pairs, [level.group_size for level in cluster.levels]):
+        return False
+    ends = [[fold.players[each].devices for each in pair] for pair in pairs] if cluster.is_tree else []
+    return all(len({crosses_rails(cluster, *both) for both in zip(*each, strict=True)}) == 1 for each in ends)
 
 
 def _on_programs(
@@ -470,7 +485,8 @@ def _with_shared(
         for number, (stage, cost) in enumerate(zip(placed, costs, strict=True))
     ]
     tied = shared.tied(stages)
-    stages = stages if cluster is None else with_buckets(shared, stages, tied, operations, given)
+    at_once = {*given, *(number for number, stage in enumerate(stages) if stage.segments)}
+    stages = stages if cluster is None else with_buckets(shared, stages, tied, operations, at_once)
     experts = [ExpertState.of(stage, shared.blocks, profile.recipe) for stage in stages]
     stages, tied = with_syncs(stages, tied, profile.recipe, cluster, experts)
     stages = [_with_first_and_last(shared.blocks[stage.blocks[0]], stage, profile.recipe, cluster) for stage in stages]

@@ -14,6 +14,7 @@ from pipeplan.workload.elements import (
     EXPERT,
     EXPERT_SHARDS,
     REDUCE_EVERY,
+    SEGMENTS,
     UNSHARD_EVERY,
     ZERO,
     ZERO_GROUP,
@@ -24,6 +25,7 @@ from pipeplan.workload.elements import (
     Items,
     Name,
     Recompute,
+    Segment,
     ZeroLevel,
     context_problem,
     exchange_problem,
@@ -31,6 +33,7 @@ from pipeplan.workload.elements import (
     group_problem,
     mesh_of,
     recompute_problem,
+    segments_problem,
     sharing_problem,
 )
 from pipeplan.workload.mesh import SAMPLES
@@ -52,7 +55,7 @@ def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shar
     return None
 
 
-_SAID_ONLY = ("context_exchange", "expert_shards", "zero", "zero_group", "unshard_every", "reduce_every")
+_SAID_ONLY = ("context_exchange", "expert_shards", "zero", "zero_group", "unshard_every", "reduce_every", "segments")
 
 
 class PlacedStage(FileModel):
@@ -97,6 +100,7 @@ class PlacedStage(FileModel):
     zero_group: Annotated[Count | None, Field(description=ZERO_GROUP, json_schema_extra={SAID_ONLY: True})] = None
     unshard_every: Annotated[Count | None, Field(description=UNSHARD_EVERY, json_schema_extra={SAID_ONLY: True})] = None
     reduce_every: Annotated[Count | None, Field(description=REDUCE_EVERY, json_schema_extra={SAID_ONLY: True})] = None
+    segments: Annotated[Items[Segment], Field(description=SEGMENTS, json_schema_extra={SAID_ONLY: True})] = ()
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_divided(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -134,6 +138,11 @@ class PlacedStage(FileModel):
             raise ValueError(f"configurations {problem}")
         if problem := recompute_problem(self.recompute, len(self.blocks)):
             raise ValueError(f"recompute {problem}")
+        whole = ("shards", "context", "expert", "recompute", "num_parted", "configurations")
+        if problem := segments_problem(
+            self.segments, self.blocks, {key: getattr(self, key) for key in whole}, self.zero
+        ):
+            raise ValueError(f"segments {problem}")
         return self
 
 

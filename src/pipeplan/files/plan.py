@@ -35,7 +35,7 @@ from pipeplan.files.base import (
 )
 from pipeplan.files.packed import PackedProgram, packed, unpacked
 from pipeplan.files.placement import PlacedStage, Placement
-from pipeplan.files.profile import INFERENCE, TRAINING, FlopsPerSample, Mode, TokensPerSample
+from pipeplan.files.profile import EAGER, INFERENCE, TRAINING, FlopsPerSample, Mode, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
 from pipeplan.units import format_ns
 from pipeplan.workload.action import ACTION_PATTERN, Action, StateAction, operation_of
@@ -67,6 +67,7 @@ from pipeplan.workload.elements import (
     groups_problem,
     odd_neighbour,
     recompute_problem,
+    segments_problem,
     sharing_problem,
     slots_of,
     speeds_of,
@@ -238,6 +239,7 @@ MIGRATIONS["plan", 1] = _memory_has_master_copies
 """Version 2 also has ``tied``, the recipe, what the profile's numbers are for and what a sample is, by default none."""
 
 
+_SPLIT_ROLES = frozenset({Role.INPUT_GRAD, Role.WEIGHT_GRAD})
 _EXCHANGE = ("unshard_every", "reduce_every", "block_groups")
 _PLACED_OTHERWISE = ("devices", "context_exchange", "expert_shards")
 
@@ -341,7 +343,7 @@ class Plan(File):
                 stage.pop("cuts", None)
             if stage.get("speed") == 1:
                 del stage["speed"]
-            for key in ("kinds", "cache_bytes"):
+            for key in ("kinds", "cache_bytes", "segments"):
                 if not stage.get(key):
                     stage.pop(key, None)
         for operation in found.get("operations", ()):
@@ -406,6 +408,7 @@ class Plan(File):
             raise ValueError(f"stages[{number}]: {problem}")
         if problem := recompute_problem(stage.recompute, len(stage.blocks)):
             raise ValueError(f"stages[{number}].recompute {problem}")
+        self._require_segments(number)
         if stage.route >= self.num_routes:
             raise ValueError(f"stages[{number}] is on route {stage.route}, but the plan has {self.num_routes}")
         if self.mini_batch % (stage.microbatch_size * self.num_routes):
@@ -429,6 +432,24 @@ class Plan(File):
         if problem := buckets_problem(stage.buckets, len(stage.blocks), duration):
             raise ValueError(f"stages[{number}].buckets {problem}")
         self._require_exchanges(number)
+
+    def _require_segments(self, number: int) -> None:
+        """What kernel backends run is whole, and has no I and W where one of them compiles."""
+        stage = self.stages[number]
+        others = ("shards", "context", "expert", "recompute", "num_parted", "configurations", "cuts", "buckets")
+        own = {key: getattr(stage, key) for key in (*others, "kinds")}
+        if problem := segments_problem(stage.segments, stage.blocks, own, stage.zero):
+            raise ValueError(f"stages[{number}].segments {problem}")
+        if stage.segments and self.launch_overhead_ns:
+            raise ValueError(
+                f"stages[{number}].segments: backends were measured with launches; leave launch_overhead_ns"
+            )
+        split = next((each.id for each in self.operations if each.stage == number and each.role in _SPLIT_ROLES), None)
+        compiled = next((each.backend for each in stage.segments if each.backend != EAGER), None)
+        if split is not None and compiled is not None:
+            raise ValueError(
+                f"stages[{number}].segments: {compiled} has no weight gradients apart, and the plan has {split}"
+            )
 
     def _require_players(self) -> None:
         """Each device plays one program, as many devices as any other, and groups of them are of whole programs."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from operator import attrgetter
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
@@ -49,6 +50,10 @@ class RingCosts(FileModel):
     forward_ns: Change = 0
     input_grad_ns: Change = 0
     workspace_bytes: Change = 0
+
+    def __neg__(self) -> RingCosts:
+        """How much more a row of a ring takes where they are gathered."""
+        return RingCosts(**{name: -getattr(self, name) for name in RingCosts.model_fields})
 
 
 class CostRow(FileModel):
@@ -491,6 +496,19 @@ class BackendRefusal(FileModel):
     reason: Text
 
 
+@dataclass(frozen=True, slots=True)
+class KernelRows:
+    """Rows of kernel backends other than eager torch, by blocks in their order, and ns of a change of backend."""
+
+    rows: Mapping[tuple[str, ...], tuple[CostRow, ...]]
+    change_ns: int = 0
+
+    def row(self, blocks: Sequence[str], size: int, backend: str) -> CostRow | None:
+        """That of a group, whole on one device, with nothing recomputed; None where it was not measured."""
+        key = (size, 1, 1, 1, 1, None, False, backend)
+        return next((row for row in self.rows.get(tuple(blocks), ()) if row.key == key), None)
+
+
 _DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MEANT: dict[tuple[str, float | None], Content] = {
     ("float32", 2): {"name": "fp32"},
@@ -584,6 +602,7 @@ class Profile(File):
     ] = ()
     _of_kinds: dict[str, Profile] = PrivateAttr(default_factory=dict)
     _rings: frozenset[tuple[int, int]] = PrivateAttr(default_factory=frozenset)
+    _kernels: KernelRows | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _is_a_graph(self) -> Profile:
@@ -770,7 +789,9 @@ class Profile(File):
 
     @property
     def of_eager(self) -> Profile:
-        """What plans are made of: rows of eager torch alone. It is the same file, as its fingerprint says.
+        """What is planned with: blocks have rows of eager torch alone, and :attr:`kernels` those of other backends.
+
+        It is the same file, as its fingerprint says.
 
         Raises:
             UsageError: a block has no such row.
@@ -788,7 +809,30 @@ class Profile(File):
                 )
             blocks.append(block.model_copy(update={"costs": rows}))
         plain = self.model_copy(update={"blocks": tuple(blocks), "fusions": (), "refusals": (), "backend_change_ns": 0})
-        return plain.with_kinds(self.of_kinds).read_as(self.fingerprint)
+        plain = plain.with_kinds(self.of_kinds)
+        plain._kernels = self.kernels
+        return plain.read_as(self.fingerprint)
+
+    @property
+    def kernels(self) -> KernelRows | None:
+        """The rows of kernel backends, also where blocks have those of eager torch alone; None: there are none."""
+        if self._kernels is not None:
+            return self._kernels
+        rows: dict[tuple[str, ...], list[CostRow]] = {}
+        for block in self.blocks:
+            if own := [row for row in block.costs if row.backend != EAGER]:
+                rows[block.id,] = own
+        for fusion in self.fusions:
+            rows.setdefault(fusion.blocks, []).extend(fusion.costs)
+        if not rows:
+            return None
+        return KernelRows({blocks: tuple(own) for blocks, own in rows.items()}, self.backend_change_ns)
+
+    def without_kernels(self) -> Profile:
+        """The same without what kernel backends take, where blocks have rows of eager torch alone."""
+        copied = self.model_copy()
+        copied._kernels = None
+        return copied
 
     @property
     def groups_by_backend(self) -> dict[str, int]:

@@ -10,12 +10,14 @@ from pipeplan.catalog import ExportTarget, export_target, names
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan
 from pipeplan.files.folded import unfolded
+from pipeplan.files.profile import EAGER
 from pipeplan.interop.layers import PlanLayers
 from pipeplan.interop.ranks import PlanRanks
 from pipeplan.interop.settings import divides_sequence
 from pipeplan.interop.writers import Asked, writer_of
 from pipeplan.simulator.simulation import simulate
 from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.folding import devices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +75,13 @@ def exported(plan: Plan, to: str, template: Sequence[str] = (), base: str | None
             f"plan {plan.name!r} is a loop of decode steps, whose tokens return to the first stage, which "
             f"{target.title} has no words for; choose vllm, sglang or tensorrt-llm, or pipeplan run --prompt-file"
         )
-    plan = unfolded(plan)
+    plan = unfolded(plan) if to == "chakra" else plan  # which has a trace of each device
     written = write(plan, target, Asked(template, base))
     notes = written.notes if written.ranks is None else (*written.notes, *_notes(plan, written.ranks, target))
+    backends = dict.fromkeys(name for stage in plan.stages for name in stage.backends if name != EAGER)
+    if backends:
+        by = ", ".join(backends)
+        notes = (*notes, f"the plan's times are of blocks that {by} runs; {target.title} runs all of them its own way")
     return Export(to, written.text, notes, written.beside, written.files)
 
 
@@ -98,9 +104,10 @@ def _notes(plan: Plan, ranks: PlanRanks, target: ExportTarget) -> Iterator[str]:
     yield from _of_tied(plan, target)
     if isinstance(ranks, PlanLayers):
         yield from _of_ends(ranks, target)
-    in_order = [device for group in ranks.groups for device in group]
+    on_devices = [devices_of(plan.players, group) if plan.players else group for group in ranks.groups]
+    in_order = [device for group in on_devices for device in group]
     if in_order != list(range(len(in_order))) and target.placements is not None:
-        groups = "; ".join(f"rank {rank} on {', '.join(map(str, group))}" for rank, group in enumerate(ranks.groups))
+        groups = "; ".join(f"rank {rank} on {', '.join(map(str, group))}" for rank, group in enumerate(on_devices))
         yield f"the plan's pipeline ranks are not in the order of its devices: {groups}; number the devices so"
 
 

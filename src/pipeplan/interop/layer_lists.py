@@ -27,17 +27,21 @@ def read_layer_list(text: str) -> list[int]:
     return [int(number) for number in found[1].split(",")]
 
 
-def device_map(plan: Plan, layers: PlanLayers, names: Sequence[Sequence[str]]) -> str:
+def device_map(plan: Plan, names: Sequence[Sequence[str]]) -> str:
     """Module -> device, as JSON; ``names`` are each stage's modules. Raises UsageError."""
     for number, stage in enumerate(plan.stages):
         if stage.shards * stage.context * stage.expert > 1:
             raise UsageError(
-                f"stages[{number}] splits its blocks over {len(stage.devices)} devices; a device_map has one device "
-                "for each module: search with --tp 1 --cp 1 --ep 1"
+                f"stages[{number}] splits its blocks over {len(plan.group_of(stage))} devices; a device_map has one "
+                "device for each module: search with --tp 1 --cp 1 --ep 1"
             )
-    devices = [layers.groups[rank][0] for rank in layers.ranks]
-    placed = {name: device for own, device in zip(names, devices, strict=True) for name in own}
-    return json.dumps(placed, indent=2) + "\n"
+    return json.dumps(first_devices(plan, names), indent=2) + "\n"
+
+
+def first_devices(plan: Plan, names: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Module -> the first device of its stage."""
+    firsts = [plan.group_of(stage)[0] for stage in plan.stages]
+    return {name: device for own, device in zip(names, firsts, strict=True) for name in own}
 
 
 def read_device_map(text: str) -> dict[str, int]:

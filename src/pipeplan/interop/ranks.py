@@ -21,7 +21,7 @@ _TRAINING = (Role.FORWARD, Role.BACKWARD, Role.INPUT_GRAD, Role.WEIGHT_GRAD)
 
 @dataclass(frozen=True, slots=True)
 class PlanRanks:
-    """[stage] the rank that runs it, and [rank] its devices."""
+    """[stage] the rank that runs it, and [rank] its devices, or its programs where these are of a folded plan."""
 
     ranks: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]

@@ -96,7 +96,7 @@ def modules_of(plan: Plan, ranks: PlanRanks, names: Sequence[Sequence[str] | Non
     stages = tuple(
         StageModules(
             rank=rank,
-            devices=stage.devices,
+            devices=plan.group_of(stage),
             blocks=stage.blocks,
             modules=None if own is None else tuple(own),
             microbatch_size=stage.microbatch_size,

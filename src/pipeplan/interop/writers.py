@@ -14,7 +14,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Modules, Plan, parse, to_json
 from pipeplan.interop import deepspeed, galvatron, megatron, recipes, torch_schedule
 from pipeplan.interop.chakra.traces import GROUPS, traces_of
-from pipeplan.interop.layer_lists import device_map, layer_list, read_device_map, read_layer_list
+from pipeplan.interop.layer_lists import device_map, first_devices, layer_list, read_device_map, read_layer_list
 from pipeplan.interop.layers import PlanLayers, again_of_layers, layers_of, require_again
 from pipeplan.interop.names import names_by_template, own_names, read_names
 from pipeplan.interop.ranks import PlanRanks, ranks_of, require_state
@@ -71,9 +71,8 @@ def _layer_list(plan: Plan, target: ExportTarget, asked: Asked) -> Written:
 def _device_map(plan: Plan, target: ExportTarget, asked: Asked) -> Written:
     layers = layers_of(plan, target)
     names, said = _names_of_stages(plan, target, asked.template)
-    text = device_map(plan, layers, names)
-    devices = {name: layers.groups[rank][0] for own, rank in zip(names, layers.ranks, strict=True) for name in own}
-    _require_same(read_device_map(text), devices)
+    text = device_map(plan, names)
+    _require_same(read_device_map(text), first_devices(plan, names))
     return Written(text, layers, notes=said)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files.profile import EAGER
@@ -97,6 +98,22 @@ def known_backends(modules: Sequence[str] = ()) -> dict[str, Backend]:
     """
     ours = [f"{backends.__name__}.{each.name}" for each in pkgutil.iter_modules(backends.__path__)]
     return {each.name: each for module in (*ours, *modules) for each in _of_module(module)}
+
+
+def said_of_backends(modules: Sequence[str], device: str) -> dict[str, dict[str, Any]]:
+    """{name: what a run must know of a backend, in plain values}, as :func:`known_backends` has them.
+
+    Where its rules are, its tolerance, why it cannot run on the device (None: it can), and whether it trains.
+    """
+    return {
+        name: {
+            "module": each.module,
+            "tolerance": each.tolerance,
+            "absence": each.absence(device, training=False),
+            "trains": each.trains,
+        }
+        for name, each in known_backends(modules).items()
+    }
 
 
 def _of_module(name: str) -> Iterator[Backend]:

@@ -29,7 +29,7 @@ from pipeplan.partition.chain.rebalance import Allowed, evenest, least_short, le
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.strategies import STRATEGIES, Positions
 from pipeplan.units import format_bytes, rounded_up
-from pipeplan.workload.elements import Again
+from pipeplan.workload.elements import Again, ContextExchange
 
 Cut = Callable[[Chain], tuple[int, ...]]
 """Chooses the first block of each stage."""
@@ -46,6 +46,7 @@ def place(
     recompute: Again = False,
     replicas: int = 1,
     context: int = 1,
+    exchange: ContextExchange | None = None,
     expert: int = 1,
     expert_shards: int = 1,
     zero: Zero = WHOLE,
@@ -66,7 +67,8 @@ def place(
     split over all devices of a pipeline, which are then neighbours (Tessel's M and NN shapes). ``wide`` are groups of
     equally many devices, each of which stands for one device: in ``context`` parts, each of which has one part of every
     sequence, it splits every block (tensor parallelism); the devices of none are left idle. Of a stage's devices each
-    ``expert`` share experts, of which ``expert_shards`` split each. ``cut`` cuts the chain otherwise. Of [device]
+    ``expert`` share experts, of which ``expert_shards`` split each; parts of sequences ``exchange`` keys and values so,
+    by default as the profile has it. ``cut`` cuts the chain otherwise. Of [device]
     ``speeds``, by default all 1, a stage has the lowest of its devices.
 
     Raises:
@@ -80,7 +82,7 @@ def place(
     order = [block for block in profile.topological_order() if block not in shared]
     _require_blocks(profile, strategy, len(units), replicas, order, routes)
     experts = Experts.among(expert, shards, replicas * context, zero.level, zero.group, split=expert_shards)
-    pricing = Pricing(microbatch_size // replicas, recompute, shards, zero, context, experts)
+    pricing = Pricing(microbatch_size // replicas, recompute, shards, zero, context, experts, exchange=exchange)
     costs = pricing.costs(profile, order)
     everywhere = pricing._replace(shards=positions).costs(profile, shared * len(routes))
     groups = _groups(positions, replicas, units, strided=bool(shared))
@@ -105,6 +107,7 @@ def place(
             shards=shards,
             replicas=replicas,
             context=context,
+            context_exchange=exchange,
             expert=expert,
             expert_shards=expert_shards if expert > 1 else None,
             route=route,

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from pipeplan.costs import StageCost, block_columns, group_costs
 from pipeplan.costs.columns import Columns
+from pipeplan.costs.context import exchanged_as
 from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.zero import ALONE, TOGETHER, WHOLE, Exchanging, Experts, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
@@ -33,7 +34,7 @@ from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
-from pipeplan.workload.elements import Again, Recompute
+from pipeplan.workload.elements import Again, ContextExchange, Recompute
 
 AllReduce = Callable[[int, int], int]
 """(bytes of gradients, replicas) -> ns of what follows a stage's actions; not less for more bytes."""
@@ -52,7 +53,7 @@ class Pricing(NamedTuple):
 
     ``zero`` is what copies of the parameters divide of what is kept, and a device has one of ``context``
     parts of each sequence, and its part of ``experts``. Devices have this ``speed``, and are of these ``kinds``, where
-    kinds have profiles of their own.
+    kinds have profiles of their own. Parts of sequences ``exchange`` keys and values so; None: as the profile has it.
     """
 
     samples: int
@@ -63,6 +64,7 @@ class Pricing(NamedTuple):
     experts: Experts = TOGETHER
     speed: float = 1.0
     kinds: tuple[str, ...] = ()
+    exchange: ContextExchange | None = None
 
     def costs(self, profile: Profile, blocks: Iterable[str], exchanging: Exchanging = ALONE) -> list[StageCost]:
         """[block] what each costs as a stage of its own, on each device of a replica, with what it exchanges there.
@@ -70,13 +72,16 @@ class Pricing(NamedTuple):
         Raises:
             UsageError: a block was not profiled so.
         """
-        own = on_kinds(profile, self.kinds)
+        own = self._own(profile)
         return group_costs(own, [(block,) for block in blocks], self.samples, self.shards, **self._how(exchanging))
 
     def columns(self, profile: Profile, blocks: Sequence[str]) -> Columns:
         """The same as columns, without what is exchanged. Raises as :meth:`costs`."""
-        own = on_kinds(profile, self.kinds)
+        own = self._own(profile)
         return block_columns(own, blocks, self.samples, self.shards, **self._how(ALONE))
+
+    def _own(self, profile: Profile) -> Profile:
+        return on_kinds(exchanged_as(profile, (self.shards, self.context), self.exchange), self.kinds)
 
     def _how(self, exchanging: Exchanging) -> dict[str, Any]:
         how: dict[str, Any] = {"context": self.context, "recompute": self.recompute, "zero": self.zero}

@@ -15,6 +15,7 @@ from typing import Any
 from pipeplan.costs import can_split
 from pipeplan.costs.after import least_steps_ns
 from pipeplan.costs.blocks import asked_again, block_costs
+from pipeplan.costs.context import exchanged_as, open_exchanges
 from pipeplan.costs.speeds import at_speed, exactly
 from pipeplan.costs.zero import WHOLE, Experts
 from pipeplan.errors import UsageError
@@ -82,12 +83,14 @@ def held_bound(request: Request) -> int:
     for name in checked(blocks.each, 1):
         block = profile.by_id[name]
         rows = {
-            (split, size, again): row
+            (split, size, again, number): row
             for split, size in _shares(request, block)
             for again in dict.fromkeys(asked_again([block], level)[0] for level in levels)
-            for row in _costs(block, size, split, (again,), input_bytes(blocks, block, size, split[0], split[1]))
+            for number, row in enumerate(
+                _costs(profile, block, size, split, (again,), input_bytes(blocks, block, size, split[0], split[1]))
+            )
         }
-        halves = {key: rows.get((key[0], key[1] // 2, key[2])) for key in rows if halved and key[1] % 2 == 0}
+        halves = {key: rows.get((key[0], key[1] // 2, *key[2:])) for key in rows if halved and key[1] % 2 == 0}
         found = [way_of(row, halves.get(key), fastest, splits=splits) for key, row in rows.items()]
         ways.append(undominated(found))
     computing, room = float(sum(request.speeds)), sum(limits) - least_state_bytes(request)
@@ -116,7 +119,7 @@ def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> It
     if False in recomputes and not any(row.recompute for row in block.costs):
         recomputes = (False,)
     for split, size in _shares(request, block):
-        yield from _costs(block, size, split, recomputes)
+        yield from _costs(request.profile, block, size, split, recomputes)
 
 
 _Split = tuple[int, int, int, int]
@@ -139,9 +142,20 @@ def _shares(request: Request, block: Block) -> Iterator[tuple[_Split, int]]:
 
 
 def _costs(
-    block: Block, size: int, split: _Split, recomputes: Sequence[Again], input_bytes: int = 0
+    profile: Profile, block: Block, size: int, split: _Split, recomputes: Sequence[Again], input_bytes: int = 0
 ) -> Iterator[CostRow]:
-    """With this number of samples and this split, for each recomputation."""
+    """With this number of samples and this split, for each recomputation and exchange of keys and values."""
+    other = open_exchanges(profile).get(split[:2])
+    if other is not None:
+        own = exchanged_as(profile, split[:2], other)
+        yield from _costs_of(own.by_id[block.id], size, split, recomputes, input_bytes)
+    yield from _costs_of(block, size, split, recomputes, input_bytes)
+
+
+def _costs_of(
+    block: Block, size: int, split: _Split, recomputes: Sequence[Again], input_bytes: int
+) -> Iterator[CostRow]:
+    """By its rows as they are."""
     shards, context, expert, expert_shards = split
     how: dict[str, Any] = {"context": context, "expert": expert, "expert_shards": expert_shards}
     how["input_bytes"] = input_bytes
@@ -167,8 +181,8 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
         samples = own.get(block.id, size)
         shards = shards_of(request, choice.replicas, choice.spread, block)
         split = shards, choice.context, choice.expert, choice.expert_shards
-        costs = {part: cost for part in parts for cost in _costs(block, samples // part, split, (choice.recompute,))}
-        times = {part: _compute_ns(splits, cost) for part, cost in costs.items()}
+        costs = {part: list(_costs(profile, block, samples // part, split, (choice.recompute,))) for part in parts}
+        times = {part: min(_compute_ns(splits, each) for each in known) for part, known in costs.items() if known}
         if 1 not in times:
             return None
         alone[block.id] = min(times.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -32,6 +33,7 @@ from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import rates
+from pipeplan.simulator.spares import Spares
 from pipeplan.texts import counted
 from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
@@ -269,6 +271,14 @@ def provenance_of(
     )
 
 
+def blocks_by_backend(plan: Plan) -> dict[str, int]:
+    """{kernel backend: blocks that it runs}; none where eager torch runs all."""
+    found = Counter[str]()
+    for segment in (segment for stage in plan.stages for segment in stage.segments):
+        found[segment.backend] += len(segment.blocks)
+    return dict(found)
+
+
 def number(value: Fraction) -> float:
     """An int where it is one, for readable JSON."""
     return int(value) if value.denominator == 1 else float(value)
@@ -436,7 +446,8 @@ class Result(Displayed):
     are the micro-batch sizes per replica, of those that were open, of which nothing was looked at. ``tie`` is a simpler
     plan that is as good as this one. ``request`` is what was asked; None of a result put together by hand. ``cost`` is
     what the limits of the target cost, where there is one; ``start_ns`` what the plan takes here that the search was
-    given to start from, if it fits. ``decode`` is what a plan of decode steps is for.
+    given to start from, if it fits. ``decode`` is what a plan of decode steps is for, ``spares`` what
+    spare devices cost.
     """
 
     plan: Plan
@@ -456,6 +467,7 @@ class Result(Displayed):
     cost: TargetCost | CacheCost | None = None
     start_ns: int | None = None
     decode: DecodeAnswer | None = None
+    spares: Spares | None = None
 
     def __repr__(self) -> str:
         bound = f"bound {format_ns(self.lower_bound_ns)}, gap {self.gap:.2%}"
@@ -530,6 +542,7 @@ class Result(Displayed):
             "split_backward": self.schedule.workload.splits_backward,
             "sliced_microbatches": num_sliced(self.schedule.workload),
             **({"late_inputs": True} if self.plan.workload.has_parts else {}),
+            **({"kernels": found} if (found := blocks_by_backend(self.plan)) else {}),
             "repeats": repetend is not None,
             "choices": dict(self.plan.provenance.choices),
             "interrupted": self.interrupted,
@@ -540,4 +553,5 @@ class Result(Displayed):
             **({} if self.cost is None else {"for": self.cost.figures()}),
             **({} if self.decode is None else self.decode.figures()),
             **({} if self.explanation is None else self.explanation.figures()),
+            **({} if self.spares is None else {"spares": self.spares.figures()}),
         }

@@ -16,6 +16,7 @@ import numpy as np
 from pipeplan.costs import UNLIMITED, StageCost, build_workload, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.blocks import splitting_remedy
+from pipeplan.costs.context import open_exchanges
 from pipeplan.costs.stages import FOLD_LEAST, shared_in
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
@@ -42,7 +43,7 @@ from pipeplan.schedule.search import MOST_ENTRIES
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
-from pipeplan.workload.elements import Again, recompute_of
+from pipeplan.workload.elements import Again, ContextExchange, recompute_of
 from pipeplan.workload.workload import Workload
 
 
@@ -132,9 +133,21 @@ def in_turns(streams: Sequence[Iterator[Proposal]]) -> Iterator[Proposal]:
 
 
 def _given(request: Request, placement: Placement) -> Iterator[PlacementCandidate]:
-    placement = sharing(request, placement)
-    for recompute in request.recomputes:
-        yield PlacementCandidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
+    every = list(_exchanging(request.profile, sharing(request, placement)))
+    for recompute, each in product(request.recomputes, every):
+        yield PlacementCandidate(each, request.batch, recompute, "given", _is_fallback(request, recompute))
+
+
+def _exchanging(profile: Profile, placement: Placement) -> Iterator[Placement]:
+    """The placement, and those whose stages exchange keys and values otherwise, where that is open."""
+    splits = [(stage.shards, stage.context) for stage in placement.stages]
+    others = {split: way for split, way in open_exchanges(profile).items() if split in splits}
+    yield placement
+    for ways in islice(product(*((None, way) for way in others.values())), 1, None):
+        said = {split: {"context_exchange": way} for split, way in zip(others, ways, strict=True) if way is not None}
+        changed = zip(placement.stages, splits, strict=True)
+        stages = tuple(stage.model_copy(update=said.get(split, {})) for stage, split in changed)
+        yield placement.model_copy(update={"stages": stages})
 
 
 UNDIVIDED: dict[str, Any] = {"zero": 0, "zero_group": None, "unshard_every": None, "reduce_every": None}
@@ -181,20 +194,20 @@ def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None
 def kept_choice(candidate: PlacementCandidate) -> Choice | None:
     """A strategy's candidate with nothing recomputed, before it is cut; None if stages are no strategy's, or unlike."""
     strategy, stages = STRATEGIES.get(candidate.placement.strategy), candidate.placement.stages
-    alike = {
-        (each.shards, each.replicas, each.context, each.expert, each.expert_shards or 1, Zero.of(each))
-        for each in stages
-    }
+    alike = {(*(getattr(each, name) for name in _ALIKE), each.expert_shards or 1, Zero.of(each)) for each in stages}
     groups = {each.devices for each in stages}
     if strategy is None or len(alike) > 1 or any(each.configurations or each.num_parted for each in stages):
         return None
-    ((shards, replicas, context, expert, expert_shards, zero),) = alike
+    ((shards, replicas, context, exchange, expert, expert_shards, zero),) = alike
     chunks, rest = divmod(len(stages), len(groups) * candidate.placement.num_routes)
     if rest:
         return None
     own = (candidate.placement.strategy, replicas, candidate.batch, False, False, shards, len(groups), zero)
     split: dict[str, Any] = {"context": context, "expert": expert, "expert_shards": expert_shards}
-    return Choice(*own, chunks=chunks if strategy.chunked else None, **split)
+    return Choice(*own, chunks=chunks if strategy.chunked else None, exchange=exchange, **split)
+
+
+_ALIKE = ("shards", "replicas", "context", "context_exchange", "expert")
 
 
 def _as_is(candidate: CandidateOrError) -> CandidateOrError:
@@ -216,13 +229,15 @@ class BoundedProposal:
 class SplitSizes(NamedTuple):
     """How many devices split each block, and into how many parts each sequence is divided, each with that many devices.
 
-    Of these and of their replicas each ``expert`` share experts, of which ``expert_shards`` split each.
+    Of these and of their replicas each ``expert`` share experts, of which ``expert_shards`` split each. Parts of
+    sequences ``exchange`` keys and values so; None: as the profile has it.
     """
 
     shards: int
     context: int
     expert: int = 1
     expert_shards: int = 1
+    exchange: ContextExchange | None = None
 
     @classmethod
     def asked(cls, request: Request) -> SplitSizes:
@@ -237,9 +252,21 @@ class SplitSizes(NamedTuple):
         return self.shards * self.context
 
     @property
+    def sharing(self) -> tuple[int, int, int]:
+        """Which rows of a block have costs for it, but for its shards."""
+        return self.context, self.expert, self.expert_shards
+
+    @property
     def rest(self) -> dict[str, Any]:
         """All but the shards, by their names."""
-        return {"context": self.context, "expert": self.expert, "expert_shards": self.expert_shards}
+        return {name: getattr(self, name) for name in self._fields if name != "shards"}
+
+    def each_exchange(self, request: Request) -> Iterator[SplitSizes]:
+        """As the profile has it, and where the other way to exchange keys and values may be better with that, too."""
+        yield self
+        other = open_exchanges(request.profile).get((self.shards, self.context))
+        if other is not None:
+            yield self._replace(exchange=other)
 
 
 def open_splits(request: Request) -> tuple[SplitSizes, ...]:
@@ -250,12 +277,12 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
     """
     asked = request.shards, request.context, request.expert, request.expert_shards
     if None not in asked or request.placement != "auto" or request.spread:
-        return (SplitSizes.asked(request),)
+        return tuple(SplitSizes.asked(request).each_exchange(request))
     blocks = request.profile.once("splits", lambda: _splits_of(request.profile))
     sizes = sorted({tuple(experts) for _, rows in blocks for _, _, *experts in rows})
     known = (
         {
-            SplitSizes(shards, context, *each)
+            SplitSizes(shards, context, each[0], each[1])
             for shards, context, *experts in rows
             for each in ((tuple(experts),) if has_experts else sizes)
         }
@@ -264,13 +291,13 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
     most = max(min(request.unit, request.num_devices), (request.shards or 1) * (request.context or 1))
     common = [
         each
-        for each in sorted(set.intersection(*known), key=lambda each: (*each[2:], each.context, each.shards))
-        if all(count in (None, own) for count, own in zip(asked, each, strict=True))
+        for each in sorted(set.intersection(*known), key=lambda each: (*each[2:4], each.context, each.shards))
+        if all(count in (None, own) for count, own in zip(asked, each[:4], strict=True))
         and each.width <= most
         and each.expert <= request.num_devices
         and (request.only is None or request.only.splits_experts(each.shards, each.expert_shards))
     ]
-    return tuple(common) or (SplitSizes.asked(request),)
+    return tuple(chain.from_iterable(each.each_exchange(request) for each in common or [SplitSizes.asked(request)]))
 
 
 def _splits_of(profile: Profile) -> set[tuple[bool, tuple[tuple[int, int, int, int], ...]]]:
@@ -760,7 +787,7 @@ six, and one 8 % longer was a good plan long before."""
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:
     stages = choice.positions or request.num_devices // choice.replicas
-    if choice.levels or choice.expert > 1 or request.uneven:
+    if choice.levels or choice.expert > 1 or choice.exchange is not None or request.uneven:
         return False  # its cut is chosen with what is recomputed, or for devices that are alike
     return choice.strategy == "one-to-one" and not choice.spread and 1 < stages <= len(request.profile.blocks)
 
@@ -790,6 +817,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
     else:
         how |= {"chunks": choice.chunks, "spread": choice.spread, "wide": _wide(request, choice)}
         how |= {"context": choice.context, "expert": choice.expert, "expert_shards": choice.expert_shards}
+        how["exchange"] = choice.exchange
         placement = place(request.profile, strategy, request.num_devices, **how)
     fallback = _is_fallback(request, choice.recompute)
     return PlacementCandidate(placement, batch, choice.recompute, source, fallback, usual=choice.usual)
@@ -932,6 +960,7 @@ def cut_so(
             shards=choice.shards,
             replicas=choice.replicas,
             context=choice.context,
+            context_exchange=choice.exchange,
             expert=choice.expert,
             expert_shards=choice.expert_shards if choice.expert > 1 else None,
             route=route,
@@ -1038,7 +1067,7 @@ def _profiled(request: Request, replicas: int, spread: bool, split: SplitSizes |
     blocks, own = request.profile.kinds, split or SplitSizes.asked(request)
     ways = [split.shards if split else shards_of(request, replicas, spread, block) for block in blocks]
     sizes = [
-        [row.microbatch_size for row in block.rows(*own[1:]) if row.shards == way]
+        [row.microbatch_size for row in block.rows(*own.sharing) if row.shards == way]
         for block, way in zip(blocks, ways, strict=True)
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
@@ -1056,7 +1085,7 @@ def _or(remedy: str | None) -> str:
 def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
     """Some block has no costs for how strategies would place it, or blocks have no costs in common."""
     for block in request.profile.blocks:
-        known = sorted({row.shards for row in block.rows(*SplitSizes.asked(request)[1:])})
+        known = sorted({row.shards for row in block.rows(*SplitSizes.asked(request).sharing)})
         shards = shards_of(request, replicas, spread, block)
         if shards not in known:
             return UsageError(

@@ -191,7 +191,8 @@ def _work_before(request: Request, stages: _Stages, workload: Workload, size: in
     again = [each for stage in stages for each in again_of(stage.recompute or False, len(stage.blocks))]
     rows = []
     for placed, stage in zip(stages, workload.stages, strict=True):
-        own = Pricing(size // placed.replicas, False, placed.shards, Zero.of(stage), placed.context, Experts.of(stage))
+        split = placed.shards, Zero.of(stage), placed.context, Experts.of(stage)
+        own = Pricing(size // placed.replicas, False, *split, exchange=placed.context_exchange)
         ways = {each: own._replace(recompute=each, speed=stage.speed, kinds=stage.kinds) for each in set(again)}
         for way in ways.values():
             if way not in known:

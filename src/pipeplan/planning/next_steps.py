@@ -22,7 +22,6 @@ from pipeplan.planning.steps import placement_bound
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, named_devices
-from pipeplan.workload.elements import RING, Stage
 from pipeplan.workload.workload import Workload
 
 _MOST_ACTIONS = 60_000
@@ -255,27 +254,9 @@ def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
     recipe = plan.recipe
     several = [] if profile is None else _of_several_tensors(profile)
     lacks = [f"several tensors of one block ({several[0]})"] if several else []
-    lacks += ["rings of keys and values"] if any(map(_has_rings, plan.workload.stages)) else []
     if recipe is not None and not (plan.is_inference or recipe.is_custom or recipe.name in _TRAINABLE):
         lacks.append(str(recipe.name))
     return lacks
-
-
-def _has_rings(stage: Stage) -> bool:
-    return stage.context_exchange == RING
-
-
-def _to_train(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """Without what only plans can do yet, where nobody asked for that and something may fit without."""
-    if not any(map(_has_rings, simulation.workload.stages)):
-        return
-    if request.context_exchange is not None or isinstance(request.placement, Placement):
-        return
-    flags, cannot, recipe = "--cp-exchange gathered", "cannot send keys and values around a ring", result.plan.recipe
-    if recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
-        flags += " --precision bf16-mixed"
-        cannot = f"can neither send keys and values around a ring nor train with {recipe.name}"
-    yield NextStep(flags, f"finds a plan that pipeplan run can train with; it {cannot} yet", 0.5)
 
 
 def _fullest(simulation: Simulation) -> int:
@@ -311,7 +292,6 @@ _STEPS = (
     _sharded_state,
     _more_sharing,
     _no_splits,
-    _to_train,
     _less_recomputation,
     _memory_limit,
 )

@@ -33,6 +33,7 @@ from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.decoding import OPEN, ServingAsked, decoding_of
+from pipeplan.planning.kernel_stages import KernelsAsked
 from pipeplan.planning.restrictions import (
     Restrictions,
     groups_of,
@@ -246,9 +247,11 @@ class Request:
     ``samples_assumed``: nobody said how many samples an iteration has. ``said`` are the choices that were made for the
     search, by field, as the flags that make them. ``start`` is a plan to start from, which what is found is never
     longer than, where it fits (:mod:`pipeplan.planning.start`). Where blocks are kept together ``profile`` is of groups
-    of blocks, and ``joined`` knows the blocks of each. ``only`` is what the target of the plan can run, ``free`` the
+    of blocks, and ``joined`` knows the blocks of each. ``kernels`` says which kernel backends may run blocks (None:
+    eager torch alone). ``only`` is what the target of the plan can run, ``free`` the
     same request without it. ``imported`` says whose stages these are where another tool's were read, and nothing is
-    searched. ``folds``: many devices that are alike may share programs.
+    searched. ``folds``: many devices that are alike may share programs. ``spares`` of the cluster's devices are left
+    out of ``num_devices`` (:mod:`pipeplan.planning.spares`).
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -295,6 +298,7 @@ class Request:
     uniform: bool = False
     folds: bool = True
     samples_assumed: bool = False
+    spares: int = 0
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
     joined: JoinedProfile | None = None
@@ -303,6 +307,7 @@ class Request:
     imported: str = ""
     priced: Request | None = None
     serving: ServingAsked = OPEN
+    kernels: KernelsAsked | None = None
 
     def __post_init__(self) -> None:
         require_recipe_of_mode(self.profile)
@@ -455,6 +460,8 @@ class Request:
         Raises:
             UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
+        if spares := others.get("spares") or 0:
+            devices = planned_for(cluster, devices, spares, placed=isinstance(placement, Placement))
         if start is not None:
             devices = start.num_devices if devices is None and cluster is None else devices
             if mini_batch is None and num_microbatches is None:
@@ -503,6 +510,8 @@ class Request:
         if devices is None and cluster is None and placement == "auto" and all(layout):
             devices = math.prod(each or 1 for each in layout)
         chosen, num_devices = choose_placement(profile, placement, devices, rules)
+        if spares and isinstance(chosen, Placement):
+            planned_for(cluster, None, spares, placed=True)
         batch = resolve_batch(
             profile,
             num_devices,
@@ -522,7 +531,11 @@ class Request:
         overhead = profile.launch_overhead_ns if overhead is None else overhead
         profile = with_launches(profile, overhead)
         together = None
-        groups = groups_of(profile, keep_together)
+        kernels: KernelsAsked | None = others.get("kernels")
+        if kernels is not None:
+            kernels.require(profile)
+            _require_for_kernels(kernels, serving, for_, scheduler, rules)
+        groups = groups_of(profile, keep_together, () if kernels is None else kernels.kept)
         if isinstance(chosen, Placement):
             require_kept(groups, chosen)
         elif groups and chosen == SUBMODULES:
@@ -729,6 +742,37 @@ def _batch_said(size: int | None, count: int | None) -> Iterator[tuple[str, str]
         yield "microbatch", f"--microbatches {count}" if size is None else f"--microbatch-size {size}"
 
 
+def planned_for(cluster: Cluster | None, devices: object, spares: int, *, placed: bool = False) -> int:
+    """How many of a cluster's devices are left to plan for.
+
+    Raises:
+        UsageError: there is no cluster, the number is said twice, or spares are no whole nodes, or all there are.
+    """
+    if cluster is None:
+        raise UsageError("--spares is of a cluster, whose file says what fails together; give --cluster")
+    if devices is not None:
+        raise UsageError(
+            f"--devices and --spares both say how many of the {cluster.num_devices} devices of cluster "
+            f"{cluster.name!r} to plan for; leave one of them out"
+        )
+    if placed:
+        raise UsageError("--spares is for stages that a search places, and here the placement is given; leave it out")
+    if spares >= cluster.num_devices:
+        raise UsageError(
+            f"--spares {spares} leaves none of the {cluster.num_devices} devices of cluster {cluster.name!r} to plan "
+            "for; give fewer"
+        )
+    node = cluster.domains[0]
+    if spares % node.group_size:
+        below = spares // node.group_size * node.group_size
+        either = [str(count) for count in (below, below + node.group_size) if 0 < count < cluster.num_devices]
+        raise UsageError(
+            f"--spares {spares} are no whole nodes: in cluster {cluster.name!r} {node.group_size} devices fail "
+            f"together ({node.name}), and only as many take over; give {' or '.join(either)}"
+        )
+    return cluster.num_devices - spares
+
+
 def _flags_said(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The flags of choices that some fields make."""
     for name, flag in _CHOICE_FLAGS.items():
@@ -921,6 +965,19 @@ def _with_expert_shards(profile: Profile, placement: Placement) -> Placement:
         for stage in placement.stages
     )
     return placement.model_copy(update={"stages": stages})
+
+
+def _require_for_kernels(
+    kernels: KernelsAsked, serving: ServingAsked, for_: str | None, scheduler: str, rules: Rules | None
+) -> None:
+    """Refuse what does not weigh backends. Raises UsageError."""
+    beside = {
+        "--for": for_ is not None,
+        serving.flag: serving.flag is not None,
+        "--scheduler rules": scheduler == "rules" and rules is None,
+    }
+    if odd := next((flag for flag, there in beside.items() if there), None):
+        raise UsageError(f"--kernels {kernels.said} is not for {odd}; leave one of them out")
 
 
 def _require_strategy(profile: Profile, placement: Placement | str, flag: str, what: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, pairwise
@@ -148,8 +148,8 @@ def _require_line(profile: Profile, title: str) -> None:
         )
 
 
-def groups_of(profile: Profile, asked: Sequence[str]) -> list[tuple[str, ...]]:
-    """The groups that are kept together: the profile's, and those that are asked for.
+def groups_of(profile: Profile, asked: Sequence[str], more: Iterable[tuple[str, ...]] = ()) -> list[tuple[str, ...]]:
+    """The groups that are kept together: the profile's, those that are asked for, and ``more``.
 
     One that is asked for is a number of layers, of which each so many are a group, or blocks with commas, in which
     ``*`` stands for anything.
@@ -157,7 +157,7 @@ def groups_of(profile: Profile, asked: Sequence[str]) -> list[tuple[str, ...]]:
     Raises:
         UsageError: it names no block, or one only.
     """
-    found = [*profile.keep_together]
+    found = [*profile.keep_together, *more]
     for text in asked:
         found += _layers_in(profile, int(text)) if text.isdecimal() else [_blocks_named(profile, text)]
     return _merged(found)

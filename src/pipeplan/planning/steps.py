@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from pipeplan.costs.context import of_stages
 from pipeplan.costs.zero import AUTO, WHOLE, Experts, Zero
 from pipeplan.errors import (
     InfeasibleError,
@@ -153,7 +154,8 @@ def _eased(request: Request, trial: Trial, index: int, budget: Budget) -> Iterat
     if whole[1] is not None or stage.configurations or budget.expired:
         return
     size = (stage.microbatch_size or trial.candidate.batch.microbatch_size) // stage.replicas
-    choices = choices_of(request.profile, stage.blocks, size, stage.shards, stage.context, Experts.of(stage))
+    profile = of_stages(request.profile, [stage])
+    choices = choices_of(profile, stage.blocks, size, stage.shards, stage.context, Experts.of(stage))
     low, high = 1, choices.num_undominated
     while low < high and not budget.expired:
         middle = (low + high) // 2

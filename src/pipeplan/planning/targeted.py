@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -35,8 +35,8 @@ FREE = 0.3
 
 
 @dataclass(slots=True)
-class _TargetParts:
-    """The time of the search, of which each part gets a share."""
+class TimeParts:
+    """The time of a search that is made of several, of which each gets a share."""
 
     request: Request
     whole: Limit
@@ -57,6 +57,13 @@ class _TargetParts:
         """What is left, which no clock ends where work is counted."""
         seconds, deterministic = max(0.0, self.left), self.request.deterministic
         return Budget(seconds, deterministic=deterministic, whole=self.whole, clock=self.whole.clock)
+
+    @contextmanager
+    def spending(self, work: float) -> Iterator[None]:
+        """What runs spends time: seconds by the clock, or so much ``work`` where that is counted."""
+        begun = self.whole.clock()
+        yield
+        self.spent += work if self.request.deterministic else self.whole.clock() - begun
 
     def search(self, asked: Request, seconds: float, **how: Any) -> Result | None:
         """Search for so long; None where nothing was found."""
@@ -100,7 +107,7 @@ def search_target(
     assert free is not None
     whole = within or Limit(math.inf if request.deterministic else request.time_limit)
     how = {"progress": progress, "steps": steps, "workers": workers, "executor": executor}
-    parts = _TargetParts(request, whole, how)
+    parts = TimeParts(request, whole, how)
     if only.serves:
         return _served(request, parts, explain)
     variants = [*_variants(request)]
@@ -135,7 +142,7 @@ def _weight(asked: Request) -> int:
     return 3 if any(STRATEGIES[each].chunked for each in asked.only.placements) else 1
 
 
-def _merged(request: Request, best: Result, parts: _TargetParts, failures: Sequence[PipeplanError]) -> Result:
+def _merged(request: Request, best: Result, parts: TimeParts, failures: Sequence[PipeplanError]) -> Result:
     """The best of all parts, with what all of them have proved and looked at."""
     bounds = [each.lower_bound_ns for each in parts.results]
     if any(isinstance(error, SearchTimeoutError) for error in failures) or parts.interrupted:
@@ -226,7 +233,7 @@ def _words(found: Result) -> str:
 # Tools that serve ----------------------------------------------------------------------------------------------------
 
 
-def _served(request: Request, parts: _TargetParts, explain: bool) -> Result:
+def _served(request: Request, parts: TimeParts, explain: bool) -> Result:
     """One pipeline with the best cut, as a plan of forwards in order (of a profile of training, 1F1B)."""
     cut = _cut(request, parts)
     found = _planned(request, parts, request_of(request, cut.placement), explain)
@@ -235,7 +242,7 @@ def _served(request: Request, parts: _TargetParts, explain: bool) -> Result:
     return _merged(request, replace(found, cost=_cost_of(request, cut, parts), notes=tuple(notes)), parts, ())
 
 
-def _cut(request: Request, parts: _TargetParts) -> Served:
+def _cut(request: Request, parts: TimeParts) -> Served:
     """The best cut, in the time that there is.
 
     Raises:
@@ -255,7 +262,7 @@ def _cut(request: Request, parts: _TargetParts) -> Served:
         raise SearchTimeoutError(f"no cut was found in {limit.seconds:.1f} s; raise --time-limit") from None
 
 
-def _planned(request: Request, parts: _TargetParts, asked: Request, explain: bool) -> Result:
+def _planned(request: Request, parts: TimeParts, asked: Request, explain: bool) -> Result:
     """The plan of a cut. Where that of a cache fits by itself, and whole samples at once do not, without a limit."""
     found = parts.search(asked, parts.left, explain=explain)
     if found is None and not parts.interrupted and serving_of(request) is not None:
@@ -272,7 +279,7 @@ def _planned(request: Request, parts: _TargetParts, asked: Request, explain: boo
     return found
 
 
-def _cost_of(request: Request, cut: Served, parts: _TargetParts) -> TargetCost | CacheCost:
+def _cost_of(request: Request, cut: Served, parts: TimeParts) -> TargetCost | CacheCost:
     """What the cut has, beside blocks that are cut anywhere, where there is time for that."""
     only, free, apart = request.only, request.free, None
     assert only is not None

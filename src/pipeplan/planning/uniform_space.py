@@ -37,7 +37,7 @@ from pipeplan.planning.request import Batch, Request, first_layers_open
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.time_limit import checked, checkpoint
-from pipeplan.workload.elements import Again
+from pipeplan.workload.elements import Again, ContextExchange
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
 
 
@@ -50,7 +50,8 @@ class Choice:
     and their replicas there are, by default as many as there are devices for; ``batch`` is of all replicas together,
     which divide what they keep by ``zero``. Of the ``levels`` of recomputation each block has the one that costs least
     while the ``usual`` schedule fits; without any, all blocks have ``recompute``. ``backwards``: the first position is
-    on the last devices, and so on.
+    on the last devices, and so on. Groups that share sequences ``exchange`` keys and values so; None: as the profile
+    has it.
     """
 
     strategy: str
@@ -68,6 +69,7 @@ class Choice:
     expert: int = 1
     expert_shards: int = 1
     backwards: bool = False
+    exchange: ContextExchange | None = None
 
     @property
     def width(self) -> int:
@@ -98,7 +100,8 @@ class Choice:
         samples = self.batch.microbatch_size // self.replicas
         among = self.expert, self.shards, self.copies, self.zero.level, self.zero.group
         experts = Experts.among(*among, split=self.expert_shards)
-        return Pricing(samples, self.recompute, self.shards, self.zero, self.context, experts)
+        own = samples, self.recompute, self.shards, self.zero, self.context, experts
+        return Pricing(*own, exchange=self.exchange)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +157,10 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     table = _BoundTable.of(request, blocks, *map(list, zip(*known, strict=True)))
     fewer = np.array([fewest[id(choice)] for choice, _, _ in known])
     order = np.lexsort((table.usual, fewer, ~table.fits))
+    able = table.possible & ~table.beaten([(choice, each) for choice, each, _ in known], request)
     found: list[BoundedChoice] = []
     seen: set[int] = set()
-    for row in checked(order[table.possible[order]].tolist()):
+    for row in checked(order[able[order]].tolist()):
         choice, own_usual, _ = known[row]
         if not table.again[row]:
             if id(choice) in seen:
@@ -598,6 +602,27 @@ class _BoundTable:
             again=again > 0,
             possible=(static + summed("least_bytes") <= p * limit) & (summed("alone_bytes") <= limit),
         )
+
+    def beaten(self, rows: Sequence[tuple[Choice, Usual]], request: Request) -> NDArray[np.bool_]:
+        """[row] whether it is no quicker than that which differs in its exchange of keys and values alone, with all
+        kept, and needs no less memory, or that is no matter."""
+        found = np.zeros(len(rows), dtype=np.bool_)
+        others = {
+            (replace(choice, exchange=None), id(usual)): row
+            for row, (choice, usual) in enumerate(rows)
+            if choice.exchange is not None
+        }
+        least = request.least_memory
+        room = math.inf if least is None else _ROOMY * least
+        for row, (choice, usual) in enumerate(rows if others else ()):
+            if choice.exchange is None and (other := others.get((choice, id(usual)))) is not None:
+                one, more = sorted((row, other), key=lambda each: (self.least[each], self.needs[each]))
+                found[more] = self.possible[one] and self.needs[one] <= max(room, self.needs[more])
+        return found
+
+
+_ROOMY = 0.9
+"""What needs no more than this part of the memory by the closed forms fits: true orders hold some percent more."""
 
 
 def _together(speeds: Sequence[float], positions: FloatArray, each: FloatArray) -> FloatArray:

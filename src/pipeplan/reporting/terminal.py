@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeplan.files.profile import EAGER
 from pipeplan.planning.alternatives import Explanation
 from pipeplan.planning.build_plan import Result
 from pipeplan.reporting.decoding import way_of
@@ -223,8 +224,18 @@ def stage_way(workload: Workload, stage: Stage) -> str:
         (workload.num_routes > 1, f"route {stage.route}"),
         (stage.num_parted > 0, _first_forwards(stage.num_parted)),
         (bool(stage.cuts), f"in {1 + len(stage.cuts)} parts"),
+        (bool(stage.segments), _backends(stage)),
     ]
     return ", ".join(word for applies, word in words if applies)
+
+
+def _backends(stage: Stage) -> str:
+    """Which kernel backend runs how many of a stage's blocks, but for eager torch."""
+    counts = Counter[str]()
+    for segment in stage.segments:
+        counts[segment.backend] += len(segment.blocks)
+    del counts[EAGER]
+    return ", ".join(f"{count} of {len(stage.blocks)} blocks by {name}" for name, count in counts.items())
 
 
 def _first_forwards(count: int) -> str:

@@ -11,11 +11,13 @@ from pipeplan.costs import build_workload, transfer_time, with_recipe, with_sync
 from pipeplan.costs.context import of_stages
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.launches import with_launches
+from pipeplan.costs.trees import MessageCrowds, with_shared_uplinks
 from pipeplan.costs.zero import IN_ACTIONS, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
-from pipeplan.files.folded import folded_workload, unfolded
-from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
+from pipeplan.files.folded import folded_workload, in_place_0, unfolded
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Players, Stage
+from pipeplan.workload.folding import Fold, of_devices
 from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.workload import Workload
 
@@ -27,18 +29,46 @@ _Message = tuple[int, str, int]  # source stage, payload, target stage
 def with_costs_of(plan: Plan, profile: Profile | None, cluster: Cluster | None) -> tuple[Plan, Workload]:
     """A plan and its work, with what a profile says of it and a cluster of its links, where they are given.
 
-    A folded plan whose devices would no longer be alike is unfolded. Raises UsageError as the functions below.
+    A folded plan stays so, unless its devices would no longer be alike. Raises UsageError as the functions below.
     """
     if profile is None and cluster is None:
         return plan, plan.workload
+    folded = _costed(plan, profile, cluster) if plan.players else None
+    if folded is not None:
+        return plan, folded
     devices = unfolded(plan)
-    if profile is not None:
-        workload = recosted(devices, profile, cluster)
-    else:
-        assert cluster is not None
-        workload = relinked(devices, cluster)
+    workload = _costed(devices, profile, cluster)
+    assert workload is not None, "it has a program for each device"
     found = folded_workload(workload, plan.players_each) if plan.players else workload
     return (plan, found) if found.players == plan.players else (devices, workload)
+
+
+def _costed(plan: Plan, profile: Profile | None, cluster: Cluster | None) -> Workload | None:
+    """The work of a plan on the programs that it has; None where their players would no longer be alike."""
+    if profile is not None:
+        return _recosted(plan, profile, cluster)
+    assert cluster is not None
+    return relinked(plan, cluster) if not plan.players else _relinked_programs(plan, cluster)
+
+
+def _relinked_programs(plan: Plan, cluster: Cluster) -> Workload | None:
+    """As :func:`relinked` of a folded plan, by one player of each program."""
+    fold = Fold(plan.players)
+    found = relinked(in_place_0(plan), cluster)
+    tied = [fold.tied(each) for each in found.tied]
+    firsts = [found.devices[own.first] for own in plan.players]
+    pairs = ((hop.source_device, hop.target_device) for each in plan.dependencies for hop in each.hops)
+    alike = fold.alike(pairs, [level.group_size for level in cluster.levels])
+    if not alike or None in tied or any(found.devices[d] != firsts[program] for d, program in fold.programs.items()):
+        return None
+    return replace(
+        found,
+        devices=tuple(firsts),
+        stages=tuple(map(fold.stage, found.stages)),
+        tied=tuple(each for each in tied if each is not None),
+        dependencies=tuple(replace(each, hops=tuple(map(fold.hop, each.hops))) for each in found.dependencies),
+        players=plan.players,
+    )
 
 
 def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
@@ -48,6 +78,13 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
         UsageError: the profile does not have the plan's blocks, or no costs for what the plan does with them, or
             cannot have its recipe.
     """
+    found = _recosted(plan, profile, cluster)
+    assert found is not None, "what is not folded has a program for each device"
+    return found
+
+
+def _recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload | None:
+    """The same; None of a folded plan whose programs would be others, or played by others."""
     if plan.decode is not None:
         raise UsageError(
             "--profile: what decode steps take depends on how devices share the cache, which a search decides; search "
@@ -59,6 +96,8 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
         profile = with_recipe(profile, plan.recipe)
     profile = with_launches(of_stages(profile, placement.stages), plan.launch_overhead_ns)
     built = _Built(plan, profile, placement, cluster)
+    if built.players != {plan.players}:
+        return None
     devices = built.any.devices if cluster is not None else plan.devices
     return replace(
         plan.workload,
@@ -97,12 +136,15 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
         ),
         stages=tuple(stages),
         tied=tuple(tied),
-        dependencies=tuple(
-            replace(
-                dependency,
-                hops=tuple(_relinked_hop(hop, cluster, beside=dependency.later > 0) for hop in dependency.hops),
-            )
-            for dependency in plan.dependencies
+        dependencies=with_shared_uplinks(
+            [
+                replace(
+                    dependency,
+                    hops=tuple(_relinked_hop(hop, cluster, beside=dependency.later > 0) for hop in dependency.hops),
+                )
+                for dependency in plan.dependencies
+            ],
+            cluster,
         ),
     )
 
@@ -208,7 +250,7 @@ class _Built:
         split = {operation.stage for operation in plan.operations if operation.role is Role.INPUT_GRAD}
         self._variant_of: list[_Variant] = [index in split for index in range(len(plan.stages))]
         self._workloads: dict[_Variant, Workload] = {}
-        speeds = plan.device_speeds
+        speeds, on_devices = plan.device_speeds, of_devices(plan.players, plan.devices)
         for variant in dict.fromkeys(self._variant_of):
             built = build_workload(
                 profile,
@@ -218,18 +260,23 @@ class _Built:
                 split_backward=variant,
                 split_overhead_ns=plan.split_overhead_ns,
                 cluster=cluster,
-                memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],
-                reserve_bytes=None if cluster else [device.reserve_bytes for device in plan.devices],
+                memory_bytes=None if cluster else [device.memory_bytes for device in on_devices],
+                reserve_bytes=None if cluster else [device.reserve_bytes for device in on_devices],
                 speeds=None if cluster else speeds,
-                names=None if cluster else [device.name for device in plan.devices],
+                names=None if cluster else [device.name for device in on_devices],
                 whole_messages=any(not stage.blocks for stage in plan.stages),
-                fold_least=0,
+                fold_least=plan.players_each if plan.players else 0,
             )
             cuts = [stage.cuts for stage in plan.stages if stage.blocks]
             self._workloads[variant] = with_late_inputs(profile, built, cluster, cuts) if any(cuts) else built
         self.any = next(iter(self._workloads.values()))
         self._operations = {v: {op.id: op for op in w.operations} for v, w in self._workloads.items()}
         self._between = {v: _between(w.dependencies) for v, w in self._workloads.items()}
+
+    @property
+    def players(self) -> set[tuple[Players, ...]]:
+        """Who plays which program in the workloads."""
+        return {workload.players for workload in self._workloads.values()}
 
     def stage(self, index: int) -> Stage:
         """A stage with the profile's state; one of instructions has none."""
@@ -277,9 +324,11 @@ class _Built:
 
     def _relinked(self, dependency: Dependency) -> Dependency:
         """A dependency of an instruction keeps its bytes and gets the cluster's times, where there is one."""
-        cluster = self._cluster
-        hops = dependency.hops if cluster is None else tuple(_relinked_hop(hop, cluster) for hop in dependency.hops)
-        return replace(dependency, hops=hops)
+        if self._cluster is None:
+            return dependency
+        hops = tuple(_relinked_hop(hop, self._cluster) for hop in dependency.hops)
+        crowds = MessageCrowds(self._cluster, self.any.dependencies) if self._cluster.is_tree else None
+        return replace(dependency, hops=hops if crowds is None else tuple(map(crowds.shared, hops)))
 
 
 def _between(dependencies: Iterable[Dependency]) -> dict[_Message, Dependency]:

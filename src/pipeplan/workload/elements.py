@@ -8,7 +8,7 @@ Nothing reads them here: files enforce them where they are read or written.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -318,6 +318,46 @@ def groups_problem(groups: Sequence[BlockGroup], num_blocks: int, operations: It
     return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment(Element):
+    """Neighbouring blocks of a stage that one kernel backend runs, at once where it is another than eager torch."""
+
+    blocks: Annotated[Items[Name], MinLen(1), Meaning("block ids, in the order they run")]
+    backend: Annotated[Name, Meaning("eager torch, or a kernel backend")]
+
+
+SEGMENTS = (
+    "which kernel backend runs which of its blocks, in the order they run; none: eager torch runs all. A stage with a "
+    "segment of another backend has no I and W"
+)
+
+
+def segments_problem(
+    segments: Sequence[Segment], blocks: Sequence[str], others: Mapping[str, object], zero: int = 0
+) -> str | None:
+    """What is wrong with the segments of a stage, if anything.
+
+    They have its blocks in its order. ``others`` {key: value} is what the stage says that backends were not measured
+    with, and so must be 1, or nothing.
+    """
+    if not segments:
+        return None
+    found = [block for segment in segments for block in segment.blocks]
+    if found != [*blocks]:
+        odd = next((b for b in found if b not in blocks), None)
+        if odd is not None:
+            return f"have block {odd!r}, which the stage does not have: a segment is of one stage"
+        missing = next((b for b in blocks if b not in found), None)
+        if missing is not None:
+            return f"leave out block {missing!r}"
+        return "do not have the stage's blocks in its order, each once"
+    if said := next((key for key, value in others.items() if value and (value is True or value != 1)), None):
+        return f"are for stages whose blocks are whole on each device and run as they are, and it has {said}"
+    if zero > 1:
+        return f"are for stages that exchange nothing inside of actions, and it has zero {zero}"
+    return None
+
+
 ONCE = MAX_COUNT
 """State exchanged after this many actions is exchanged once per iteration, however many micro-batches there are."""
 UNSHARD_EVERY = (
@@ -431,6 +471,7 @@ class Stage(Element):
             said_only=True,
         ),
     ] = ()
+    segments: Annotated[Items[Segment], Meaning(SEGMENTS, said_only=True)] = ()
 
     @property
     def copies(self) -> int:
@@ -446,6 +487,11 @@ class Stage(Element):
     def again(self) -> tuple[Again, ...]:
         """[block] what is computed again."""
         return again_of(self.recompute, len(self.blocks))
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """The kernel backends that run its blocks, in the order they begin; none where eager torch runs all."""
+        return tuple(dict.fromkeys(each.backend for each in self.segments))
 
     @property
     def recomputes(self) -> bool:

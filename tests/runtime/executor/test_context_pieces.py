@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pipeplan
 from pipeplan.checker import check
@@ -23,11 +23,14 @@ from pipeplan.runtime.executor.rank_program import ProgramStep
 from pipeplan.runtime.models.huggingface.families import FAMILIES
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel import context as context_module
+from pipeplan.runtime.parallel import partial_attention
 from pipeplan.runtime.parallel.attention_cores import RecomputedCores
-from pipeplan.runtime.parallel.context import causal_attention, own_pieces, own_positions
+from pipeplan.runtime.parallel.context import Ring, own_pieces, own_positions
+from pipeplan.runtime.parallel.context_attention import causal_attention
+from pipeplan.runtime.parallel.partial_attention import PartialAttention, Reach, looked, looked_back
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.profiling.build_profile import splits_of
+from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.workload.mesh import Mesh
 from runtime_support.hugging_face import IN_FLOAT32, SEED, SEQUENCE, text, training_of
@@ -42,18 +45,18 @@ def model_of(name: str) -> Model:
 
 
 def plan_of(name: str, *groups: tuple[int, ...], split: bool = False, **more: Any) -> Plan:
-    """Stages of a model on these devices, with sequences in two pieces."""
+    """Stages of a model on these devices, with sequences over two of them, or over ``context``."""
     model = model_of(name)
     ids = [block.id for block in model.blocks]
     bounds = [round(number * len(ids) / len(groups)) for number in range(len(groups) + 1)]
-    shards, profile = more.pop("shards", 1), more.pop("profile", None)
+    shards, context, profile = more.pop("shards", 1), more.pop("context", 2), more.pop("profile", None)
     stages = [
         PlacedStage(
             blocks=tuple(ids[bounds[number] : bounds[number + 1]]),
             devices=devices,
             shards=shards,
-            context=2,
-            replicas=len(devices) // (2 * shards),
+            context=context,
+            replicas=len(devices) // (context * shards),
             microbatch_size=2,
             **more,
         )
@@ -78,16 +81,39 @@ CASES: dict[str, Callable[[], Plan]] = {
     "gpt2-tiny two stages on one set": partial(plan_of, "gpt2-tiny", (0, 1, 2, 3), (1, 0, 3, 2), split=True),
     "gpt2-tiny recomputed": partial(plan_of, "gpt2-tiny", *PIPELINE, recompute=True),
     "llama zero 3": partial(plan_of, "llama", *DATA, zero=3),
+    **{
+        f"{name} {what} ring {'split' if split else 'full'}": partial(
+            plan_of, name, *groups, split=split, context_exchange="ring", **more
+        )
+        for name in ("gpt2-tiny", "llama", "mixtral", "mistral")
+        for split in (False, True)
+        for what, groups, more in (
+            ("pipeline", PIPELINE, {}),
+            ("tensor", TENSOR, {"shards": 2}),
+            ("data zero 1", DATA, {"zero": 1}),
+        )
+    },
+    "gpt2-tiny four ring": partial(plan_of, "gpt2-tiny", (2, 0, 1, 3), context=4, split=True, context_exchange="ring"),
+    "gpt2-tiny recomputed ring": partial(plan_of, "gpt2-tiny", *PIPELINE, recompute=True, context_exchange="ring"),
+    "llama cores recomputed ring": partial(
+        plan_of, "llama", *PIPELINE, recompute="selective", context_exchange="ring", split=True
+    ),
+    "llama zero 3 ring": partial(plan_of, "llama", *DATA, zero=3, context_exchange="ring"),
 }
-"""Sequences shared by pairs of devices, which are stages of a pipeline, split each block, or are replicas."""
+"""Sequences shared by pairs of devices, which are stages of a pipeline, split each block, or are replicas.
+
+Keys and values are gathered, or go around a ring; of four devices also between devices that are no neighbours.
+"""
 
 QUICK = (
     "gpt2-tiny pipeline split",
     "gpt2-tiny tensor full",
     "gpt2-tiny data zero 1 split",
     "gpt2-tiny two stages on one set",
-    "llama tensor split",
+    "gpt2-tiny four ring",
+    "llama tensor ring split",
     "mixtral pipeline full",
+    "mistral data zero 1 ring full",
 )
 
 
@@ -111,16 +137,33 @@ def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     assert_as_unsplit(model_of(name.partition(" ")[0]), options, reports[name])
 
 
-@pytest.mark.parametrize(
-    ("count", "window", "heads", "size"), [(2, None, 2, 8), (3, 5, 4, 6), (2, 7, 2, 8)], ids=["all", "near", "pieces"]
-)
+WAYS: dict[str, Callable[[Shards], Shards]] = {"gathered": lambda place: place, "ring": Ring.of}
+"""How devices that share sequences have keys and values of all."""
+
+SIZES = {
+    "all": (2, None, 2, 8),
+    "near": (3, 5, 4, 6),
+    "pieces": (2, 7, 2, 8),
+    "ring of four": (4, None, 1, 8),
+    "itself alone": (3, 1, 4, 8),
+    "more than a piece": (3, 9, 2, 8),
+}
+"""How many devices, how far back a place looks, heads of keys and values, and the size of values."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("count", "window", "heads", "size"), SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize("kernel", [True, False], ids=["by a kernel", "in plain torch"])
 def test_attention_of_pieces_is_that_of_whole_sequences(
-    count: int, window: int | None, heads: int, size: int, again: bool
+    count: int, window: int | None, heads: int, size: int, again: bool, way: str, kernel: bool, monkeypatch: Any
 ) -> None:
-    """Outputs and gradients; of keys and values only what is a device's own is kept for backward."""
+    """Outputs and gradients, also a few queries at a time."""
+    if not kernel:
+        monkeypatch.setattr(partial_attention, "_has_cpu_kernel", lambda *_: False)
+        monkeypatch.setattr(partial_attention, "_MOST_SCORES", 100)
     torch.manual_seed(0)
-    places = 12
+    places = 24
     shapes = [(2, 4, places, 8), (2, heads, places, 8), (2, heads, places, size)]
     whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     weights = torch.randn(2, 4, places, size, dtype=torch.float64)
@@ -129,7 +172,8 @@ def test_attention_of_pieces_is_that_of_whole_sequences(
     expected = F.scaled_dot_product_attention(*whole, attn_mask=mask, scale=0.3, enable_gqa=True)
     gradients = torch.autograd.grad((expected * weights).sum(), whole)
 
-    def work(context: Shards) -> list[torch.Tensor]:
+    def work(place: Shards) -> list[torch.Tensor]:
+        context = WAYS[way](place)
         own = [own_pieces(each.detach(), context, 2).requires_grad_() for each in whole]
         with RecomputedCores() if again else nullcontext() as cores:
             made = causal_attention(*own, context, scale=0.3, window=window)
@@ -142,30 +186,54 @@ def test_attention_of_pieces_is_that_of_whole_sequences(
             torch.testing.assert_close(own, own_pieces(each, Shards(count, index), 2), rtol=1e-12, atol=1e-12)
 
 
-def test_gathered_keys_and_values_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backward gathers them once more, for both pieces, and then sums their gradients."""
-    gathered = list[StorageWeakRef]()
-    in_order = context_module._in_order
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrower_formats_are_rounded_once(way: str, dtype: torch.dtype) -> None:
+    """What four devices merge is as far from float64 as what one finds, also where autocast narrows it."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, 2, 64, 8) for _ in range(3)]
+    exact = F.scaled_dot_product_attention(*(each.to(dtype).double() for each in whole), is_causal=True)
+    alone = F.scaled_dot_product_attention(*(each.to(dtype) for each in whole), is_causal=True)
+    narrow = torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16)
 
-    def watched(pieces: torch.Tensor, count: int) -> torch.Tensor:
-        made = in_order(pieces, count)
-        gathered.append(StorageWeakRef(made.untyped_storage()))
-        return made
+    def work(place: Shards) -> torch.Tensor:
+        with narrow:
+            return causal_attention(*(own_pieces(each, place, 2) for each in whole), WAYS[way](place))
 
-    monkeypatch.setattr(context_module, "_in_order", watched)
+    for index, made in enumerate(together(4, work)):
+        assert made.dtype == dtype
+        far = (made - own_pieces(exact, Shards(4, index), 2)).abs().max()
+        assert far <= 2 * (alone - exact).abs().max()
 
-    def work(context: Shards) -> int:
-        own = torch.randn(1, 1, 8, 4, dtype=torch.float64, requires_grad=True)
-        made = causal_attention(own, own, own, context)
-        assert all(each.expired() for each in gathered)
-        before = context.collectives._calls  # type: ignore[union-attr]  # a group of threads
-        made.sum().backward()
-        calls: int = context.collectives._calls - before  # type: ignore[union-attr]
-        return calls
 
-    assert together(2, work) == [2, 2]
-    assert len(gathered) == 4
-    assert all(each.expired() for each in gathered)
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_kept_but_what_one_device_keeps_of_as_many_places(way: str) -> None:
+    """Queries, keys and values made together: as many bytes as torch's attention keeps, and nothing of a step."""
+
+    def kept(attend: Callable[..., torch.Tensor]) -> int:
+        both = torch.randn(2, 8, 3, 4, 16, requires_grad=True)
+        with saved_tensors() as saved:
+            made = attend(*(both * 1.0).permute(2, 0, 3, 1, 4))
+            rows = made.transpose(1, 2).flatten(2) @ torch.ones(64, 1)
+        assert rows.grad_fn is not None
+        return sum(storages(saved()).values())
+
+    alone = kept(partial(F.scaled_dot_product_attention, is_causal=True))
+    assert together(2, lambda place: kept(lambda *own: causal_attention(*own, WAYS[way](place)))) == [alone, alone]
+
+
+def test_operators_of_gpus_take_what_they_are_given() -> None:
+    """By their shapes alone: nothing here runs one."""
+    with FakeTensorMode(), torch.no_grad():
+        for heads in (8, 2):
+            query, made = (torch.empty(2, 8, 16, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            key, value = (torch.empty(2, heads, 16, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            for look in (Reach((0, 16), (0, 16), causal=True), Reach((0, 16), (0, 8))):
+                part = looked(query, key, value, look, 0.3)
+                assert part.made.shape == query.shape
+                assert part.sums.dtype == torch.float32
+                found = looked_back(made, query, key, value, PartialAttention(made, part.sums), look, 0.3)
+                assert [each.shape for each in found] == [query.shape, *2 * [look.of_keys(key).shape]]
 
 
 def test_pieces_have_the_same_work() -> None:
@@ -186,13 +254,14 @@ def test_models_that_cannot_share_sequences_are_refused_by_name() -> None:
         model_of("llama").shared_by(4)
 
 
-def test_bytes_that_ranks_move_are_the_plan_s(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_that_ranks_move_are_the_plan_s(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages between equal pieces as its hops have it, and keys and values as rows of its profile price them.
 
     The plan is for float32, and runs here in float64.
     """
     moved, sent = Counter[tuple[str, int]](), Counter[tuple[int, int]]()
-    gather, send = ThreadGroup.gather, MailChannels.send
+    gather, send, begin = ThreadGroup.gather, MailChannels.send, ThreadGroup.begin_passing
 
     def gathered(self: ThreadGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
         moved["all_gather", self._name[self._index]] += tensor.nbytes * self._members // 2
@@ -203,24 +272,35 @@ def test_bytes_that_ranks_move_are_the_plan_s(monkeypatch: pytest.MonkeyPatch) -
         moved["reduce_scatter", self._name[self._index]] += together.nbytes // 2
         return torch.stack([found[self._index] for found in gather(self, together)]).sum(0)
 
+    def passed(self: ThreadGroup, tensors: Sequence[torch.Tensor], by: int) -> Callable[[], list[torch.Tensor]]:
+        moved["F" if by > 0 else "I", self._name[self._index]] += sum(each.nbytes for each in tensors) // 2
+        return begin(self, tensors, by)
+
     def counted(self: MailChannels, step: ProgramStep, tensors: Sequence[torch.Tensor], made: object) -> None:
         sent[self._program.rank, step.peer] += sum(each.nbytes for each in tensors) // 2
         send(self, step, tensors, made)
 
     monkeypatch.setattr(ThreadGroup, "gather", gathered)
     monkeypatch.setattr(ThreadGroup, "scatter", scattered)
+    monkeypatch.setattr(ThreadGroup, "begin_passing", passed)
     monkeypatch.setattr(MailChannels, "send", counted)
     how = {"device": "h100-80gb", "dtype": "float32", "microbatch": 2}
     profile = pipeplan.estimate("gpt2-tiny", context=2, **how)
-    plan = plan_of("gpt2-tiny", *PIPELINE, split=True, profile=profile)
+    plan = plan_of("gpt2-tiny", *PIPELINE, split=True, profile=profile, context_exchange=way)
     model = model_of("gpt2-tiny")
     run_in_threads(plan, model, 3)
     (_, part) = splits_of(model, (1,), torch.float32, None, (2,), alone=True)
     for rank in range(4):
-        blocks = next(stage.blocks for stage in plan.stages if rank in stage.devices)
-        for way in ("all_gather", "reduce_scatter"):
-            each = [c for b in part.model.blocks if b.id in blocks for c in b.collectives if c.operation == way]
-            assert moved[way, rank] == plan.mini_batch * sum(one.bytes_per_sample for one in each) > 0
+        stage = next(stage for stage in plan.stages if rank in stage.devices)
+        collectives = [each for block in part.model.blocks if block.id in stage.blocks for each in block.collectives]
+        priced = Counter[str]()
+        for each in collectives:
+            # a ring's hops are priced as parts of a gather, which moves all but a device's own piece
+            one = each.operation if way == "gathered" else each.phase
+            priced[one] += plan.mini_batch * each.bytes_per_sample // (1 if way == "gathered" else 2)
+        assert {one: moved[one, rank] for one in priced} == priced
+        assert min(priced.values()) > 0
+    assert {one for one, _ in moved} == ({"all_gather", "reduce_scatter"} if way == "gathered" else {"F", "I"})
     hops = Counter[tuple[int, int]]()
     for dependency in plan.dependencies:
         for hop in dependency.hops:
@@ -243,4 +323,6 @@ def test_every_family_of_decoders_shares_sequences(name: str) -> None:
             model_of(name).shared_by(2).require_splittable("layers.0.attention", Mesh((("shards", 1),)), 2)
         return
     tolerance = 1e-7 if name in IN_FLOAT32 else 1e-10
-    require_equal_to_unsplit(model_of(name), plan_of(name, *PIPELINE, split=True), tolerance)
+    for way in WAYS:
+        plan = plan_of(name, *PIPELINE, split=True, context_exchange=way)
+        require_equal_to_unsplit(model_of(name), plan, tolerance)

@@ -71,7 +71,8 @@ def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: i
             assert row.ring is not None
             assert row.workspace_bytes == part.workspace_bytes + 2 * moved
             mixed, others, hop = WIDTH * PART * HEADS // shards * SIZE, context - 1, gather / (context - 1)
-            assert row.workspace_bytes + row.ring.workspace_bytes == part.workspace_bytes + 4 * moved // context + mixed
+            held = max(5 * moved // context + mixed, 2 * moved // context + 3 * mixed)
+            assert row.workspace_bytes + row.ring.workspace_bytes == part.workspace_bytes + held
             for backward, name in ((False, "forward_ns"), (True, "input_grad_ns")):
                 core = core_ns(context, shards, backward=backward)
                 alone = getattr(part, name) + core * (1 - 1 / context)

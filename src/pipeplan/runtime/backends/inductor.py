@@ -1,7 +1,9 @@
 """TorchInductor: the group as one graph, compiled for these sizes."""
 
 import warnings
+from collections.abc import Callable
 from importlib import import_module
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,17 @@ def build(name: str, module: nn.Module, inputs: tuple[Tensor, ...], training: bo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own: the compiler imports methods in TorchScript
         import_module("torch.utils.mkldnn")
-    torch._dynamo.reset()  # what was compiled before counts against the limit of graphs for one function
-    compiled = torch.compile(module, backend="inductor", fullgraph=True, dynamic=False)
+    compiled = torch.compile(_own_code(module), backend="inductor", fullgraph=True, dynamic=False)
     if not training:
         with torch.no_grad():
             compiled(*inputs)
     return BuiltGroup(compiled)
+
+
+def _own_code(module: nn.Module) -> Callable[..., object]:
+    """A function that runs the module, with code of its own: torch limits how many graphs one code may have."""
+
+    def run(*taken: Tensor) -> object:
+        return module(*taken)
+
+    return FunctionType(run.__code__.replace(), run.__globals__, "run", None, run.__closure__)

@@ -55,7 +55,7 @@ def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnE
     timeout = timedelta(seconds=options.timeout_ns / 1e9)
     with lost_others(progress):
         all_ranks = AllRanks(_CPU, progress, timeout)
-        require_alike(all_ranks.gather({"plan": sha256_of(plan), **said(options)}))
+        require_alike({"plan": sha256_of(plan), **said(options)})
         groups.connect(options.transport, timeout)
     if options.init is not None:
         progress.begin(Phase.RESUMING)

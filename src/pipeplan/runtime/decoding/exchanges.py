@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -126,3 +126,8 @@ class CountedCollectives:
         found = self.group.route(rows, give, get)
         self.sent.note("exchanges", sum(width * count for width, count in (self.group.routed - before).items()))
         return found
+
+    def begin_passing(self, tensors: Sequence[Tensor], by: int) -> Callable[[], list[Tensor]]:
+        """Tensors for the device so many places on."""
+        self.sent.note("exchanges", sum(each.nbytes for each in tensors))
+        return self.group.begin_passing(tensors, by)

@@ -86,7 +86,8 @@ class _Emulation:
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         self._progress, self._planned_ns, self._num_ranks = progress, plan.predicted.whole_ns, plan.num_devices
         self.all_ranks = AllRanks(_CPU, progress, timeout)
-        require_alike(self.all_ranks.gather({"plan": sha256_of(plan), **options.as_json()}))
+        with lost_others(progress):
+            require_alike({"plan": sha256_of(plan), **options.as_json()})
         programs, hops = planned_programs(plan), hops_of(plan)
         self._program = programs[progress.rank]
         self._tail_ns = _after_actions(plan)[progress.rank]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from pipeplan.runtime.executor.channels import Ranks, groups_of, transfer_errors
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.models.spec import placed
 from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.parallel.agreement import all_alike
 from pipeplan.runtime.parallel.device import Clock, Mark, Span, gathered, offset_ns
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 
@@ -148,6 +149,29 @@ class RankGroup:
         came = torch.split(found.to(rows.device), got)
         return torch.cat([came[place] for place in self._order])
 
+    def begin_passing(self, tensors: Sequence[Tensor], by: int) -> Callable[[], list[Tensor]]:
+        """Post sends to the rank so many places on, and receives of the one as far back, in the order of shares.
+
+        Both are posted together, so that no rank waits for another to begin. What waits for them gives what came.
+        """
+        place, count = self._ranks.index(self._rank), len(self._ranks)
+        target, source = (self._ranks[(place + each) % count] for each in (by, -by))
+        sent = [self._carried(each) for each in tensors]
+        found = [torch.empty_like(each) for each in sent]
+        operations = [dist.P2POp(dist.isend, each, target, self.group) for each in sent]
+        operations += [dist.P2POp(dist.irecv, each, source, self.group) for each in found]
+        with transfer_errors(source):
+            works = dist.batch_isend_irecv(operations)
+
+        def came() -> list[Tensor]:
+            with self._waiting(source):
+                for work in works:
+                    work.wait()
+            del sent[:]  # which had to live as long
+            return [own.to(each.device) for own, each in zip(found, tensors, strict=True)]
+
+        return came
+
     def start_scatter(self, parts: Tensor) -> Pending:
         """Begin to sum ``parts`` [rank, size], of which each rank, in ascending order, gets its own."""
         carried = self._carried(parts)
@@ -220,7 +244,7 @@ class AllRanks:
         self._progress = progress
         with lost_others(progress):
             self._group = dist.new_group(timeout=timeout, backend="gloo")
-            self.clock = Clock(device, offset_ns(progress.rank))
+            self.clock = Clock(device, offset_ns())
 
     def gather(self, value: Any) -> list[Any]:
         """What all ranks pass to this call, by rank."""
@@ -276,8 +300,14 @@ def iteration_of(extents: Iterable[tuple[int, int] | None]) -> int:
     return max(last for _, last in found) - min(first for first, _ in found)
 
 
-def require_alike(started: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse ranks that ``started`` [rank] with different things. Raises UsageError, the same on every rank."""
+def require_alike(own: Mapping[str, Any]) -> None:
+    """Refuse ranks that were started with other things than their ``own``; collective, over the default group.
+
+    Raises UsageError, the same on every rank.
+    """
+    if all_alike([repr(own)]):
+        return
+    started = gathered(own)
     for other, said in enumerate(started):
         for key, value in started[0].items():
             if said[key] != value:

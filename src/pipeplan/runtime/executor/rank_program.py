@@ -31,7 +31,7 @@ from pipeplan.runtime.executor.message_graph import (
 )
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action, StateAction
-from pipeplan.workload.elements import Again, Attribute, Dependency, Loop, Stage
+from pipeplan.workload.elements import RING, Again, Attribute, Dependency, Loop, Segment, Stage
 from pipeplan.workload.kinds import GRADIENT_ROLES, PARTED_ROLES, RESHARD, UNSHARD, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
@@ -173,7 +173,8 @@ class StagePart:
     from its last block on; empty where all are summed after its last action.
     ``parameter_bytes`` the plan expects on each device, and ``waiting_bytes`` held for a micro-batch's W; 0 if it says
     nothing of them. ``cuts`` are how many blocks run before each part of its forward but the first. Where actions
-    exchange its state, ``block_groups`` are how many blocks they are of. ``leaving`` says of outputs that go, or
+    exchange its state, ``block_groups`` are how many blocks they are of. ``segments`` are what kernel backends run,
+    of so many ``samples`` at a time. ``leaving`` says of outputs that go, or
     whose gradients come, in slices of the sequence, of how many they are wanted; ``returning`` the same of gradients.
     """
 
@@ -197,6 +198,8 @@ class StagePart:
     buckets: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()
     block_groups: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    samples: int = 0
     leaving: Mapping[str, frozenset[int]] = field(default_factory=dict)
     returning: Mapping[str, int] = field(default_factory=dict)
 
@@ -359,14 +362,15 @@ def _holders_with(plan: Plan, rank: int, here: Collection[int], every: Collectio
             for other, shares in _with_shares(stage, rank):
                 yield from ((share, other) for share in shares if share.block not in every)
         if any(block in every for block in stage.blocks):
-            for other in stage.devices:
-                yield from ((share, other) for share in _shares_of(stage, other) if share.block in every)
+            for other, shares in _with_shares(stage, rank if number in here else stage.devices[0]):
+                yield from ((share, other) for share in shares if share.block in every)
 
 
 def _with_shares(stage: Stage, rank: int) -> Iterator[tuple[int, tuple[Share, ...]]]:
     """A stage's ranks with their shares: one for all that have the same parts, by their places among others.
 
-    Ranks with other parts have some parameters as this one has them, such as norms, or the same experts.
+    Ranks with other parts have some parameters as this one has them, such as norms, or the same experts. Of all with
+    the same parts as ``rank`` its own shares are said, of others those of the first.
     """
     number = stage.devices.index(rank)
     known = {(number % stage.shards, number % stage.expert): _shares_of(stage, rank)}
@@ -609,6 +613,8 @@ class _Lowering:
             buckets=tuple(each.blocks for each in stage.buckets),
             cuts=stage.cuts,
             block_groups=tuple(each.blocks for each in stage.block_groups),
+            segments=stage.segments,
+            samples=stage.microbatch_size // stage.replicas,
             split=any(each.role is Role.INPUT_GRAD for each in operations),
             inputs={source: names for (source, target), names in crossings.items() if target == index},
             outputs={target: names for (source, target), names in crossings.items() if source == index},
@@ -777,6 +783,7 @@ def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
     )
     place, part = (line.index(rank) if line else 0 for line in (experts, parts))
     own = partial(replace, context=context, experts=experts, expert=place, expert_parts=parts, expert_part=part)
+    own = partial(own, ring=stage.context_exchange == RING)
     return tuple(map(own, found))
 
 

@@ -86,24 +86,52 @@ class _SharedParameter:
         """Whether devices share it as experts."""
         return any(part.of_experts for part in self.ranks_of)
 
-    def divided(self, divisions: Sequence[Division]) -> tuple[dict[int, Division], bool]:
+    def divided(self, known: _Divisions) -> tuple[dict[int, Division], bool]:
         """With whom ranks divide it, and whether all do so alike, so that each sums its rows alone.
 
         Where they do not, whole gradients are summed, and nothing but what an optimizer keeps is divided.
         """
-        meant = [division for division in divisions if division.of_experts == self.of_experts]
-        found: dict[int, list[Division | None]] = {
-            rank: list({next((d for d in meant if rank in d.ranks and block in d.blocks), None) for block in blocks})
-            for rank, blocks in self.blocks_of.items()
-        }
-        each = {rank: own[0] for rank, own in found.items() if len(own) == 1 and own[0] is not None}
-        met = {id(division): division for division in each.values()}.values()  # they are long to compare
-        whole = {d for d in met if all(self.blocks_of[r] == self.blocks_of[d.ranks[0]] for r in d.ranks)}
-        whole = {d for d in whole if all(each.get(rank) == d for rank in d.ranks)}
-        each = {rank: division for rank, division in each.items() if division in whole and self.shape}
-        ways = {(division.level, len(division.ranks)) for division in each.values()}
-        alike = self.alike and len(each) == len(found) and len(ways) == 1
-        return each if alike else {rank: d._replace(level=1) for rank, d in each.items()}, alike
+        return known.of(self.blocks_of, self.of_experts, may=bool(self.shape), alike=self.alike)
+
+
+class _Divisions:
+    """Who divides what; parameters that the same ranks have of the same blocks are looked at once."""
+
+    def __init__(self, divisions: Sequence[Division]) -> None:
+        self._all = divisions
+        self._found: dict[tuple[int, bool, bool, bool], tuple[dict[int, Division], bool]] = {}
+
+    def of(
+        self, blocks_of: Mapping[int, tuple[str, ...]], of_experts: bool, *, may: bool, alike: bool
+    ) -> tuple[dict[int, Division], bool]:
+        """As :meth:`_SharedParameter.divided` of one that ``may`` be, and is split ``alike`` everywhere or not."""
+        key = id(blocks_of), of_experts, may, alike
+        if key not in self._found:
+            each = self._whole(blocks_of, of_experts) if may else {}
+            met = {id(division): division for division in each.values()}  # they are long to compare
+            ways = {(division.level, len(division.ranks)) for division in met.values()}
+            alike = alike and len(each) == len(blocks_of) and len(ways) == 1
+            apart = met if alike else {number: one._replace(level=1) for number, one in met.items()}
+            self._found[key] = {rank: apart[id(division)] for rank, division in each.items()}, alike
+        return self._found[key]
+
+    def _whole(self, blocks_of: Mapping[int, tuple[str, ...]], of_experts: bool) -> dict[int, Division]:
+        """[rank] the division that has all its ``blocks_of`` [rank], if all of its ranks are in that alone."""
+        by_block: dict[str, dict[int, Division]] = {}
+        for block in dict.fromkeys(itertools.chain.from_iterable(set(blocks_of.values()))):
+            own = [each for each in self._all if each.of_experts == of_experts and block in each.blocks]
+            by_block[block] = {rank: each for each in reversed(own) for rank in each.ranks}  # the first that has it
+        each = dict[int, Division]()
+        for rank, blocks in blocks_of.items():
+            first = by_block[blocks[0]].get(rank)
+            if first is not None and all(by_block[block].get(rank) is first for block in blocks[1:]):
+                each[rank] = first
+        lacking = set[int]()
+        for number, division in {id(division): division for division in each.values()}.items():
+            blocks = blocks_of[division.ranks[0]]
+            if any(each.get(r) is not division or blocks_of[r] != blocks for r in division.ranks):
+                lacking.add(number)
+        return {rank: division for rank, division in each.items() if id(division) not in lacking}
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +268,8 @@ class SharedParameters:
         *,
         alone: bool = False,
     ) -> None:
-        families = {family: family.divided(divisions) for family in _families(model, holders)}
+        known = _Divisions(divisions)
+        families = {family: family.divided(known) for family in _families(model, holders)}
         self._groups = groups_of(
             set(_summed_over(families, rank if alone else None)), transport, timeout, rank if alone else None
         )
@@ -337,36 +366,54 @@ def _fingerprint(parameter: nn.Parameter) -> str:
 def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_SharedParameter]:
     """All parameters of the model, each once, in the same order on every rank."""
     ranks_of: dict[str, dict[Share, set[int]]] = defaultdict(lambda: defaultdict(set))
-    blocks_of: dict[int, set[str]] = defaultdict(set)
+    known = dict[int, tuple[Share, set[int]]]()  # of few shares many ranks are holders
     for share, rank in holders:
-        partners = tuple(range(share.count)) if share.partners else ()  # whoever they are
-        experts, each = (tuple(range(len(line))) for line in (share.experts, share.expert_parts))
-        alike = replace(share, partners=partners, places=(), context=(), experts=experts, expert_parts=each)
-        ranks_of[share.block][alike].add(rank)
-        blocks_of[rank].add(share.block)
+        if id(share) not in known:
+            alike = _whoever(share)
+            known[id(share)] = share, ranks_of[share.block][alike]
+        known[id(share)][1].add(rank)
+    blocks_of = {block: set[int]().union(*shares.values()) for block, shares in ranks_of.items()}
+    here = dict[tuple[str, ...], dict[int, tuple[str, ...]]]()
     shapes = model.parameter_shapes()
     tied = {holder for group in model.tied for holder in group}
     found = []
     for group in (*model.tied, *((holder,) for holder in shapes if holder not in tied)):
         parts: dict[ParameterPart, set[int]] = defaultdict(set)
         for block, name in group:
-            for share, ranks in ranks_of[block].items():
+            for share, ranks in ranks_of.get(block, {}).items():
                 parts[model.part_of(share, name)] |= ranks
-        here = {
-            rank: tuple(block for block, _ in group if block in blocks_of[rank])
-            for rank in set().union(*parts.values())
-        }
         if not parts:  # none of what this rank knows of
             continue
+        blocks = tuple(block for block, _ in group)
+        if blocks not in here:
+            here[blocks] = _blocks_here(blocks, blocks_of)
         sets = {part: tuple(sorted(each)) for part, each in parts.items()}
-        found.append(_SharedParameter(group, shapes[group[0]], sets, here))
+        found.append(_SharedParameter(group, shapes[group[0]], sets, here[blocks]))
     return found
+
+
+def _whoever(share: Share) -> Share:
+    """A share without the ranks that have it, or others of its block."""
+    partners = tuple(range(share.count)) if share.partners else ()
+    experts, each = (tuple(range(len(line))) for line in (share.experts, share.expert_parts))
+    alike = replace(share, partners=partners, experts=experts, expert_parts=each)
+    return replace(alike, places=(), context=(), ring=False)
+
+
+def _blocks_here(blocks: Sequence[str], ranks_of: Mapping[str, set[int]]) -> dict[int, tuple[str, ...]]:
+    """[rank] those of some blocks that it has, of ranks that have any; ``ranks_of`` [block] are those that have it."""
+    each = [(block, ranks_of[block]) for block in blocks if block in ranks_of]
+    if len(each) == 1:
+        return dict.fromkeys(each[0][1], (each[0][0],))
+    every = set[int]().union(*(ranks for _, ranks in each))
+    return {rank: tuple(block for block, ranks in each if rank in ranks) for rank in every}
 
 
 def _with_same_rows(ranks: Ranks, divided: Mapping[int, Division], rank: int) -> Ranks:
     """Among ranks that share a part in equal divisions, those that keep the same rows as this one."""
     number = divided[rank].ranks.index(rank)
-    return tuple(each for each in ranks if divided[each].ranks.index(each) == number)
+    each = {id(division): division.ranks[number] for division in (divided[other] for other in ranks)}
+    return tuple(sorted(set(each.values()).intersection(ranks)))
 
 
 def _summed_over(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -175,6 +175,22 @@ class _Values:
         return self._found[block, layout]
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentRun:
+    """Blocks of a stage that a kernel backend runs at once, with the backward of which autograd is left to itself.
+
+    ``call`` takes what blocks outside of it have made, ``taken``, and ``samples``, and makes the outputs of ``given``,
+    one or a tuple; ``around`` it and its backward stands what the backend sets. None: its blocks run one by one.
+    """
+
+    blocks: tuple[str, ...]
+    call: Callable[..., object] | None = None
+    taken: tuple[str, ...] = ()
+    samples: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
 class ExchangedState(Protocol):
     """What a stage asks of the state that it divides with replicas, as its actions come to its blocks, by number."""
 
@@ -200,7 +216,9 @@ class StageRunner:
 
     ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
     there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does. ``state``
-    is what it exchanges during the program. Gradients are ``loss_scale`` times those of the loss. While it is
+    is what it exchanges during the program. ``segments`` are what kernel backends run of it, each of which has a graph
+    of its own: of training, or of forwards alone where it is of ``inference``; none: its blocks run one by one.
+    Gradients are ``loss_scale`` times those of the loss. While it is
     ``evaluating``, nothing is kept for a backward; else it counts which experts words choose, by block.
     """
 
@@ -217,7 +235,15 @@ class StageRunner:
     lack: tuple[int, float, str] | None = None
     loss_scale: float = 1.0
     evaluating: bool = False
+    inference: bool = False
+    segments: Sequence[SegmentRun] = ()
     word_counts: dict[str, WordCounts] = field(default_factory=dict)
+    _returned: frozenset[str] = field(init=False)
+    _enters: dict[str, TensorLayout] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # blocks whose stages get gradients back by the plan
+        self._returned = frozenset(name for source in self.part.returns for name in self.part.inputs[source])
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W, or a part of one; what each takes and gives is as below."""
@@ -244,7 +270,7 @@ class StageRunner:
         Raises StageError where a block fails, or makes what needs a gradient that the plan does not bring, and, as all
         methods, TransferError where ranks that split a block lost each other.
         """
-        returned, entering = self._returned(), self._entering(map(_name, received))
+        returned, entering = self._returned, self._entering(map(_name, received))
         kept = {_name(key): self._kept(key, tensor, entering[_name(key)], len(own)) for key, tensor in received.items()}
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in kept.items()}
         if part == 0:
@@ -255,11 +281,53 @@ class StageRunner:
         if part:
             held.inputs |= leaves
             values.receive(leaves, entering)
+        if self.segments and self.evaluating is self.inference:
+            return self._run_segments(values, held, own, samples)
         begin, end = self._blocks_of(part)
         for number in range(begin, end):
             self._run_block(number, values, own, samples)
             if self.evaluating:
                 values.keep(self._needed_after(number))
+        return self._made(begin, end, values, held, own, samples)
+
+    def _run_segments(
+        self, values: _Values, held: _ForwardGraphs, own: Numbers, samples: MiniBatch
+    ) -> dict[TensorKey, Tensor]:
+        """Run the segments, each as a part of its own."""
+        begin, found = 0, dict[TensorKey, Tensor]()
+        for segment in self.segments:
+            end = begin + len(segment.blocks)
+            with segment.around():
+                if segment.call is None:
+                    for number in range(begin, end):
+                        self._run_block(number, values, own, samples)
+                else:
+                    self._run_at_once(segment, segment.call, values, own, samples)
+            if self.evaluating:
+                values.keep(self._needed_after(end - 1))
+            found = self._made(begin, end, values, held, own, samples)
+            begin = end
+        return found
+
+    def _run_at_once(
+        self, segment: SegmentRun, call: Callable[..., object], values: _Values, own: Numbers, samples: MiniBatch
+    ) -> None:
+        with stage_errors(f"blocks {_range(segment.blocks)}"):
+            arguments = [values.taken(source, segment.blocks[0]) for source in segment.taken]
+            arguments += [samples.rows(name, own) for name in segment.samples]
+            at = next(iter(arguments), _ANYWHERE)
+            _begin_random_numbers(samples.seed_of(segment.blocks[0], own), at.device)
+            made = call(*arguments)
+        tensors = made if isinstance(made, tuple) else (made,)
+        for block, tensor in zip(segment.given, tensors, strict=True):
+            if not isinstance(tensor, Tensor):
+                raise StageError(f"block {block!r} returned {type(tensor).__name__}, and a block returns one tensor")
+            values.put(block, tensor)
+
+    def _made(
+        self, begin: int, end: int, values: _Values, held: _ForwardGraphs, own: Numbers, samples: MiniBatch
+    ) -> dict[TensorKey, Tensor]:
+        """End a part of these blocks: what leaves so far is returned, and where its backward begins is held."""
         here = set(self.part.blocks[begin:end])
         names = dict.fromkeys(itertools.chain.from_iterable(self.part.outputs.values()))
         sliced = self.part.leaving
@@ -329,10 +397,9 @@ class StageRunner:
         for own, held in helds.items():
             held.gradients += [(_name(key), self._as_made(key, given, len(own))) for key, given in gradients[own]]
         blocks = slice(*self._blocks_of(len(self.part.cuts) - (part or 0)))
-        roots = [root for held in helds.values() for root in _roots(held, self.loss_scale)]
         with stage_errors(f"backward of its blocks {_range(self.part.blocks[blocks])}"):
-            self._differentiate(microbatch, roots, last=last)
-        returned = sorted(self._returned() if names is None else names)  # all ranks gather slices in one order
+            self._differentiate(microbatch, self._passes([*helds.values()]), last=last)
+        returned = sorted(self._returned if names is None else names)  # all ranks gather slices in one order
         entering, counts = self._entering(returned), {name: self.part.returning.get(name, 1) for name in returned}
         return {
             own: {
@@ -343,6 +410,12 @@ class StageRunner:
             }
             for own, held in helds.items()
         }
+
+    def _passes(self, helds: Sequence[_ForwardGraphs]) -> Iterator[Sequence[_Root]]:
+        """Where backward begins: of each segment when those after it are done, with what its backend sets around it."""
+        for segment in reversed(self.segments or (SegmentRun(()),)):
+            with segment.around():
+                yield [root for held in helds for root in _roots(held, self.loss_scale)]
 
     def _in_slices(self, count: int) -> TensorLayout:
         """Of so many slices of the sequence each device of the replica has one; 1: all of it."""
@@ -357,8 +430,13 @@ class StageRunner:
 
     def _entering(self, names: Iterable[str]) -> dict[str, TensorLayout]:
         """How what the stage receives, by block, is kept for its own blocks."""
-        takers = {name: [b for b in self.part.blocks if name in dict(self.specs[b].inputs)] for name in names}
-        return {name: self.layouts.entering(blocks) for name, blocks in takers.items()}
+        return {name: self._enters.get(name) or self._enter(name) for name in names}
+
+    def _enter(self, name: str) -> TensorLayout:
+        """The same of one block, which is looked at once."""
+        takers = [block for block in self.part.blocks if name in dict(self.specs[block].inputs)]
+        found = self._enters[name] = self.layouts.entering(takers)
+        return found
 
     def _kept(self, key: TensorKey, tensor: Tensor, layout: TensorLayout, num_samples: int) -> Tensor:
         """What is kept of a tensor that has come: all, or a slice as a tensor of its own."""
@@ -371,14 +449,9 @@ class StageRunner:
         with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"), self._exchanging(adds=True):
             self._queues.pop(microbatch).run()
 
-    @contextmanager
-    def _exchanging(self, *, adds: bool) -> Iterator[None]:
+    def _exchanging(self, *, adds: bool) -> AbstractContextManager[None]:
         """An action that goes back through blocks."""
-        if self.state is not None:
-            self.state.begin_backward(adds=adds)
-        yield
-        if self.state is not None:
-            self.state.end_backward()
+        return nullcontext() if self.state is None else _goes_back(self.state, adds=adds)
 
     def _add_loss(self, loss: Tensor | None) -> None:
         if loss is not None:
@@ -393,10 +466,6 @@ class StageRunner:
         """The scaled loss of the micro-batches since the last call; None if there is none or another rank has it."""
         loss, self.loss = self.loss, None
         return loss
-
-    def _returned(self) -> set[str]:
-        """Blocks whose stages get gradients back by the plan."""
-        return {name for source in self.part.returns for name in self.part.inputs[source]}
 
     def _call(self, block: str, again: Again, values: _Values, own: Numbers, samples: MiniBatch) -> Tensor:
         spec, module, rows = self.specs[block], self.modules[block], self.layouts.rows(block, own)
@@ -426,14 +495,16 @@ class StageRunner:
             )
         return made
 
-    def _differentiate(self, microbatch: int, roots: Sequence[_Root], *, last: bool) -> None:
+    def _differentiate(self, microbatch: int, passes: Iterable[Sequence[_Root]], *, last: bool) -> None:
         if not self.part.split:
             with self._exchanging(adds=True):
-                _backward(roots)
+                for roots in passes:
+                    _backward(roots)
             return
         queue = self._queues.setdefault(microbatch, WeightGradQueue())
         with queue, self._exchanging(adds=False):
-            _backward(roots)
+            for roots in passes:
+                _backward(roots)
         if last and not self._compared:
             self._compared = True
             self._compare_with_plan(queue.held_bytes)
@@ -460,6 +531,14 @@ class StageRunner:
                         f"block {name!r} needs a gradient from stage {target}, and the plan brings none back; "
                         "profile this model and search again"
                     )
+
+
+@contextmanager
+def _goes_back(state: ExchangedState, *, adds: bool) -> Iterator[None]:
+    """An action that goes back through blocks of a stage whose state is exchanged."""
+    state.begin_backward(adds=adds)
+    yield
+    state.end_backward()
 
 
 def _begin_random_numbers(seed: int, device: torch.device) -> None:

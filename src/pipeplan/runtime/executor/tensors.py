@@ -304,12 +304,17 @@ class StageLayouts:
 
     def rows(self, block: str, own: Numbers) -> Numbers:
         """Those of a micro-batch's samples that this rank runs the block on."""
-        begin, end = self.place(self.taken.get(block, WHOLE_TENSOR).samples).range(len(own))
+        samples = self.taken.get(block, WHOLE_TENSOR).samples
+        if samples.size == 1:
+            return own
+        begin, end = self.place(samples).range(len(own))
         return own[begin:end]
 
     def sample(self, block: str, rows: Tensor) -> Tensor:
         """What a block takes of a tensor of the mini-batch, whose rows are this rank's; indices have no features."""
         layout, rows = self.taken.get(block, WHOLE_TENSOR), own_pieces(rows, self.context)
+        if layout == WHOLE_TENSOR:
+            return rows
         divides = layout.places.size > 1 and block not in self.divided
         mine = self.place(layout.places).sliced(rows, 1) if divides else rows
         return self.place(layout.features).sliced(mine) if rows.is_floating_point() else mine
@@ -317,6 +322,8 @@ class StageLayouts:
     def summed(self, block: str, loss: Tensor) -> Tensor:
         """The loss of all samples and places, of the losses of each device's."""
         layout = self.given.get(block, WHOLE_TENSOR)
+        if layout == WHOLE_TENSOR:
+            return loss
         return self.place(layout.places).summed(self.place(layout.samples).summed(loss))
 
     def converted(
@@ -328,6 +335,8 @@ class StageLayouts:
         ``num_samples`` are those of all the replica. What is of one size for any number of samples is not cut among
         those who have some each: its gradient is the sum of theirs.
         """
+        if source == target:
+            return tensor
         ends = zip(source.dimensions, target.dimensions, strict=True)
         pairs = [(dimension, old, new, old.shared(new)) for (dimension, old), (_, new) in ends]
         given = {dimension: old.without(kept) for dimension, old, _, kept in pairs if old.size > kept}

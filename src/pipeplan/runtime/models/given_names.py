@@ -18,7 +18,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, TypeVar
 
-from pipeplan.catalog import RUNNING_FAMILIES, configurations, model_sizes
+from pipeplan.catalog import configurations, running_models
 from pipeplan.errors import UsageError, did_you_mean
 
 _Kind = TypeVar("_Kind")
@@ -104,7 +104,7 @@ def _arguments(name: str, known: str) -> dict[str, Any]:
 
 def require_model(name: str) -> None:
     """Refuse a name that is neither a model's nor importable. Raises UsageError."""
-    zoo = [known for known, size in model_sizes().items() if size.family in RUNNING_FAMILIES]
+    zoo = running_models()
     if name in zoo or is_configuration(name) or ":" in name:
         return
     known = [*zoo, *configurations()]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.files import Profile
 from pipeplan.runtime.models.given_names import configuration_text, is_configuration, require_model, value_of
+from pipeplan.runtime.models.networks import NETWORKS, network
 from pipeplan.runtime.models.sequential import is_plain, sequential_model
 from pipeplan.runtime.models.shapes import SEVERAL_REMEDY
 from pipeplan.runtime.models.spec import Grain, Model, shards_named, unsplittable
@@ -62,6 +63,12 @@ def load_model(
         _refuse_grain(name, grain)
         size = zoo_model(name, sequence=sequence, planned=planned_sequence)
         return _with_shared(replace(size, parted=partial(_parted, name, size, {})), shared)
+    if name in NETWORKS:
+        _refuse_sequence(name, sequence)
+        if max(shards, default=1) > 1:
+            raise unsplittable(max(shards), name)
+        captured = _captured(*network(name, seed=seed, meta=meta), name, grain)
+        return _with_shared(replace(captured, made_up=True), shared)
     if is_configuration(name):
         said = configuration_text(name)
         from pipeplan.runtime.models.huggingface import load_configuration
@@ -71,9 +78,13 @@ def load_model(
         whole = load_configuration(said, sequence=sequence, planned_sequence=planned_sequence, shown=shown, **how)
         return _with_shared(replace(whole, parted=partial(_parted, name, whole, how)), shared)
     require_model(name)
+    _refuse_sequence(name, sequence)
+    return _with_shared(_made_by(name, grain, seed, max(shards, default=1)), shared)
+
+
+def _refuse_sequence(name: str, sequence: int | None) -> None:
     if sequence is not None:
         raise UsageError(f"--sequence is for models of the zoo and configurations; {name} makes its own")
-    return _with_shared(_made_by(name, grain, seed, max(shards, default=1)), shared)
 
 
 def load_where_even(name: object, *, shards: Sequence[int], **how: Any) -> tuple[Model, dict[int, str]]:

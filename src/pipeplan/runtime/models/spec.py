@@ -17,7 +17,7 @@ from torch import Generator, Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.parallel import Share
-from pipeplan.runtime.parallel.context import CONTEXT
+from pipeplan.runtime.parallel.context import CONTEXT, Ring
 from pipeplan.runtime.parallel.sharding import (
     WHOLE,
     Cut,
@@ -501,6 +501,7 @@ def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
     lines = ((PLACES, share.places), (CONTEXT, share.context))
     of_experts = ((EXPERTS, share.experts), (EXPERT_PARTS, share.expert_parts))
     found |= {name: along(line) for name, line in (*lines, *of_experts) if line}
+    found |= {CONTEXT: Ring.of(found[CONTEXT])} if share.ring else {}
     return replace(found.get(SHARDS, WHOLE), along=found)
 
 

@@ -18,9 +18,9 @@ class Share:
     ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
     a mesh of these ``axes``, names and sizes, where it is not only split in the usual way. ``places`` are those that
     have the same share and other positions of a sequence, in order, this one among them, ``context`` those that have it
-    and other pieces of every sequence that the stage is given. ``experts`` are those that share the block's experts, in
-    order, if it has any: of these this one has number ``expert`` of equal parts, or of those again number
-    ``expert_part`` where ``expert_parts`` have the same experts.
+    and other pieces of every sequence that the stage is given; they send keys and values around a ``ring``, or gather
+    them. ``experts`` are those that share the block's experts, in order, if it has any: of these this one has number
+    ``expert`` of equal parts, or of those again number ``expert_part`` where ``expert_parts`` have the same experts.
     """
 
     block: str
@@ -33,6 +33,7 @@ class Share:
     expert: int = 0
     expert_parts: tuple[int, ...] = ()
     expert_part: int = 0
+    ring: bool = False
 
     @property
     def count(self) -> int:

@@ -6,7 +6,6 @@ keeps what every other operator made, more than backward needs: ``benchmarks/rec
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,10 +13,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from pipeplan.runtime.parallel.context import causal_attention, recomputing
-
 _ATEN = torch.ops.aten.scaled_dot_product_attention
-ATTENTION = {torch.nn.functional.scaled_dot_product_attention, _ATEN, _ATEN.default, causal_attention}
+ATTENTION: set[object] = {torch.nn.functional.scaled_dot_product_attention, _ATEN, _ATEN.default}
+"""Functions that are cores. Modules that have one of their own add it, so that stages need not know them."""
 
 
 class RecomputedCores(TorchFunctionMode):
@@ -28,10 +26,6 @@ class RecomputedCores(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run a function; attention in a checkpoint of its own."""
         self.count += func in ATTENTION
-        again = partial(checkpoint, func, use_reentrant=False, context_fn=_twice)
+        again = partial(checkpoint, func, use_reentrant=False)
         run = again if func in ATTENTION else func
         return run(*args, **(kwargs or {}))
-
-
-def _twice() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return recomputing(), recomputing()

@@ -6,7 +6,7 @@ Running statistics change with every micro-batch that runs forward, and not when
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
-
-from pipeplan.runtime.parallel.context import recomputing
 
 _again: ContextVar[bool] = ContextVar("again", default=False)
 """Whether what runs forward did so before."""
@@ -74,7 +72,7 @@ def recomputed(module: nn.Module, *arguments: Tensor) -> Any:
 
 
 def _first_and_again(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return recomputing(), _statistics_kept(module)
+    return nullcontext(), _statistics_kept(module)
 
 
 @contextmanager
@@ -88,8 +86,7 @@ def _statistics_kept(module: nn.Module) -> Iterator[None]:
         if each.num_batches_tracked is not None:
             each.num_batches_tracked = each.num_batches_tracked.clone()
     try:
-        with recomputing():
-            yield
+        yield
     finally:
         _again.reset(token)
         for each, momentum, tracked in before:

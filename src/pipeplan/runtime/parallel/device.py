@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.parallel.agreement import of_first
 
 Mark = int | torch.cuda.Event
 """A moment: nanoseconds of the host's clock, or an event that has still to be resolved."""
@@ -64,16 +65,16 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return found
 
 
-def offset_ns(rank: int) -> int:
+def offset_ns() -> int:
     """How far this rank's clock is ahead of rank 0's, by when barriers end; 0 on one machine. Collective."""
     stamps = []
     for _ in range(_ROUNDS):
         dist.barrier()
         stamps.append(time.monotonic_ns())
-    found: list[tuple[str, list[int]]] = gathered((_machine(), stamps))
-    if found[rank][0] == found[0][0]:
+    machine, firsts = of_first((_machine(), stamps))
+    if machine == _machine():
         return 0
-    return round(statistics.median(own - first for own, first in zip(stamps, found[0][1], strict=True)))
+    return round(statistics.median(own - first for own, first in zip(stamps, firsts, strict=True)))
 
 
 def _machine() -> str:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.parallel.context import CONTEXT, causal_attention
+from pipeplan.runtime.parallel.context import CONTEXT
+from pipeplan.runtime.parallel.context_attention import causal_attention
 from pipeplan.runtime.parallel.experts import gated, routed
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.split_layers import cross_entropy

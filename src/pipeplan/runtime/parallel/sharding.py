@@ -201,6 +201,12 @@ class Collectives(Protocol):
     def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
         """Give each device so many of the rows, one device's after another's, and get so many of each."""
 
+    def begin_passing(self, tensors: Sequence[Tensor], by: int) -> Callable[[], list[Tensor]]:
+        """Begin to give tensors to the device so many places on, and to get alike ones of the one as far back.
+
+        The places are a ring. What is returned waits for both, and gives those that came.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class _OneDevice:
@@ -222,6 +228,9 @@ class _OneDevice:
 
     def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
         return rows.view_as(rows)
+
+    def begin_passing(self, tensors: Sequence[Tensor], by: int) -> Callable[[], list[Tensor]]:
+        return lambda: [each.clone() for each in tensors]
 
 
 @dataclass(frozen=True, slots=True)

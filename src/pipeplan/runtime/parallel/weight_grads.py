@@ -194,15 +194,15 @@ class _LinearFunction(torch.autograd.Function):
         input_grad = None
         if needs_input:  # under autocast the gradient has another type than input and weight
             factor = saved_weight.t() if transposed else saved_weight
-            input_grad = (gradient @ factor.to(gradient.dtype)).to(ctx.input_dtype)
+            input_grad = _in(ctx.input_dtype, gradient @ _in(gradient.dtype, factor))
 
         def weight_grad() -> Tensor:
             taken = whole(input)
             pair = (gradient, taken) if transposed else (taken, gradient)
-            return _weight_grad(*pair).to(weight.dtype)
+            return _in(weight.dtype, _weight_grad(*pair))
 
         def bias_grad() -> Tensor:
-            return _bias_grad(gradient).to(bias.dtype)
+            return _in(bias.dtype, _bias_grad(gradient))
 
         queue = WeightGradQueue.active()
         if queue is None or not weight.is_leaf or (bias is not None and not bias.is_leaf):
@@ -258,7 +258,7 @@ _embedding: Callable[..., Tensor] = _EmbeddingFunction.apply
 def _weight_grad(input: Tensor, gradient: Tensor) -> Tensor:
     """[out, in] from input [..., in] and gradient [..., out]; the other way round, its transpose."""
     left, right = gradient.reshape(-1, gradient.shape[-1]).t(), input.reshape(-1, input.shape[-1])
-    return left @ right.to(left.dtype)
+    return left @ _in(left.dtype, right)
 
 
 def _bias_grad(gradient: Tensor) -> Tensor:
@@ -297,8 +297,13 @@ def _same(input: Tensor) -> Tensor:
     return input
 
 
+def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """The tensor in a number format; asking first costs less than a conversion to its own."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = gradient.to(gradient_format(parameter))
+        parameter.grad = _in(gradient_format(parameter), gradient)
     else:
-        parameter.grad += gradient
+        parameter.grad.add_(gradient)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeplan.errors import ExecutionError
 from pipeplan.files import CostRow, Profile
 from pipeplan.runtime.backends.building import BuiltGroup, GroupBuilder, GroupModule
+from pipeplan.runtime.backends.comparing import require_same
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import Bench, RowKey
@@ -28,8 +29,6 @@ from pipeplan.runtime.profiling.measure import measured_source
 
 _PASSING_BYTES = 64 << 20
 """At most so much passes the caches between two runs: the parameters of the rest of the model."""
-_WIDTHS = {torch.float64: 1e-3, torch.bfloat16: 2**16, torch.float16: 2**13}
-"""How much farther from eager's numbers may be in other formats than float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,16 +292,8 @@ class GroupBenches:
 
     def _compare(self, module: nn.Module, bench: Bench, tolerance: float) -> None:
         """Require eager's outputs, and in training its gradients. Raises ExecutionError."""
-        allowed = tolerance * _WIDTHS.get(self._dtype, 1.0)
         wanted, found = (_numbers(each, bench, training=self._training) for each in (module, bench.module))
-        if [tuple(each.shape) for each in wanted] != [tuple(each.shape) for each in found]:
-            raise ExecutionError("it gives tensors of other shapes than eager torch")
-        for one, other in zip(wanted, found, strict=True):
-            off = _distance(one, other)
-            if not off <= allowed:
-                raise ExecutionError(
-                    f"its numbers are off eager's by {off:.2g} of the largest, and {allowed:.2g} is allowed: wrong"
-                )
+        require_same(wanted, found, tolerance, self._dtype)
 
     def _time(self, bench: Bench) -> None:
         total = sum(each.nbytes for module in self._modules.values() for each in module.parameters())
@@ -378,17 +369,3 @@ def _numbers(module: nn.Module, bench: Bench, *, training: bool) -> list[Tensor]
     for each in wanted:
         each.grad = None
     return [each.detach() for each in found]
-
-
-def _distance(wanted: Tensor, found: Tensor) -> float:
-    """The largest difference, relative to the largest number; inf where one is no number and the other is."""
-    if not wanted.is_floating_point():
-        return 0.0 if torch.equal(wanted, found) else float("inf")
-    if not wanted.numel():
-        return 0.0
-    one, other = wanted.double(), found.double()
-    both = torch.isfinite(one)
-    if not torch.equal(both, torch.isfinite(other)):
-        return float("inf")
-    one, other = torch.where(both, one, 0.0), torch.where(both, other, 0.0)
-    return float((one - other).abs().max() / one.abs().max().clamp_min(1e-30))

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
-from pipeplan.runtime.parallel.context import CONTEXT, causal_attention
+from pipeplan.runtime.parallel.context import CONTEXT
+from pipeplan.runtime.parallel.context_attention import causal_attention
 from pipeplan.runtime.parallel.sharding import Shards
 
 _SAMPLES, _FLOAT32_BYTES = 2, 4

@@ -23,6 +23,7 @@ from pipeplan.runtime.executor.tensors import TensorSpec, spec_of
 from pipeplan.runtime.launch.status import warn
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel.agreement import all_alike
 from pipeplan.runtime.parallel.device import gathered
 from pipeplan.runtime.training.data import fingerprint
 from pipeplan.runtime.training.options import DTYPES, MASTERED, RUNNABLE, TrainOptions
@@ -297,11 +298,12 @@ def require_agreement(
         ]
         for message, _, _ in program.remote
     }
-    own = {"plan": sha256_of(plan), **options.said(), "model": model.name}
-    found = gathered((own, carried))
-    require_alike([said for said, _ in found])
+    require_alike({"plan": sha256_of(plan), **options.said(), "model": model.name})
+    every = (f"{message.payload} {message.source} {message.target}" for message in sorted(program.tensors))
+    if all_alike([str(carried[name]) if name in carried else None for name in every]):
+        return
     ends: dict[str, tuple[int, list[str]]] = {}
-    for other, (_, messages) in enumerate(found):
+    for other, messages in enumerate(gathered(carried)):
         for message, tensors in messages.items():
             first, expected = ends.setdefault(message, (other, tensors))
             if tensors != expected:

@@ -7,9 +7,9 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import ClassVar, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Self
 
 from pipeplan.costs.recipes import bytes_per_parameter
 from pipeplan.costs.throughput import PASSES, Throughput, Yardstick
@@ -21,7 +21,6 @@ from pipeplan.runtime.launch.job import Evaluated, ExpertLoad, RunOptions, RunRe
 from pipeplan.runtime.models.given_names import Name, PythonValue, is_configuration, require_importable, require_model
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
-from pipeplan.workload.elements import RING
 from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import GRADIENTS
 
@@ -106,6 +105,9 @@ class TrainOptions(RunOptions):
     not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on
     from the last: ``num_steps`` counts from the training's beginning.
 
+    ``backend_rules`` are modules with kernel backends of a user's own; ``kernels`` says of each that is known, by name,
+    what :class:`~pipeplan.runtime.training.kernel_segments.KnownBackend` has.
+
     ``tensorboard`` is the folder of a log for TensorBoard, which rank 0 writes.
 
     ``init`` is a safetensors file that parameters start from, an index of several, or a Hugging Face folder,
@@ -138,6 +140,8 @@ class TrainOptions(RunOptions):
     resume: bool = False
     init: str | None = None
     export_weights: str | None = None
+    backend_rules: Sequence[str] = ()
+    kernels: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     job: ClassVar[str] = "pipeplan.runtime.training.trainer:train_job"
 
@@ -331,12 +335,6 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
         raise UsageError(
             f"stages[{alone}] of the plan is of instructions, which know nothing of the pieces of sequences that "
             "devices of other stages have (context parallelism); search with --cp 1"
-        )
-    rings = next((n for n, stage in enumerate(plan.stages) if stage.context_exchange == RING), None)
-    if rings is not None and isinstance(options, TrainOptions):
-        raise UsageError(
-            f"stages[{rings}] of the plan has context_exchange {RING}: keys and values go around a ring beside "
-            "attention, and run gathers them; search with --cp-exchange gathered, or replay this plan with --emulate"
         )
     return options.with_grain_of(plan).by_plan(plan) if isinstance(options, TrainOptions) else options
 

@@ -10,10 +10,12 @@ import math
 import os
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from pipeplan._version import __version__
-from pipeplan.errors import UsageError
+from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.files import Plan
 from pipeplan.files.folded import on_device
 from pipeplan.files.recipe import ADAMW
@@ -50,6 +52,7 @@ from pipeplan.runtime.models.losses import Finding, find_losses
 from pipeplan.runtime.models.shapes import output_shapes, tokens_per_sample
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.parallel.agreement import alike_in_groups, of_first
 from pipeplan.runtime.parallel.device import Autocast, gathered, identity_of_device, rank_device, require_own_devices
 from pipeplan.runtime.training.board import BoardLog
 from pipeplan.runtime.training.checkpoint import (
@@ -71,6 +74,7 @@ from pipeplan.runtime.training.compatibility import (
 from pipeplan.runtime.training.data import digest_of, num_mini_batches, require_mini_batches, with_data
 from pipeplan.runtime.training.evaluation import Drawn, Evaluation, evaluating, require_same
 from pipeplan.runtime.training.expert_loads import expert_loads
+from pipeplan.runtime.training.kernel_segments import KnownBackend, SegmentBuilds, require_no_autocast, said_of
 from pipeplan.runtime.training.master_copies import MASTER, LossScale, MasterCopies, narrowed
 from pipeplan.runtime.training.options import (
     IS_RANK,
@@ -108,6 +112,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_event: OnEve
     if options.init is not None:
         trainer.read_weights(options.init)
     first = trainer.resume()
+    trainer.build_segments()
     known = Started(first, _versions(options), trainer.tokens_per_sample, trainer.as_planned)
     on_event(known)
     log = BoardLog(options.tensorboard, first) if options.tensorboard is not None and progress.rank == 0 else None
@@ -180,9 +185,10 @@ def losses_of(model: Model, options: TrainOptions, progress: Progress) -> Findin
     own = _found(model, options) if progress.rank == 0 else None
     progress.begin(Phase.CONNECTING)
     with lost_others(progress):
-        found: Finding | str = gathered(own)[0]
+        found: Finding | str | None = of_first(own)
     if isinstance(found, str):
         raise UsageError(found)
+    assert found is not None, "rank 0 has found something, or why there is nothing"
     return found
 
 
@@ -215,6 +221,8 @@ class Trainer:
         self.run_as = model.shared_by(max(stage.context for stage in plan.stages))
         self.dtype = dtype = dtype_of(options)
         self.inference = plan.is_inference
+        standing = Counter(chain.from_iterable([*stage.devices] * len(stage.segments) for stage in plan.stages))
+        self.turns = max(standing.values(), default=0)
         asked = [block.id for block in model.blocks], self.run_as.edges, model.name, self.run_as.divides_shards
         run_as = self.run_as
         if plan.players:
@@ -246,9 +254,10 @@ class Trainer:
                 self.as_planned = sizes is None
                 self.remarks += filter(None, (warning_of_format(plan, options), sizes))
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
-            self.tokens_per_sample, self.as_planned = gathered((self.tokens_per_sample, self.as_planned))[0]
+            self.tokens_per_sample, self.as_planned = of_first((self.tokens_per_sample, self.as_planned))
             self.all_ranks = AllRanks(self.device, progress, timeout)
-            require_own_devices(self.all_ranks.gather(identity_of_device(self.device)), options.transport)
+            if options.transport == "nccl":
+                require_own_devices(self.all_ranks.gather(identity_of_device(self.device)), options.transport)
             self.groups.connect(options.transport, timeout)
             divisions = self.program.divisions
             self.shared = SharedParameters(
@@ -256,7 +265,9 @@ class Trainer:
                 self.program.stage_of,
                 alone=self.program.is_alone,
             )
-            require_equal_copies(self.all_ranks.gather(self.shared.copies()))
+            copies = self.shared.copies()
+            if not alike_in_groups(self.rank, {ranks: str(own) for ranks, own in copies.items()}):
+                require_equal_copies(self.all_ranks.gather(copies))
             exact = self._narrowed()
             self.sharded = ShardedState(self.shared.divided, self.groups, self.rank, self.shared.buckets)
             self.shared.divide(self.sharded.own)
@@ -315,6 +326,54 @@ class Trainer:
         actions = self.all_ranks.resolve(spans)
         ends = self.all_ranks.at(ended), self.all_ranks.passed_ns()
         return self._report(step, actions, ends, None, drawn.digest), actions
+
+    def build_segments(self) -> None:
+        """Have kernel backends build what they run of this rank's stages, all ranks in turns; collective.
+
+        Raises:
+            UsageError: one cannot, or its numbers are not eager torch's; the same on every rank.
+        """
+        parts = self.program.stages
+        require_no_autocast([*parts.values()], casts=self.autocast is not None)
+        if not self.turns:
+            return
+        said: list[str] = []
+        own = self._segments(said)
+        for _ in range(self.turns):  # whoever waits for others does so for one segment at a time
+            self.progress.begin(Phase.LOADING)
+            problem = ""
+            try:
+                next(own, None)
+            except ExecutionError as error:
+                problem = str(error)
+            with lost_others(self.progress):
+                problems = gathered(problem)
+            if first := next(filter(None, problems), None):
+                raise UsageError(first)
+        for _ in own:
+            pass
+        texts = chain.from_iterable(self.all_ranks.gather(said))
+        for text in texts if self.rank == 0 else ():
+            tell(text)
+
+    def _segments(self, said: list[str]) -> Iterator[None]:
+        """Build one after another; what is built of each stage is ``said``."""
+        known = {name: KnownBackend(**each) for name, each in self.options.kernels.items()}
+        for index, part in self.program.stages.items():
+            if not part.segments:
+                continue
+            runner = self.stages[index]
+            samples = self.model.mini_batch(part.samples, 0, self.options.seed, dtype=self.dtype, device=self.device)
+            shapes = output_shapes(self.run_as, part.samples, self.dtype)
+            builds = SegmentBuilds(
+                part, runner.modules, runner.specs, shapes, samples, known, self.dtype, self.device, self.inference
+            )
+            built = []
+            for segment, (run, ns) in zip(part.segments, builds.each(), strict=True):
+                built.append((run, segment.backend, ns))
+                yield
+            runner.segments, runner.inference = [run for run, _, _ in built], self.inference
+            said += filter(None, [said_of(index, built)])
 
     def evaluation(self) -> Evaluation | None:
         """What evaluates, if options say on what. Raises UsageError."""

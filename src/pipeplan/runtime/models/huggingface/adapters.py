@@ -156,7 +156,7 @@ class WordsModel(_Adapter):
 def in_pieces(share: WordsModel, count: int, index: int) -> None:
     """Let a causal language model take the pieces of sequences that one of so many devices has.
 
-    Its attention meets keys and values of the others (:mod:`pipeplan.runtime.parallel.context`).
+    Its attention meets keys and values of the others (:mod:`pipeplan.runtime.parallel.context_attention`).
     """
     for each in share.modules():
         each.pieces = (count, index)  # type: ignore[assignment]  # an attribute of transformers' modules

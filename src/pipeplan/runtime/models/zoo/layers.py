@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Model
-from pipeplan.runtime.parallel.context import causal_attention, context_of
+from pipeplan.runtime.parallel.context import context_of
+from pipeplan.runtime.parallel.context_attention import causal_attention
 from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, require_even
 from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy, draw

@@ -1,0 +1,102 @@
+"""Stages whose blocks kernel backends run train as unsplit runs of eager torch do; what is wrong is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import pipeplan
+from pipeplan import _api
+from pipeplan.errors import UsageError
+from pipeplan.files import BackendFusion, CostRow, PlacedStage, Plan, Profile
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.workload.elements import Segment
+from runtime_support import models
+from runtime_support.plans import TRAINING, assert_as_unsplit, placed_plan, profile_of, reports_of
+from runtime_support.warm import warm_ranks
+
+OWN = "runtime_support.kernel_backends"
+
+
+def with_rows(model: Model, *groups: Segment) -> Profile:
+    """Made-up costs of a model, and of groups that backends run."""
+    plain = profile_of(model)
+
+    def row(backend: str, size: int) -> CostRow:
+        return CostRow(microbatch_size=size, backend=backend, forward_ns=900, backward_ns=1500, activation_bytes=64)
+
+    own: dict[tuple[str, ...], tuple[CostRow, ...]] = {}
+    for group in groups:
+        own[group.blocks] = tuple(row(group.backend, size) for size in (1, 2, 4))
+    blocks = (b.model_copy(update={"costs": (*b.costs, *own.get((b.id,), ()))}) for b in plain.blocks)
+    fusions = (BackendFusion(blocks=blocks, costs=rows) for blocks, rows in own.items() if len(blocks) > 1)
+    return plain.model_copy(update={"blocks": tuple(blocks), "fusions": tuple(fusions)})
+
+
+def segment(backend: str, *blocks: str) -> Segment:
+    return Segment(blocks=blocks, backend=backend)
+
+
+def stage(device: int, *segments: Segment, **more: Any) -> PlacedStage:
+    blocks = tuple(block for each in segments for block in each.blocks)
+    return PlacedStage(**{"blocks": blocks, "devices": (device,), "segments": segments, **more})
+
+
+def plan_of(model: Model, *stages: PlacedStage, **how: Any) -> Plan:
+    groups = [each for own in stages for each in own.segments if each.backend != "eager"]
+    return placed_plan(model, stages, profile=with_rows(model, *groups), **how)
+
+
+def options(name: str) -> TrainOptions:
+    asked = replace(TRAINING, model=f"runtime_support.models:{name}", backend_rules=(OWN,))
+    found = _api._with_kernels(asked)
+    assert isinstance(found, TrainOptions)
+    return found
+
+
+def test_gradients_are_those_of_eager_torch() -> None:
+    """On 4 real ranks: skips around segments and inside of them, a loss inside, tied weights, replicas, I and W."""
+    cases = {
+        "branches": plan_of(
+            models.branches(),
+            stage(0, segment("same", "a"), segment("eager", "left")),
+            stage(1, segment("same", "right", "right2", "side")),
+            stage(2, segment("eager", "join"), segment("same", "end"), devices=(2, 3), replicas=2),
+            split=True,
+        ),
+        "chain": plan_of(
+            models.chain(),
+            stage(0, segment("eager", "b0"), segment("same", "b1")),
+            stage(1, segment("same", "b2", "b3"), devices=(1, 3), replicas=2),
+            PlacedStage(blocks=("b4", "end"), devices=(2,)),
+            split=True,
+        ),
+    }
+    reports = reports_of({name: (plan, options(name)) for name, plan in cases.items()})
+    for name, plan in cases.items():
+        assert pipeplan.check(plan).valid
+        assert_as_unsplit(getattr(models, name)(), options(name), reports[name])
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        (
+            "wrong",
+            "stage 1: backend wrong is to run b2 to b3, and is refused: its numbers are off eager's by 0.01 of",
+        ),
+        ("absent", "backend absent is to run b2 to b3, and is refused: no-such-distribution is not installed"),
+        ("unheard", "there is no such backend here; known are absent, attention-"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(backend: str, said: str) -> None:
+    plan = plan_of(
+        models.chain(),
+        PlacedStage(blocks=("b0", "b1"), devices=(0,)),
+        stage(1, segment(backend, "b2", "b3"), segment("eager", "b4", "end")),
+    )
+    with warm_ranks(), pytest.raises(UsageError, match=said):
+        _api.run(plan, options("chain"))
