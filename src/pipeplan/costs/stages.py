@@ -22,7 +22,7 @@ from pipeplan.costs.segments import require_plain, with_segments
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.states import States
-from pipeplan.costs.trees import crosses_rails
+from pipeplan.costs.trees import linked_alike
 from pipeplan.costs.zero import (
     ALONE,
     IN_ACTIONS,
@@ -434,7 +434,7 @@ def build_workload(
             continue
         waits = joined(Crossings(profile, on_programs["stages"], whole_messages), fold=fold)
         pairs = ((hop.source_device, hop.target_device) for each in waits for hop in each.hops)
-        if cluster is None or _linked_alike(fold, pairs, cluster):
+        if cluster is None or linked_alike(fold, pairs, cluster):
             workload = Workload(**said, **on_programs, dependencies=waits)
             _require_sums(profile.where, workload)
             return workload
@@ -447,15 +447,6 @@ def build_workload(
     )
     _require_sums(profile.where, workload)
     return workload
-
-
-def _linked_alike(fold: Fold, pairs: Iterable[tuple[int, int]], cluster: Cluster) -> bool:
-    """Whether messages between two programs take the same way for the players in each place."""
-    pairs = set(pairs)
-    if not fold.alike(pairs, [level.group_size for level in cluster.levels]):
-        return False
-    ends = [[fold.players[each].devices for each in pair] for pair in pairs] if cluster.is_tree else []
-    return all(len({crosses_rails(cluster, *both) for both in zip(*each, strict=True)}) == 1 for each in ends)
 
 
 def _on_programs(
@@ -503,7 +494,7 @@ def _with_first_and_last(first: Block, stage: Stage, recipe: Recipe, cluster: Cl
 
     The last reduction comes after the last backward; the gather before the first forward, after the step before.
     """
-    if stage.reduce_every is not None:  # actions do all of it
+    if stage.reduce_every is not None or (stage.zero < IN_ACTIONS and stage.expert == 1):  # actions do all, or nothing
         return stage
     exchanged = Exchanged.of(first, recipe, Zero.of(stage), stage.shards, Experts.of(stage))
     gather, reduce = Exchanging.of(stage, cluster).times(exchanged)
@@ -677,8 +668,9 @@ def _settled(
     own["speed"] = min(speeds[device] for device in placed.devices)
     own["expert_shards"] = profile.expert_shards_on(placed.expert, placed.expert_shards)
     own["context_exchange"] = exchange_on(profile, placed.shards, placed.context)
-    stage = Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
-    return replace(stage, recompute=recompute_of(asked_again([blocks[id_] for id_ in stage.blocks], stage.recompute)))
+    own = {"microbatch_size": microbatch_size, "recompute": recompute} | own
+    again = asked_again([blocks[id_] for id_ in own["blocks"]], own["recompute"])
+    return Stage(**own | {"recompute": recompute_of(again)})
 
 
 def _require_shared_out(stage: Stage, mini_batch: int, num_routes: int) -> None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pipeplan.files import Cluster, LinkLevel
 from pipeplan.workload.elements import Dependency, Hop, Players
+from pipeplan.workload.folding import Fold
 
 Devices = NDArray[np.int64]
 
@@ -44,6 +45,15 @@ def way_between(cluster: Cluster, source: int, target: int) -> tuple[LinkLevel |
     if _through_nodes(cluster):
         return level, cluster.levels[0]
     return cluster.levels[min(index + level.rails, len(cluster.levels) - 1)], None
+
+
+def linked_alike(fold: Fold, pairs: Iterable[tuple[int, int]], cluster: Cluster) -> bool:
+    """Whether messages between two programs take the same way for the players in each place."""
+    pairs = set(pairs)
+    if not fold.alike(pairs, [level.group_size for level in cluster.levels]):
+        return False
+    ends = [[fold.players[each].devices for each in pair] for pair in pairs] if cluster.is_tree else []
+    return all(len({crosses_rails(cluster, *both) for both in zip(*each, strict=True)}) == 1 for each in ends)
 
 
 def uplink_crowd(cluster: Cluster, level: LinkLevel, groups: Sequence[Sequence[int]], *, all_to_all: bool) -> float:

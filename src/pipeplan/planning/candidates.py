@@ -34,6 +34,7 @@ from pipeplan.partition.placement import Cut, can_spread, place, place_submodule
 from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
 from pipeplan.partition.strategies import SEARCHED, STRATEGIES
+from pipeplan.planning.choices import EVEN
 from pipeplan.planning.request import SUBMODULES, Batch, Request, first_layers_open, submodules_of
 from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
@@ -478,12 +479,12 @@ def even_cuts(
         else:
             candidate = placed(request, choice, even)
             if isinstance(candidate, PlacementCandidate):
-                yield replace(candidate, source="even")
+                yield replace(candidate, source=EVEN)
             continue
         if fit:
-            yield cut_so(request, choice, "even", begins)
+            yield cut_so(request, choice, EVEN, begins)
         elif choice.levels and (again := fitting_chain(request, choice).chosen(begins)) is not None:
-            yield cut_so(request, choice, "even", begins, again)
+            yield cut_so(request, choice, EVEN, begins, again)
 
 
 def _followed(choices: Iterable[Choice], after_each: Callable[[], None]) -> Iterator[Choice]:
@@ -622,7 +623,8 @@ def _even(
     limits = [min((limit for limit in own if limit is not None), default=None) for own in known]
     chain = Chain.of(costs, range(len(known)), limits, _speeds_of(request, groups[: len(costs)]))
     begins = even(chain)
-    fit = all(_fits_in_flight(chain, place, begins, batch.num_microbatches) for place in checked(range(len(known))))
+    ranges = chain.ranges(begins)
+    fit = all(_fits_in_flight(chain, place, ranges, batch.num_microbatches) for place in checked(range(len(known))))
     return chain, begins, fit
 
 
@@ -670,13 +672,12 @@ def _halves(costs: Sequence[StageCost]) -> list[int]:
     ]
 
 
-def _fits_in_flight(chain: Chain, place: int, begins: Sequence[int], num_microbatches: int) -> bool:
-    """Whether a stage has room for as many micro-batches as 1F1B has in flight there."""
+def _fits_in_flight(chain: Chain, place: int, ranges: Sequence[tuple[int, int]], num_microbatches: int) -> bool:
+    """Whether a stage of these blocks has room for as many micro-batches as 1F1B has in flight there."""
     limit = chain.memory[place]
     if limit is None:
         return True
-    begin, end = chain.ranges(begins)[place]
-    held = chain.held([(begin, end)])
+    held = chain.held([ranges[place]])
     more = min(chain.num_stages - place, num_microbatches) - 1
     return held.peak + held.statics + more * held.activations <= limit
 

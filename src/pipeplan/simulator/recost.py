@@ -11,7 +11,7 @@ from pipeplan.costs import build_workload, transfer_time, with_recipe, with_sync
 from pipeplan.costs.context import of_stages
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.launches import with_launches
-from pipeplan.costs.trees import MessageCrowds, with_shared_uplinks
+from pipeplan.costs.trees import MessageCrowds, linked_alike, with_shared_uplinks
 from pipeplan.costs.zero import IN_ACTIONS, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
@@ -54,19 +54,24 @@ def _costed(plan: Plan, profile: Profile | None, cluster: Cluster | None) -> Wor
 def _relinked_programs(plan: Plan, cluster: Cluster) -> Workload | None:
     """As :func:`relinked` of a folded plan, by one player of each program."""
     fold = Fold(plan.players)
-    found = relinked(in_place_0(plan), cluster)
+    found = _each_alone(in_place_0(plan), cluster)
     tied = [fold.tied(each) for each in found.tied]
     firsts = [found.devices[own.first] for own in plan.players]
     pairs = ((hop.source_device, hop.target_device) for each in plan.dependencies for hop in each.hops)
-    alike = fold.alike(pairs, [level.group_size for level in cluster.levels])
-    if not alike or None in tied or any(found.devices[d] != firsts[program] for d, program in fold.programs.items()):
+    if (
+        not linked_alike(fold, pairs, cluster)
+        or None in tied
+        or any(found.devices[d] != firsts[program] for d, program in fold.programs.items())
+    ):
         return None
     return replace(
         found,
         devices=tuple(firsts),
         stages=tuple(map(fold.stage, found.stages)),
         tied=tuple(each for each in tied if each is not None),
-        dependencies=tuple(replace(each, hops=tuple(map(fold.hop, each.hops))) for each in found.dependencies),
+        dependencies=with_shared_uplinks(
+            [replace(each, hops=tuple(map(fold.hop, each.hops))) for each in found.dependencies], cluster, plan.players
+        ),
         players=plan.players,
     )
 
@@ -119,6 +124,12 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
         UsageError: the cluster has fewer devices than the plan, or a stage has configurations or exchanges state in
             its actions.
     """
+    found = _each_alone(plan, cluster)
+    return replace(found, dependencies=with_shared_uplinks(found.dependencies, cluster))
+
+
+def _each_alone(plan: Plan, cluster: Cluster) -> Workload:
+    """The same, where no message shares uplinks with others."""
     _require_devices(plan, cluster)
     _require_no_configurations(plan, "--cluster")
     _require_no_exchanges(plan)
@@ -136,15 +147,12 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
         ),
         stages=tuple(stages),
         tied=tuple(tied),
-        dependencies=with_shared_uplinks(
-            [
-                replace(
-                    dependency,
-                    hops=tuple(_relinked_hop(hop, cluster, beside=dependency.later > 0) for hop in dependency.hops),
-                )
-                for dependency in plan.dependencies
-            ],
-            cluster,
+        dependencies=tuple(
+            replace(
+                dependency,
+                hops=tuple(_relinked_hop(hop, cluster, beside=dependency.later > 0) for hop in dependency.hops),
+            )
+            for dependency in plan.dependencies
         ),
     )
 
@@ -327,7 +335,9 @@ class _Built:
         if self._cluster is None:
             return dependency
         hops = tuple(_relinked_hop(hop, self._cluster) for hop in dependency.hops)
-        crowds = MessageCrowds(self._cluster, self.any.dependencies) if self._cluster.is_tree else None
+        crowds = (
+            MessageCrowds(self._cluster, self.any.dependencies, self.any.players) if self._cluster.is_tree else None
+        )
         return replace(dependency, hops=hops if crowds is None else tuple(map(crowds.shared, hops)))
 
 
