@@ -28,6 +28,7 @@ from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Sourc
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_per_sample
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
+from pipeplan.runtime.profiling.ring_rows import MeasuredRing
 from pipeplan.runtime.profiling.shared_sequences import alone_in_context
 
 Kind = tuple[int, int, int, str]
@@ -386,10 +387,11 @@ def profile_of_kinds(
     recipe: Recipe,
     step_bytes_per_s: int | None,
     more: Mapping[str, Sequence[CostRow]] | None = None,
+    rings: Mapping[tuple[Kind, int], MeasuredRing] | None = None,
 ) -> Profile:
     """The profile whose blocks have the rows of their kinds, with what collectives take, and ``more``.
 
-    Raises UsageError.
+    ``rings`` are those of kinds and micro-batch sizes, whether blocks are recomputed or not. Raises UsageError.
     """
     kinds, of_kind = kinds_of(splits), defaultdict[Kind, list[CostRow]](list)
     for kind, row in rows:
@@ -404,7 +406,8 @@ def profile_of_kinds(
                     "sequence_parallel": block.spec.divided,
                 }
                 own = row.model_copy(update=update)
-                whole = _with_collectives(own, block.spec.collectives, price)
+                ring = (rings or {}).get((kinds[block.likeness], row.microbatch_size))
+                whole = _with_collectives(own, block.spec.collectives, price, ring)
                 require_row(f"block {block.spec.id!r}", dict(whole))
                 costs[block.spec.id].append(whole)
     by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
@@ -449,20 +452,31 @@ def priced_by(prices: Prices | None, dtype: torch.dtype, cluster: Cluster | None
     return price
 
 
-def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: CollectivePrice) -> CostRow:
-    """The row with the time that its collectives take in F, in I and in W; in B those of both."""
-    forward, input_grad, weight_grad = (
-        sum(price(each, row.microbatch_size, *_among(each, row)) for each in collectives if each.phase == phase)
-        for phase in ("F", "I", "W")
-    )
-    again = forward * row.recompute
+def _with_collectives(
+    row: CostRow, collectives: Sequence[Collective], price: CollectivePrice, ring: MeasuredRing | None = None
+) -> CostRow:
+    """The row with the time that its collectives take in F, in I and in W; in B those of both.
+
+    Recomputed cores have keys and values exchanged again, of which a ``ring`` changes times and memory.
+    """
+
+    def taken(phase: str, of: Sequence[Collective]) -> int:
+        return sum(price(each, row.microbatch_size, *_among(each, row)) for each in of if each.phase == phase)
+
+    forward, input_grad, weight_grad = (taken(phase, collectives) for phase in ("F", "I", "W"))
+    between_parts = [each for each in collectives if each.over == "context"]
+    again, gathered = forward * row.recompute, taken("F", between_parts)
     times = {
         "forward_ns": row.forward_ns + forward,
         "backward_ns": (row.backward_ns or 0) + input_grad + weight_grad + again,
         "input_grad_ns": (row.input_grad_ns or 0) + input_grad + again,
         "weight_grad_ns": (row.weight_grad_ns or 0) + weight_grad,
+        "selective_ns": None if row.selective_ns is None else row.selective_ns + gathered,
     }
-    return row.model_copy(update=times)
+    whole = row.model_copy(update=times)
+    if ring is None:
+        return whole
+    return whole.model_copy(update={"ring": ring.beside(whole, gathered, taken("I", between_parts))})
 
 
 def _among(collective: Collective, row: CostRow) -> tuple[int, int]:
