@@ -179,6 +179,8 @@ def test_what_cannot_share_sequences_is_refused() -> None:
     how = {"device": "h100-80gb", "microbatch": 1}
     with pytest.raises(UsageError, match="sequences of 2048, which 3 devices cannot share evenly"):
         pipeplan.estimate(CONFIG, sequence=PART, context=3, **how)
+    with pytest.raises(UsageError, match=r"16 devices cannot have an early and a late piece each.* multiple of 32, or"):
+        pipeplan.estimate("gpt2-tiny", context=16, **how)
     with pytest.raises(UsageError, match=r"measures blocks as they run.*does not say how 2 devices share"):
         pipeplan.profile("gpt2-tiny-operators", microbatch=1, context=2, repeats=1, warmup=0)
     with pytest.raises(UsageError, match="makes samples of its own"):
