@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pipeplan.interop.settings import trainer_settings as trainer_settings
     from pipeplan.interop.torch_schedule import MODULES_ENDING as MODULES_ENDING
     from pipeplan.kernels.backend import Backend
+    from pipeplan.kernels.evolution import Generation
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier import frontier_notes as frontier_notes
     from pipeplan.planning.frontier import frontier_request as frontier_request
     from pipeplan.planning.frontier_file import read_frontier as read_frontier
+    from pipeplan.planning.kernel_choice import GraphLevel as GraphLevel
     from pipeplan.planning.kernel_choice import KernelChoice as KernelChoice
+    from pipeplan.planning.kernel_evolution import EvolutionAsked as EvolutionAsked
     from pipeplan.planning.kernel_profile import BackendsAsked as BackendsAsked
     from pipeplan.planning.kernel_stages import KernelsAsked as KernelsAsked
     from pipeplan.planning.request import Request as Request
@@ -127,7 +130,8 @@ _PARTS = {
     "pipeplan.planning.restrictions": ("search_targets",),
     "pipeplan.planning.decoding": ("ServingAsked",),
     "pipeplan.planning.kernel_stages": ("KernelsAsked",),
-    "pipeplan.planning.kernel_choice": ("KernelChoice",),
+    "pipeplan.planning.kernel_choice": ("GraphLevel", "KernelChoice"),
+    "pipeplan.planning.kernel_evolution": ("EvolutionAsked",),
     "pipeplan.planning.kernel_profile": ("BackendsAsked",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),
@@ -561,6 +565,24 @@ def choose_kernels(profile: Profile, microbatch_size: int | None = None, seconds
     from pipeplan.schedule.cpsat.solver import Budget
 
     return choose_kernels(profile, microbatch_size, Budget(seconds))
+
+
+def evolve_kernels(
+    choice: KernelChoice, model: Model, asked: EvolutionAsked, tell: Callable[[Generation], None] = lambda each: None
+) -> GraphLevel:
+    """The graph level from a choice on: see :func:`pipeplan.planning.kernel_evolution.graph_level`, also for errors."""
+    from pipeplan.planning.kernel_evolution import graph_level
+    from pipeplan.runtime.profiling.build_profile import on_threads
+    from pipeplan.runtime.profiling.whole_covers import WholeCovers
+    from pipeplan.time_limit import Limit
+
+    library, backends = asked.chosen(choice)
+    with on_threads(asked.threads):
+        how = {"seed": asked.seed, "repeats": asked.repeats, "warmup": 1}
+        benches = _group_benches(model, choice.profile, backends, "cpu", **how)
+        benches.described(choice.size)
+        measure, limit = WholeCovers(benches, choice.size, asked.repeats).measure, Limit(asked.limit_s)
+        return graph_level(choice, library, measure, seed=asked.seed, over=lambda: limit.over, tell=tell)
 
 
 def estimate_inference(

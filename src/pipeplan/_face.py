@@ -909,20 +909,46 @@ def profile(
 
 @_public
 def choose_kernels(
-    profile: Profile | Path, *, microbatch_size: int | None = None, time_limit: Duration = "30s"
+    profile: Profile | Path,
+    *,
+    microbatch_size: int | None = None,
+    time_limit: Duration = "30s",
+    graph_level: bool = False,
+    model: str | None = None,
+    library: str | None = None,
+    measure_limit: Duration = "10min",
+    repeats: int = 5,
+    threads: int | None = None,
+    backend_rules: str | Sequence[str] = (),
+    sequence: int | None = None,
+    granularity: Granularity | None = None,
+    seed: int = 0,
 ) -> KernelChoice:
-    """Choose which kernel backend runs each block of a profile. Nothing is run.
+    """Choose which kernel backend runs each block of a profile. Nothing is run, but for ``graph_level``.
 
     Args:
         profile: the profile, or the path of its file, with what backends take: ``profile(..., backends="inductor")``.
         microbatch_size: samples that the times are of; by default the largest at which every block can run.
         time_limit: for the proof that no cover is cheaper.
+        graph_level: then hand operators to a ``library`` of whole graphs where the whole ``model`` is measured to gain,
+            by an evolutionary search; all other arguments are of this. It is never worse than the cover.
+        model: the model that the profile is of, by name.
+        library: of whole graphs; by default that which was measured to be the quickest alone.
+        measure_limit: no other cover is begun after this long.
+        repeats: timed runs of each cover.
+        threads: for CPU operators; by default torch's choice.
+        backend_rules: module with backends of your own, or several.
+        sequence: length of sequences, as for the profile.
+        granularity: what a block is, as for the profile.
+        seed: of the search.
 
     Returns:
         ``.cover`` has the groups with their backends, ``.single`` what the whole model takes by each backend, and
-        ``.figures()`` all of it as ``pipeplan kernels --json`` prints it.
+        ``.figures()`` all of it as ``pipeplan kernels --json`` prints it. With ``graph_level`` also ``.level``: its
+        ``.groups``, what they were measured to take (``.found``), and the ``.gain`` over the cover.
 
     Raises:
+        ExecutionError: the cover cannot run as a whole.
         FileError: the file cannot be read.
         InfeasibleError: no groups that were measured have every block once.
         UsageError: the profile has no rows of this size.
@@ -931,10 +957,14 @@ def choose_kernels(
         >>> pipeplan.choose_kernels("profile.json").single
         {'eager': 2400000, 'inductor': 1900000}
     """
+    from pipeplan.cli.kernels_verb import evolved, require_graph_level
+
     given = _asked("kernels", locals()).params
     known = given["profile_path"]
     known = _api.read_profile(known) if isinstance(known, str) else known
-    return _api.choose_kernels(known, given["microbatch_size"], given["time_limit"] / 1e9)
+    require_graph_level(given)
+    choice = _api.choose_kernels(known, given["microbatch_size"], given["time_limit"] / 1e9)
+    return evolved(choice, given)
 
 
 @_public

@@ -44,6 +44,7 @@ from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.candidates import PlacementCandidate, even_cuts, fitting_chain, placed, uniform_choices
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.plan_frontier import plan_frontier
+from pipeplan.planning.planners import PLANNERS as PLANNERS_BY_NAME
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.serving import served
 from pipeplan.planning.steps import STEPS, EvenCut, LargerGroups, search_plan, without
@@ -536,7 +537,9 @@ def test_all_that_is_left_is_kept_for_a_better_plan_that_is_not_made_yet(value: 
         return SimpleNamespace(graph=SimpleNamespace(num_actions=actions), workload=workload)
 
     predicted = SimpleNamespace(iteration_ns=10)
-    made = SimpleNamespace(seconds=3.0, schedule=schedule_of(100), plan=SimpleNamespace(predicted=predicted))
+    made = SimpleNamespace(
+        seconds=3.0, schedule=schedule_of(100), plan=SimpleNamespace(predicted=predicted), stands_in=False
+    )
     best = SimpleNamespace(best=schedule_of(150), value_ns=value)
     search: Any = SimpleNamespace(budget=budget, answer=best, made=made, making_seconds=3.0)
     planning_steps._secure(search)
@@ -956,6 +959,71 @@ def test_virtual_stages_have_a_first_plan() -> None:
     assert made is not None
     assert made.plan.placement == "circular"
     assert len(made.plan.stages) == 2 * len({stage.devices for stage in made.plan.stages})
+
+
+def by_planner(monkeypatch: pytest.MonkeyPatch, *proposals: Callable[[], Any], num_devices: int = 16) -> Request:
+    """A large request for what a planner by name chooses, which is these one after another."""
+    own = replace(PLANNERS_BY_NAME["pipedream"], proposals=lambda request: iter(proposals))
+    monkeypatch.setitem(PLANNERS_BY_NAME, "pipedream", own)
+    asked = of(400, num_devices, 10**9, num_microbatches=16, microbatch_size=1, time_limit=20.0, planner="pipedream")
+    return replace(asked, scheduler="1f1b")
+
+
+@pytest.mark.filterwarnings("ignore:--planner pipedream had no plan")
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_planner_that_has_no_time_leaves_an_even_cut_that_says_so(
+    interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, heard = Hand(), list[tuple[str, int]]()
+    limit = Limit(20.0, clock=clock)
+
+    def endless() -> None:
+        assert heard, "there is a plan before the planner begins"
+        clock.now = 5.0 if interrupted else 1_000.0
+        if interrupted:
+            limit.interrupt()
+        checkpoint()
+        raise AssertionError("there was time left")
+
+    asked = by_planner(monkeypatch, endless)
+    found = search_plan(
+        asked, within=limit, progress=lambda what, best, *_: heard.append((what, best)) if best else None, explain=True
+    )
+    assert found.interrupted == interrupted
+    assert found.stands_in
+    assert heard[0] == ("even one-to-one until --planner pipedream has one", found.plan.predicted.iteration_ns)
+    assert found.plan.provenance.options["stages"] == "even"
+    assert found.plan.provenance.choices["placement"] == "an even cut, for want of --planner pipedream's"
+    assert any(note.startswith("--planner pipedream had no plan") for note in found.notes)
+    assert check(found.plan, asked.profile, asked.cluster).valid
+
+
+@pytest.mark.parametrize("explain", [False, True])
+def test_a_planner_s_own_plan_is_the_answer_however_much_longer_it_is(
+    explain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the place of the even cut at once, in what is told as well."""
+    heard = list[tuple[str, int]]()
+    own = place(chain(400), "one-to-one", 4, microbatch_size=1).model_copy(update={"num_devices": 16})
+    asked = by_planner(monkeypatch, lambda: PlacementCandidate(own, Batch(16, 1), False, "PipeDream"))
+    found = search_plan(
+        asked,
+        within=Limit(20.0, clock=Hand()),
+        progress=lambda what, best, *_: heard.append((what, best)),
+        explain=explain,
+    )
+    assert not found.stands_in
+    assert len(found.plan.stages) == 4
+    assert heard[-1][1] == found.plan.predicted.iteration_ns > heard[0][1]
+    assert "even" not in heard[-1][0]
+    assert found.plan.provenance.choices["placement"] == "--planner pipedream"
+    assert not found.notes
+
+
+def test_a_planner_that_finds_nothing_says_why_and_no_even_cut_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = by_planner(monkeypatch, lambda: InfeasibleError("nothing fits, says the paper"))
+    with pytest.raises(InfeasibleError, match="says the paper"):
+        search_plan(asked, within=Limit(20.0, clock=Hand()))
 
 
 def test_a_schedule_that_would_be_too_long_does_not_rule_out_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,14 +118,15 @@ class _Follower:
     _left: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for number, stage in enumerate(self.facts.plan.stages):
-            if self.device in stage.devices and stage.block_groups:
-                self._groups[number] = [_Followed() for _ in stage.block_groups]
+        plan, own = self.facts.plan, self.facts.on_device[self.device]
+        for number in sorted({plan.operations[operation].stage for operation in own}):
+            if groups := plan.stages[number].block_groups:
+                self._groups[number] = [_Followed() for _ in groups]
                 for adds, roles in enumerate((PARAMETER_ROLES, GRADIENT_ROLES)):
                     self._left[number, bool(adds)] = sum(
-                        count
-                        for operation, count in zip(self.facts.plan.operations, self.facts.counts, strict=True)
-                        if operation.stage == number and operation.role in roles
+                        self.facts.counts[operation]
+                        for operation in own
+                        if plan.operations[operation].stage == number and plan.operations[operation].role in roles
                     )
 
     def follow(self, index: int, each: Entry | StateAction) -> None:

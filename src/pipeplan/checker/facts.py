@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -62,30 +62,33 @@ def deliveries_of(source: Stage, target: Stage) -> Deliveries:
     Both stages are on one route and share their micro-batches evenly over their replicas, and sequences over as many
     parts: a device works on the part that stands in the same place in its own replica.
     """
-    common, makers = _common_samples(source, target), copies_of(source)
+    sizes = ((stage.microbatch_size, stage.replicas) for stage in (source, target))
+    common, makers = _common_samples(*sizes), copies_of(source)
     found: Deliveries = defaultdict(dict)
     for device, copy in copies_of(target).items():
         user, part = divmod(copy, target.context)
-        for (replica, microbatch), samples in common[user].items():
+        for (replica, microbatch), samples in common.get(user, {}).items():
             maker = replica * source.context + part
             if maker != makers.get(device):
                 found[device, maker][microbatch] = samples
     return dict(found)
 
 
-def _common_samples(source: Stage, target: Stage) -> dict[int, Counter[tuple[int, int]]]:
+@lru_cache(maxsize=64)
+def _common_samples(source: tuple[int, int], target: tuple[int, int]) -> dict[int, Counter[tuple[int, int]]]:
     """{replica of the target: {(replica of the source, micro-batch of the source): samples that both have}}.
 
-    The samples of a period, cut wherever a replica of either stage begins, fall into pieces that are each of one.
+    Of both stages the size of a micro-batch and the replicas. The samples of a period, cut wherever a replica of either
+    stage begins, fall into pieces that are each of one.
     """
-    period = math.lcm(source.microbatch_size, target.microbatch_size)
-    each, others = (stage.microbatch_size // stage.replicas for stage in (source, target))
+    period = math.lcm(source[0], target[0])
+    each, others = (size // replicas for size, replicas in (source, target))
     cuts = sorted({*range(0, period, each), *range(0, period, others), period})
     found: dict[int, Counter[tuple[int, int]]] = defaultdict(Counter)
     for begin, end in itertools.pairwise(cuts):
-        maker, user = begin // each % source.replicas, begin // others % target.replicas
-        found[user][maker, begin // source.microbatch_size] += end - begin
-    return found
+        maker, user = begin // each % source[1], begin // others % target[1]
+        found[user][maker, begin // source[0]] += end - begin
+    return dict(found)
 
 
 def goes_with(hop: Hop, microbatches: Collection[int], period: int) -> bool:
@@ -147,6 +150,15 @@ class Facts:
     def columns(self) -> ActionColumns:
         """The actions in columns."""
         return ActionColumns.of(self.slots, self.starts, (self.durations, self.part_durations), self.waits)
+
+    @cached_property
+    def on_device(self) -> list[list[int]]:
+        """[device] the operations that run there."""
+        found: list[list[int]] = [[] for _ in self.plan.devices]
+        for operation, group in enumerate(self.groups):
+            for device in group:
+                found[device].append(operation)
+        return found
 
     @cached_property
     def first_starts(self) -> list[int]:
@@ -219,6 +231,8 @@ class Facts:
         source, target = (self.slots[self.position[id_]] for id_ in (dependency.source, dependency.target))
         parted = min(source.num_parted, target.num_parted)
         count = max(0, source.count - dependency.later)  # the last ones of a run return to nobody
+        if (count, parted, hop.every, hop.run, hop.first) == (source.count, source.num_parted, 1, 1, 0):
+            return source
         return replace(source, count=count, num_parted=parted, every=hop.every, run=hop.run, first=hop.first)
 
     def busy(self) -> list[int]:
@@ -437,12 +451,7 @@ def figures_of(
     return Figures(
         num_devices=plan.num_devices,
         num_actions=facts.num_actions,
-        num_transfers=plan.players_each
-        * sum(
-            len(facts.repeated(facts.messages(dependency, hop)))
-            for dependency in plan.dependencies
-            for hop in dependency.hops
-        ),
+        num_transfers=plan.players_each * _num_messages(facts),
         makespan_ns=makespan,
         iteration_ns=phases[-1],
         exposed_reduction_ns=phases[1] - phases[0],
@@ -454,6 +463,19 @@ def figures_of(
         period_ns=None if copy_ns is None else float(copy_ns / unroll),
         peak_memory_bytes=tuple(of_devices(plan.players, peaks)) if peaks else (),
     )
+
+
+def _num_messages(facts: Facts) -> int:
+    """The messages of all hops, also those of a loop that are not written."""
+    known: dict[Slots, int] = {}
+    total = 0
+    for dependency in facts.plan.dependencies:
+        for hop in dependency.hops:
+            slots = facts.messages(dependency, hop)
+            if slots not in known:
+                known[slots] = len(facts.repeated(slots))
+            total += known[slots]
+    return total
 
 
 def _last_end(facts: Facts, operation: int) -> int:

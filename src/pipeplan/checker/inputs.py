@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -146,9 +146,10 @@ def _launched(profile: Profile, overhead_ns: int) -> Profile:
 class _Known(NamedTuple):
     """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share.
 
-    ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
-    it runs. ``of_kinds`` are blocks of the profiles of kinds of devices. ``expert_shards`` {devices that share experts:
-    the numbers of them that may split each}. ``rings`` are (shards, context) for which it has costs of one.
+    ``alike`` {block: the first that is like it}; ``rows``, ``parts`` and ``shares`` are those that were looked at, by
+    that and how it runs or is divided. ``of_kinds`` are blocks of the profiles of kinds of devices. ``expert_shards``
+    {devices that share experts: the numbers of them that may split each}. ``rings`` are (shards, context) for which it
+    has costs of one. ``divided`` {block: numbers of devices that divide along the sequence what it takes and gives}.
     """
 
     blocks: dict[str, Block]
@@ -163,6 +164,8 @@ class _Known(NamedTuple):
     of_kinds: dict[str, dict[str, Block]]
     expert_shards: dict[int, set[int]]
     rings: set[tuple[int, int]]
+    divided: dict[str, frozenset[int]]
+    shares: dict[tuple[object, ...], MemoryBytes]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -176,6 +179,9 @@ class _Known(NamedTuple):
         for edge in profile.edges:
             into[edge.target].append(edge)
         firsts = {block.id: kept(block) for block in profile.kinds}
+        apart_on = {
+            block.id: frozenset(row.shards for row in block.costs if row.sequence_parallel) for block in profile.kinds
+        }
         splits: dict[int, set[int]] = defaultdict(set)
         rings: set[tuple[int, int]] = set()
         for row in (row for block in profile.kinds for row in block.costs):
@@ -195,6 +201,8 @@ class _Known(NamedTuple):
             {kind: own.by_id for kind, own in profile.of_kinds.items()},
             dict(splits),
             rings,
+            {id_: apart_on[first] for id_, first in profile.alike.items()},
+            {},
         )
 
 
@@ -449,19 +457,20 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
         for place, block in enumerate(stage.blocks)
         if stage.configurations or not place or any(block in tied.blocks for tied in profile.tied)
     }
-    share = cache(lambda state, parts: _share(state, parts, stage, known))
     for tied in profile.tied if stage.zero > 1 and _sharers(stage) > 1 else ():
         if known.kept_tied[tied.name].total and _uses(stage, tied):
             text = f"is {stage.zero}, which exchanges state block by block, and {tied.name!r} is of several blocks"
             findings.add("profile", f"stages[{number}].zero", text)
-    expected = MemoryBytes()
+    expected, alike = MemoryBytes(), Counter[tuple[MemoryBytes, int]]()
     for place, block in enumerate(stage.blocks):
         experts = stage.mesh_of(place).size_of(EXPERTS) if stage.configurations else stage.expert
-        own = _of_experts(block, experts, known)
+        own = _NOTHING if experts == 1 else _of_experts(block, experts, known)
         rest = known.kept[block] - own if own.total else known.kept[block]
-        expected += share(rest, held.get(place, held[0])[0].num_parts)  # all are cut alike where none says how
+        alike[rest, held.get(place, held[0])[0].num_parts] += 1  # all are cut alike where none says how
         if own.total:
             expected += _share(own, experts, _as_on_experts(stage), known)
+    for (state, parts), count in alike.items():
+        expected += _share(state, parts, stage, known) * count
     for tied in profile.tied:
         before: set[tuple[HeldPart, ...]] = set()
         for place in (place for place, block in enumerate(stage.blocks) if block in tied.blocks):
@@ -478,10 +487,12 @@ def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least
     cast at each use, their master copy is all that is kept of them, and whole. Level 2 divides gradients, too, and
     level 3 everything.
     """
-    counts = _parts_of_each(parts, stage.zero, _sharers(stage), known.cast)
-    if least:
-        return MemoryBytes((kind, size // counts[kind]) for kind, size in state.items())
-    return MemoryBytes((kind, (size + counts[kind] - 1) // counts[kind]) for kind, size in state.items())
+    key = state, parts, stage.zero, _sharers(stage), least
+    if key not in known.shares:
+        counts = _parts_of_each(parts, stage.zero, _sharers(stage), known.cast)
+        more = {kind: 0 if least else counts[kind] - 1 for kind in state}
+        known.shares[key] = MemoryBytes((kind, (size + more[kind]) // counts[kind]) for kind, size in state.items())
+    return known.shares[key]
 
 
 @cache
@@ -672,11 +683,16 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
         alike = {other for block in stage.blocks for other in stages_of[block]}
         own = stage.state[GRADIENTS] - sum(each.state[GRADIENTS] for each in apart)
         others = [plan.stages[other] for other in sorted(alike)]
-        experts = _on_experts(stage, known)
-        rest, sides = stage.with_state(stage.state - experts.state), [_as_on_experts(other) for other in others]
+        of_rest = of_experts = (stage, others)
+        apart_of_it = 0
+        if stage.expert > 1:
+            experts = _on_experts(stage, known)
+            of_rest = stage.with_state(stage.state - experts.state), others
+            of_experts = experts, [_as_on_experts(other) for other in others]
+            apart_of_it = experts.state[GRADIENTS]
 
-        time = partial(_both_summed_ns, (rest, others), (experts, sides), known, cluster)
-        expected, gathered = time(own, experts.state[GRADIENTS])
+        time = partial(_both_summed_ns, of_rest, of_experts, known, cluster)
+        expected, gathered = time(own, apart_of_it)
         if stage.buckets and number in actions:
             names = {each.name for each in apart}
             _check_buckets(number, stage, actions[number], profile, known, names, time, findings)
@@ -1198,7 +1214,7 @@ def _held_by_others(stage: Stage, known: _Known) -> int:
 
 def _is_divided(block: str, stage: Stage, known: _Known) -> bool:
     """Whether the devices of a stage divide what the block takes and gives along the sequence."""
-    return any(row.sequence_parallel and row.shards == stage.shards for row in known.blocks[block].costs)
+    return stage.shards in known.divided[block]
 
 
 def _taken_bytes(edge: Edge, samples: int, stage: Stage, known: _Known) -> int:

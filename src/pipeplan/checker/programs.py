@@ -182,10 +182,9 @@ class _Reader:
         Whatever stands around the micro-batch is read once, and then known for all of them.
         """
         known: dict[str, int] = {}
-        for number, group in enumerate(self.facts.groups):
-            if self.device in group:
-                texts = map(self.facts.ids[number].__add__, texts_of(self.facts.slots[number]))
-                known.update(zip(texts, range(int(firsts[number]), int(firsts[number + 1])), strict=True))
+        for number in self.facts.on_device[self.device]:
+            texts = map(self.facts.ids[number].__add__, texts_of(self.facts.slots[number]))
+            known.update(zip(texts, range(int(firsts[number]), int(firsts[number + 1])), strict=True))
         states: dict[str, StateAction] = {}
         left = [text for text in program if text not in known]
         while left:

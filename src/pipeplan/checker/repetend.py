@@ -19,7 +19,7 @@ from pipeplan.checker.facts import Facts, Findings, overlap
 from pipeplan.checker.programs import Programs
 from pipeplan.checker.timeline import Links, Sent
 from pipeplan.time_limit import checked
-from pipeplan.workload.columns import counted
+from pipeplan.workload.columns import IntArray, counted
 from pipeplan.workload.elements import Repetend
 
 MAX_STEPS = 30_000_000
@@ -48,8 +48,13 @@ def check_repetend(facts: Facts, programs: Programs, links: Links | None, findin
     assert repetend is not None
     if _cannot_repeat(facts, repetend, findings):
         return None
+    begins = (
+        np.array([repetend.first[id_] for id_ in facts.ids]),
+        np.array([slots.num_parted for slots in facts.slots]),
+    )
     orders = [
-        _copy_order(facts, programs, repetend, device, findings) for device in checked(range(len(programs.ids)), 1)
+        _copy_order(facts, programs, repetend, begins, device, findings)
+        for device in checked(range(len(programs.ids)), 1)
     ]
     runs = {} if links is None else _link_runs(facts, links, repetend, findings)
     if findings.has("repetend"):
@@ -104,15 +109,21 @@ def _cannot_repeat(facts: Facts, repetend: Repetend, findings: Findings) -> bool
 
 
 def _copy_order(
-    facts: Facts, programs: Programs, repetend: Repetend, device: int, findings: Findings
+    facts: Facts,
+    programs: Programs,
+    repetend: Repetend,
+    begins: tuple[IntArray, IntArray],
+    device: int,
+    findings: Findings,
 ) -> list[tuple[int, int]]:
-    """The device's copy as (operation, u) in order; each operation ``unroll`` times, in one contiguous run."""
-    actions = programs.actions[device]
+    """The device's copy as (operation, u) in order; each operation ``unroll`` times, in one contiguous run.
+
+    ``begins`` are [operation] the copy's first micro-batch, and how many run in parts.
+    """
+    actions, (first, parted) = programs.actions[device], begins
     operations = programs.items[actions]
-    parted = np.array([slots.num_parted for slots in facts.slots])
     numbers = actions - programs.firsts[operations]
     microbatches = np.where(numbers < 2 * parted[operations], numbers // 2, numbers - parted[operations])
-    first = np.array([repetend.first[id_] for id_ in facts.ids])
     own, _ = counted(operations)
     begin = int((first + parted)[own].sum())
     end = begin + repetend.unroll * len(own)

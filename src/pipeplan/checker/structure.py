@@ -15,6 +15,7 @@ from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Operation, context_problem
 from pipeplan.workload.kinds import BACKWARD_ROLES, COMPUTE_KINDS, FORWARDS, PASSES, Role, in_order, role_of
 
+_FOLLOWS = {pair for each in PASSES for pair in itertools.pairwise(each)}
 _FEEDS = {Role.FORWARD: (Role.FORWARD,), Role.BACKWARD: BACKWARD_ROLES, Role.INPUT_GRAD: BACKWARD_ROLES}
 """Role -> the roles of other stages that hand something to it."""
 
@@ -175,7 +176,7 @@ def _check_dependency(plan: Plan, number: int, source: str, target: str, finding
     elif dependency.later:
         allowed = roles == (Role.FORWARD, Role.FORWARD)
     elif dependency.source_stage == dependency.target_stage:
-        allowed = roles in [pair for each in PASSES for pair in itertools.pairwise(each)]
+        allowed = roles in _FOLLOWS
     else:
         allowed = roles[0] in _FEEDS.get(roles[1], ())
     routes = [plan.stage_of(id_).route for id_ in (source, target)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,78 +28,53 @@ class Links:
     """The messages that occupy links, and when they do.
 
     ``on`` has for each link (source device, target device) its messages in the order of the SENDs, by hop and number.
-    ``begins`` [hop][message] is when each takes its link, in ns: as soon as it is made and those before it are through;
-    ``made`` [hop][message] is when everything that it carries is made. ``hops`` [operation] are the numbers of such
-    hops that bring it something, ``ends`` {hop: (source operation, target operation)}.
+    All messages are numbered through, hop after hop. ``made`` [message] is when everything that it carries is made, and
+    ``begun`` [message] when it takes its link, in ns: as soon as it is made and those before it are through. ``takes``
+    [message] is how long it occupies the link, a part of a micro-batch half as long, and ``arrivals`` [message] when it
+    is there; none of that is of hops that occupy none. ``ends`` {hop: (source operation, target operation)} has those
+    that do. ``comings`` are (action, message that it waits for, how long the action runs before it needs that, in ns).
     """
 
     messages: Messages
     on: dict[tuple[int, int], tuple[IntArray, IntArray]]
-    begins: dict[int, IntArray]
-    made: dict[int, IntArray]
-    hops: list[list[int]]
+    made: IntArray
+    begun: IntArray
+    takes: IntArray
+    arrivals: IntArray
     ends: dict[int, tuple[int, int]]
+    comings: tuple[IntArray, IntArray, IntArray]
 
     @classmethod
     def of(cls, facts: Facts, messages: Messages, programs: Programs) -> Links:
         """Go through the programs, which are complete."""
-        links = cls(messages, {}, {}, {}, [[] for _ in facts.ids], {})
-        for number, (_, _, dependency, hop) in enumerate(messages.hops):
-            if hop.occupancy_ns:
-                links.ends[number] = facts.position[dependency.source], facts.position[dependency.target]
-                links.hops[facts.position[dependency.target]].append(number)
-                links.made[number] = links._made(facts, number)
-                links.begins[number] = np.zeros_like(links.made[number])
-        for device, ids in enumerate(programs.ids if links.ends else []):
-            links._send(device, ids[ids >= messages.firsts[0]], programs, len(facts.ids))
-        return links
-
-    def _made(self, facts: Facts, number: int) -> IntArray:
-        (source, _), slots, its = self.ends[number], self.messages.slots[number], facts.columns
-        ends = its.ends[its.firsts[source] : its.firsts[source + 1]]
-        left, _ = overlap(facts.plan, self.messages.hops[number][2])
-        if slots == facts.slots[source]:
-            return ends - left
-        at, makers = spread(*sharing(slots, facts.slots[source]))
-        made = np.zeros(len(slots), ends.dtype)
-        np.maximum.at(made, at, ends[makers])
-        return made - left
-
-    def _send(self, device: int, ids: IntArray, programs: Programs, base: int) -> None:
-        """Take the SENDs of one device."""
-        items = programs.items[ids]
-        numbers, own = ids - programs.firsts[items], items - base
-        mine, _ = counted(own)
-        sent = [self._target(n, device) for n in mine.tolist()]
-        to = np.array(sent, np.int64)[np.searchsorted(mine, own)]
-        for target in dict.fromkeys(each for each in sent if each >= 0):
-            hops, those = own[to == target], numbers[to == target]
-            made, takes = (np.zeros(len(hops), dtype) for dtype in (np.result_type(*self.made.values()), np.int64))
-            by_hop = [(n, hops == n) for n, to_it in zip(mine.tolist(), sent, strict=True) if to_it == target]
-            for n, these in by_hop:
-                made[these], takes[these] = self.made[n][those[these]], self.occupancies(n)[those[these]]
-            before = np.cumsum(takes) - takes
-            begins = np.maximum.accumulate(np.maximum(made - before, 0)) + before
-            for n, these in by_hop:
-                self.begins[n][those[these]] = begins[these]
-            self.on[device, target] = hops, those
-
-    def _target(self, number: int, device: int) -> int:
-        """The device that a hop leads to; -1 where it does not lead from this one, or occupies no link."""
-        hop = self.messages.hops[number][3]
-        return hop.target_device if number in self.ends and hop.source_device == device else -1
+        ends = {
+            number: (facts.position[dependency.source], facts.position[dependency.target])
+            for number, (_, _, dependency, hop) in enumerate(messages.hops)
+            if hop.occupancy_ns
+        }
+        counts = np.diff(messages.firsts)
+        takes = np.repeat([hop.occupancy_ns for *_, hop in messages.hops] or np.zeros(0, np.int64), counts)
+        for number, slots in enumerate(messages.slots):
+            if slots.num_parted:
+                begin = int(messages.firsts[number] - messages.firsts[0])
+                takes[begin : begin + 2 * slots.num_parted] = messages.hops[number][3].part.occupancy_ns
+        inside = {number: overlap(facts.plan, messages.hops[number][2]) for number in ends}
+        made = _made(facts, messages, ends, inside)
+        on, begun = _sent(messages, programs, ends, made, takes)
+        latency = np.repeat([hop.latency_ns for *_, hop in messages.hops] or np.zeros(0, np.int64), counts)
+        arrivals = begun + takes + latency
+        return cls(messages, on, made, begun, takes, arrivals, ends, _comings(facts, messages, ends, inside))
 
     @cached_property
     def orders(self) -> dict[tuple[int, int], list[Sent]]:
         """{link: its messages in the order of the SENDs}."""
         return {link: list(zip(*(each.tolist() for each in own), strict=True)) for link, own in self.on.items()}
 
-    def occupancies(self, number: int) -> IntArray:
-        """[message] how long it occupies its link, in ns: a part of a micro-batch half as long."""
-        hop, slots = self.messages.hops[number][3], self.messages.slots[number]
-        found = np.full(len(slots), hop.occupancy_ns)
-        found[: 2 * slots.num_parted] = hop.part.occupancy_ns
-        return found
+    @cached_property
+    def begins(self) -> dict[int, IntArray]:
+        """{hop: [its message] when each takes its link, in ns}."""
+        firsts = self.messages.firsts - self.messages.firsts[0]
+        return {number: self.begun[firsts[number] : firsts[number + 1]] for number in self.ends}
 
     def hop(self, number: int, message: int) -> Hop:
         """What a message takes, as a hop: a part of a micro-batch occupies the link half as long."""
@@ -110,19 +85,16 @@ class Links:
         """When a message is there, in ns."""
         return int(self.begins[number][message]) + self.hop(number, message).duration_ns
 
-    def arrivals(self, number: int) -> IntArray:
-        """[message] when it is there, in ns."""
-        return self.begins[number] + self.occupancies(number) + self.messages.hops[number][3].latency_ns
+    @property
+    def allowed(self) -> IntArray:
+        """[coming] when the message lets the action start, in ns: the part that needs it comes after the start."""
+        _, sent, begun = self.comings
+        return self.arrivals[sent] - begun
 
-    def allowed(self, facts: Facts, number: int) -> tuple[IntArray, IntArray, IntArray]:
-        """Actions that messages of a hop come to, their messages, and from when on these let them start, in ns.
-
-        The part that needs it comes after the action's start.
-        """
-        (_, target), slots = self.ends[number], self.messages.slots[number]
-        actions, messages = spread(*sharing(facts.slots[target], slots))
-        allowed = self.arrivals(number)[messages] - overlap(facts.plan, self.messages.hops[number][2])[1]
-        return actions + facts.columns.firsts[target], messages, allowed
+    @cached_property
+    def _num_parted(self) -> IntArray:
+        """[hop] how many of its micro-batches go in parts."""
+        return np.array([slots.num_parted for slots in self.messages.slots])
 
     def copy(self, link: tuple[int, int], begins: list[int], unroll: int) -> dict[Sent, int] | None:
         """The link's part of a repetend that has its operations from micro-batches ``begins`` [operation] on.
@@ -132,15 +104,15 @@ class Links:
         micro-batch's number in the run, by hop}, in order; None if there is none.
         """
         hops, messages = self.on[link]
-        parted = np.array([slots.num_parted for slots in self.messages.slots])[hops]
-        whole = (messages >= 2 * parted) | (messages % 2 == 0)  # parts are before it
-        hops, messages = hops[whole], messages[whole]
+        parted = self._num_parted[hops]
+        if parted.any():
+            whole = (messages >= 2 * parted) | (messages % 2 == 0)  # parts are before it
+            hops, messages = hops[whole], messages[whole]
         own, _ = counted(hops)
-        of_hop = [microbatches(self.messages.slots[number]) for number in own.tolist()]
-        index = np.searchsorted(own, hops)
-        numbers = np.zeros(len(hops), np.int64)
-        for place, each in enumerate(of_hop):
-            numbers[index == place] = each[messages[index == place]]
+        index, numbers = np.searchsorted(own, hops), messages.copy()
+        for place, number in enumerate(own.tolist()):
+            if not self.messages.slots[number].plain:
+                numbers[index == place] = microbatches(self.messages.slots[number])[messages[index == place]]
         low, high = (np.array([begins[self.ends[number][side]] for number in own.tolist()]) for side in (1, 0))
         for at in reversed(range(int(low.sum()), int(high.sum()) + 1)):
             before = np.bincount(index[:at], minlength=len(own))
@@ -158,18 +130,98 @@ class Links:
         return None
 
 
+_Ends = Mapping[int, tuple[int, int]]
+"""{hop that occupies a link: two numbers that it has}"""
+
+
+def _made(facts: Facts, messages: Messages, ends: _Ends, inside: _Ends) -> IntArray:
+    """[message] when everything that it carries is made, in ns; nothing of hops that occupy no link."""
+    its, firsts = facts.columns, messages.firsts - messages.firsts[0]
+    made = np.zeros(int(firsts[-1]), its.ends.dtype)
+    for number, (source, _) in checked(ends.items(), 1024):
+        slots, ended = messages.slots[number], its.ends[its.firsts[source] : its.firsts[source + 1]]
+        own = made[firsts[number] : firsts[number + 1]]
+        if slots == facts.slots[source]:
+            own[:] = ended
+        else:
+            at, makers = spread(*sharing(slots, facts.slots[source]))
+            np.maximum.at(own, at, ended[makers])
+        if inside[number][0]:
+            own -= inside[number][0]
+    return made
+
+
+def _comings(facts: Facts, messages: Messages, ends: _Ends, inside: _Ends) -> tuple[IntArray, IntArray, IntArray]:
+    """Actions, messages that come to them, and how long each action runs before it needs that, in ns."""
+    its, firsts = facts.columns, messages.firsts - messages.firsts[0]
+    alike = np.zeros(len(messages.hops), bool)
+    targets = np.zeros(len(messages.hops), np.int64)
+    actions, sent, begun = list[IntArray](), list[IntArray](), list[IntArray]()
+    for number, (_, target) in checked(ends.items(), 1024):
+        slots = messages.slots[number]
+        if slots == facts.slots[target] and not inside[number][1]:
+            alike[number], targets[number] = True, its.firsts[target]
+            continue
+        takers, those = spread(*sharing(facts.slots[target], slots))
+        actions.append(takers + its.firsts[target])
+        sent.append(those + firsts[number])
+        begun.append(np.full(len(those), inside[number][1]))
+    counts = np.diff(firsts)
+    those = np.flatnonzero(np.repeat(alike, counts))
+    actions.append(np.repeat(targets - firsts[:-1], counts)[those] + those)
+    return (
+        np.concatenate(actions),
+        np.concatenate([*sent, those]),
+        np.concatenate([*begun, np.zeros(len(those), np.int64)]),
+    )
+
+
+def _sent(
+    messages: Messages, programs: Programs, ends: _Ends, made: IntArray, takes: IntArray
+) -> tuple[dict[tuple[int, int], tuple[IntArray, IntArray]], IntArray]:
+    """The messages of each link in the order of the SENDs, by hop and number; [message] when it takes its link."""
+    first, begun = int(messages.firsts[0]), np.zeros_like(made)
+    pairs = {(messages.hops[number][3].source_device, messages.hops[number][3].target_device): None for number in ends}
+    links = {pair: index for index, pair in enumerate(sorted(pairs, key=lambda pair: pair[0]))}
+    link_of = np.full(len(messages.hops), -1)
+    sender_of = np.full(len(messages.hops), -1)
+    for number in ends:
+        hop = messages.hops[number][3]
+        link_of[number], sender_of[number] = links[hop.source_device, hop.target_device], hop.source_device
+    hop_of = programs.items[first:] - programs.num_operations
+    found = [np.zeros(0, np.int64)]
+    for device, ids in checked(enumerate(programs.ids if links else []), 8):
+        own = ids[ids >= first] - first
+        found.append(own[sender_of[hop_of[own]] == device])
+    sent = np.concatenate(found)
+    line = sent[np.argsort(link_of[hop_of[sent]], kind="stable")]
+    hops = hop_of[line]
+    numbers, bounds = line + first - messages.firsts[hops], np.searchsorted(link_of[hops], np.arange(len(links) + 1))
+    before = np.cumsum(takes[line]) - takes[line]
+    on = dict[tuple[int, int], tuple[IntArray, IntArray]]()
+    for link, index in checked(links.items(), 1024):
+        these = slice(int(bounds[index]), int(bounds[index + 1]))
+        if these.start == these.stop:
+            continue
+        waited = before[these] - before[these][:1]
+        begun[line[these]] = np.maximum.accumulate(np.maximum(made[line[these]] - waited, 0)) + waited
+        on[link] = hops[these], numbers[these]
+    return on, begun
+
+
 def check_links(facts: Facts, links: Links, findings: Findings) -> None:
     """No action starts before a message is there that had to wait for its link.
 
     Whether it would be there over a free link is another rule's (inputs).
     """
+    actions, sent, _ = links.comings
+    waited = links.begun[sent] - links.made[sent]
+    starts, allowed = facts.columns.starts[actions], links.allowed
+    late = np.flatnonzero((allowed - waited <= starts) & (starts < allowed))
     wrong = list[tuple[int, int, int]]()
-    for number in links.ends:
-        actions, sent, allowed = links.allowed(facts, number)
-        made = links.made[number] + links.occupancies(number) + links.messages.hops[number][3].latency_ns
-        begun, starts = links.arrivals(number)[sent] - allowed, facts.columns.starts[actions]
-        late = np.flatnonzero((made[sent] - begun <= starts) & (starts < allowed))
-        wrong += zip(actions[late].tolist(), [number] * len(late), sent[late].tolist(), strict=True)
+    for action, each in zip(actions[late].tolist(), sent[late].tolist(), strict=True):
+        number = int(np.searchsorted(links.messages.firsts, each + links.messages.firsts[0], side="right")) - 1
+        wrong.append((action, number, each + int(links.messages.firsts[0] - links.messages.firsts[number])))
     for action, number, message in sorted(wrong):
         hop = links.hop(number, message)
         target, own = facts.columns.entry(action)
@@ -252,9 +304,7 @@ def _check_earliest(facts: Facts, free: IntArray, links: Links | None, findings:
     ready = free.copy()
     np.maximum.at(ready, its.targets, its.arrivals)
     if links is not None:
-        for number in links.ends:
-            targets, _, allowed = links.allowed(facts, number)
-            np.maximum.at(ready, targets, allowed)
+        np.maximum.at(ready, links.comings[0], links.allowed)
     for action in np.flatnonzero(its.starts != ready).tolist():
         start, free_at = its.starts[action], ready[action]
         text = f"starts at {start} ns, but its devices are free and its inputs are there at {free_at} ns"
@@ -276,15 +326,15 @@ def check_memory(
     takes half; workspace is held while it runs. A device runs one action at a time, so all follows from its order, but
     for what stages keep for each micro-batch. Call it with complete programs only.
     """
-    state = _state(facts)
+    state, effects = _state(facts), _Effects.of(facts, programs)
     keeping = [number for number, stage in enumerate(facts.plan.stages) if stage.kept.total]
     peaks: list[int] = []
     for device, actions in checked(enumerate(programs.actions), 1):
         if facts.plan.is_inference or (spans and spans[device]):
-            peaks.append(_peak_in_time(facts, programs, device, state[device], spans[device], findings))
+            peaks.append(_peak_in_time(facts, programs, effects, device, state[device], spans[device], findings))
             continue
         kept = _kept(facts, device, actions, keeping)
-        levels = _levels(facts, programs, actions)
+        levels = effects.levels(programs, actions)
         if keeping:
             levels = levels + column([each.total for each in kept], 2)
         if facts.loop is not None and len(facts.loop.rounds) > 1:
@@ -306,16 +356,21 @@ def check_memory(
 
 
 def _peak_in_time(
-    facts: Facts, programs: Programs, device: int, state: MemoryBytes, spans: Sequence[Span], findings: Findings
+    facts: Facts,
+    programs: Programs,
+    effects: _Effects,
+    device: int,
+    state: MemoryBytes,
+    spans: Sequence[Span],
+    findings: Findings,
 ) -> int:
     """The same of a device that has state whole for some time: all that it holds at each moment at which that grows."""
-    its, effects, actions = facts.columns, facts.plan.operations, programs.actions[device]
-    operations = programs.items[actions]
-    workspace = column([each.workspace_bytes for each in effects], 2 + len(actions))[operations]
+    its, actions = facts.columns, programs.actions[device]
+    workspace = effects.workspace[programs.items[actions]]
     starts, ends = its.starts[actions], its.ends[actions]
     changes = [(WORKSPACE, starts, workspace), (WORKSPACE, ends, -workspace)]
     if not facts.plan.is_inference:
-        taken, given = _taken(facts, programs, actions)
+        taken, given = effects.taken(programs, actions)
         changes += [(ACTIVATIONS, starts, taken), (ACTIVATIONS, ends, -given)]
     for kind in dict.fromkeys(kind for *_, kind, _ in spans):
         begun, ended, each = zip(*((begin, end, size) for begin, end, of, size in spans if of is kind), strict=True)
@@ -356,25 +411,42 @@ def _state(facts: Facts) -> list[MemoryBytes]:
     return state
 
 
-def _levels(facts: Facts, programs: Programs, actions: IntArray) -> IntArray:
-    """Activations and workspace while each action runs [action], in bytes."""
-    taken, given = _taken(facts, programs, actions)
-    workspace = column([each.workspace_bytes for each in facts.plan.operations], 2 + len(actions))
-    return np.cumsum(taken - given) + given + workspace[programs.items[actions]]
+@dataclass(frozen=True, slots=True)
+class _Effects:
+    """[operation] bytes that an action takes at its start and gives back at its end, and those it has while it runs.
 
+    ``parts`` [operation] says how many of its actions run a part of a micro-batch.
+    """
 
-def _taken(facts: Facts, programs: Programs, actions: IntArray) -> tuple[IntArray, IntArray]:
-    """Activations that each action takes at its start, and gives back at its end [action], in bytes."""
-    effects, operations = facts.plan.operations, programs.items[actions]
-    taken, given = (
-        column([getattr(each, name) for each in effects], 2 + len(actions))[operations]
-        for name in ("acquire_bytes", "release_bytes")
-    )
-    parts = np.array([2 * slots.num_parted for slots in facts.slots])[operations]
-    if parts.any():
-        numbers = actions - programs.firsts[operations]
-        taken = np.where(numbers < parts, np.where(numbers % 2, taken // 2, taken - taken // 2), taken)
-    return taken, given
+    acquired: IntArray
+    released: IntArray
+    workspace: IntArray
+    parts: IntArray
+
+    @classmethod
+    def of(cls, facts: Facts, programs: Programs) -> _Effects:
+        """Of a plan, for sums over any of its programs."""
+        operations, times = facts.plan.operations, 2 + max(map(len, programs.actions), default=0)
+        return cls(
+            column([each.acquire_bytes for each in operations], times),
+            column([each.release_bytes for each in operations], times),
+            column([each.workspace_bytes for each in operations], times),
+            np.array([2 * slots.num_parted for slots in facts.slots]),
+        )
+
+    def levels(self, programs: Programs, actions: IntArray) -> IntArray:
+        """Activations and workspace while each action runs [action], in bytes."""
+        taken, given = self.taken(programs, actions)
+        return np.cumsum(taken - given) + given + self.workspace[programs.items[actions]]
+
+    def taken(self, programs: Programs, actions: IntArray) -> tuple[IntArray, IntArray]:
+        """Activations that each action takes at its start, and gives back at its end [action], in bytes."""
+        operations = programs.items[actions]
+        taken, parts = self.acquired[operations], self.parts[operations]
+        if parts.any():
+            numbers = actions - programs.firsts[operations]
+            taken = np.where(numbers < parts, np.where(numbers % 2, taken // 2, taken - taken // 2), taken)
+        return taken, self.released[operations]
 
 
 def _in_all_copies(facts: Facts, loop: Loop, device: int, entries: list[tuple[Entry, int]]) -> list[tuple[int, int]]:

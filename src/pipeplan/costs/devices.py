@@ -227,6 +227,8 @@ def other_device(
     Of the cluster's first ``num_devices``, or of all. Names that mean no preset are not compared, nor kinds that have
     another speed, or are ``apart``, with a profile of their own.
     """
+    if not device:
+        return None
     kinds = cluster.devices if num_devices is None else cluster.first(min(num_devices, cluster.num_devices)).devices
     meant = {
         kind.name: device_meant(kind.name, kind.memory_bytes and kind.memory_bytes / 1e9)
@@ -235,7 +237,7 @@ def other_device(
     }
     own = device_meant(device)
     unlike = [name for name, preset in meant.items() if preset is not None and preset != own]
-    if not device or not unlike:
+    if not unlike:
         return None
     return (
         f"times are those of {device}, the cluster has {' and '.join(unlike)}: its links and memory count, the times "

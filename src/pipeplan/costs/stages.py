@@ -494,7 +494,7 @@ def _with_first_and_last(first: Block, stage: Stage, recipe: Recipe, cluster: Cl
 
     The last reduction comes after the last backward; the gather before the first forward, after the step before.
     """
-    if stage.reduce_every is not None:  # actions do all of it
+    if stage.reduce_every is not None or (stage.zero < IN_ACTIONS and stage.expert == 1):  # actions do all, or nothing
         return stage
     exchanged = Exchanged.of(first, recipe, Zero.of(stage), stage.shards, Experts.of(stage))
     gather, reduce = Exchanging.of(stage, cluster).times(exchanged)
@@ -668,8 +668,9 @@ def _settled(
     own["speed"] = min(speeds[device] for device in placed.devices)
     own["expert_shards"] = profile.expert_shards_on(placed.expert, placed.expert_shards)
     own["context_exchange"] = exchange_on(profile, placed.shards, placed.context)
-    stage = Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
-    return replace(stage, recompute=recompute_of(asked_again([blocks[id_] for id_ in stage.blocks], stage.recompute)))
+    own = {"microbatch_size": microbatch_size, "recompute": recompute} | own
+    again = asked_again([blocks[id_] for id_ in own["blocks"]], own["recompute"])
+    return Stage(**own | {"recompute": recompute_of(again)})
 
 
 def _require_shared_out(stage: Stage, mini_batch: int, num_routes: int) -> None:

@@ -182,7 +182,8 @@ _LONGEST_WHAT = 1_000
 def _best(search: PlanSearch) -> list[Trial]:
     """The best trials that differ in more than their schedules, the best first."""
     best: dict[str, Trial] = {}
-    for trial in sorted(search.done, key=lambda trial: trial.value_ns or 0):
+    known = search.done or ([] if search.answer is None else [search.answer])
+    for trial in sorted(known, key=lambda trial: trial.value_ns or 0):
         best.setdefault(_layout(trial), trial)
     return list(best.values())[:MOST_ALTERNATIVES]
 

@@ -26,7 +26,7 @@ from pipeplan.files.plan import Decode, KindSource
 from pipeplan.lower import programs
 from pipeplan.planning.alternatives import EqualPlan, Explanation
 from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.planning.choices import choices_of
+from pipeplan.planning.choices import choices_of, stands_in
 from pipeplan.planning.decoding import DecodeAnswer
 from pipeplan.planning.request import Request
 from pipeplan.schedule.rules import Rules
@@ -161,7 +161,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
     ``whole`` is the schedule's workload, or the one without forwards in parts; both are of blocks (:func:`.of_blocks`).
     """
     profile = request.block_profile
-    problem = OneMicrobatch.of(whole)
+    problem = OneMicrobatch.of(whole, require_room=False)
     plan = assemble(
         schedule.graph,
         schedule.orders,
@@ -477,6 +477,11 @@ class Result(Displayed):
     def status(self) -> str:
         """``optimal`` where nothing that the request leaves open is quicker, otherwise ``feasible``."""
         return "optimal" if self.gap == 0 else "feasible"
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether the plan is cut evenly, as the planner that was asked for had none when the search ended."""
+        return self.request is not None and stands_in(self.request, str(self.plan.provenance.options.get("stages")))
 
     @property
     def gap(self) -> float:

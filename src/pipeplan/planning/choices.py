@@ -10,6 +10,9 @@ from pipeplan.schedule.classic import CLASSIC
 
 SEARCHED = "searched"
 
+EVEN = "even"
+"""What made stages that are cut evenly."""
+
 _OF_DEVICES = ("replicas", "shards", "context", "expert", "expert_shards", "positions", "chunks")
 _SIZES = (*_OF_DEVICES, "context_exchange", "zero", "zero_group", "spread")
 
@@ -26,7 +29,7 @@ def choices_of(request: Request, source: str, scheduler: str, *, late_inputs: bo
     found = {
         "placement": _placement_by(request, source),
         **{name: said[name] for name in _SIZES if name in said},
-        "microbatch": said.get("microbatch") or _microbatch_by(request),
+        "microbatch": said.get("microbatch") or _microbatch_by(request, source),
         "schedule": named or _search_of(request, scheduler),
         "recompute": said.get("recompute", SEARCHED),
         "backward": said.get("split_backward", whole),
@@ -67,13 +70,15 @@ def choices_of_splits(request: Request, only: str | None) -> dict[str, str]:
     return {
         "placement": "one stage on all devices",
         "splits": f"{SEARCHED} (frontier)" if only is None else f"--only {only}",
-        "microbatch": said.get("microbatch") or _microbatch_by(request),
+        "microbatch": said.get("microbatch") or _microbatch_by(request, ""),
         "schedule": "the only order there is",
     }
 
 
 def _placement_by(request: Request, source: str) -> str:
     """A strategy says where stages stand, and not which they are."""
+    if stands_in(request, source):
+        return f"an even cut, for want of --planner {request.planner}'s"
     if request.planner != "auto":
         return f"--planner {request.planner}"
     stated = dict(request.said).get("placement")
@@ -83,11 +88,17 @@ def _placement_by(request: Request, source: str) -> str:
     return made if stated is None else f"{stated}, stages {made}"
 
 
-def _microbatch_by(request: Request) -> str:
+def stands_in(request: Request, source: str) -> bool:
+    """Whether stages are cut evenly because the planner that was asked for had none when time was up."""
+    return request.planner != "auto" and source == EVEN
+
+
+def _microbatch_by(request: Request, source: str) -> str:
     """Planners choose sizes with their stages, where there is more than one."""
     if len(request.sizes) < 2:
         return "the only size there is"
-    return f"--planner {request.planner}" if request.planner != "auto" else SEARCHED
+    own = request.planner != "auto" and not stands_in(request, source)
+    return f"--planner {request.planner}" if own else SEARCHED
 
 
 def _schedule_named(request: Request) -> str | None:

@@ -20,14 +20,14 @@ from pipeplan.planning.choices import OF_RULES, choices_of_known, found_as
 from pipeplan.planning.infeasibility import most_telling
 from pipeplan.planning.planners import AUTO_PLANNER, EVERY_PLANNER, PLANNERS
 from pipeplan.planning.request import Batch, Request, follows_rules, input_notes, splits_by
-from pipeplan.planning.steps import search_plan
+from pipeplan.planning.steps import STEPS, EvenCut, search_plan, without
 from pipeplan.planning.trials import FIRST_SECONDS, workloads
 from pipeplan.schedule.classic import CLASSIC, Classic, always, as_given
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.engine import schedule_by_rules
-from pipeplan.schedule.state import Progress
+from pipeplan.schedule.state import Progress, SearchStep
 from pipeplan.simulator.metrics import rates
 from pipeplan.simulator.spares import Spares
 from pipeplan.time_limit import Limit
@@ -360,13 +360,18 @@ class _RowsSoFar:
         limit = Limit(asked.time_limit if clocked else math.inf, whole=self.limit, clock=self.limit.clock)
         try:
             first = replace(asked, time_limit=asked.time_limit * _SEARCHING) if clocked else asked
-            found = search_plan(first, progress=self._listen(progress), within=self.limit)
+            found = search_plan(first, progress=self._listen(progress), within=self.limit, steps=self._steps(first))
         except InfeasibleError as error:
             self._failures.append(error)
             seconds = limit.remaining * _SEARCHING if clocked else asked.time_limit
             asked = replace(asked.within(error.enough_bytes or MAX_BYTES), time_limit=seconds)
-            found = search_plan(asked, within=self.limit)
+            found = search_plan(asked, within=self.limit, steps=self._steps(asked))
         self._add(asked, found, limit)
+
+    @staticmethod
+    def _steps(asked: Request) -> Sequence[SearchStep]:
+        """What is tried: of a planner by name nothing that only stands in for its plan."""
+        return STEPS if asked.planner == AUTO_PLANNER else without({EvenCut.name})
 
     def add_planner(self, asked: Request) -> None:
         """A row of 1F1B, with whole forwards and backwards, on the stages that a published planner chooses.
@@ -375,7 +380,7 @@ class _RowsSoFar:
             PipeplanError: it chooses none.
         """
         alone = replace(asked, scheduler="1f1b", rules=None, num_parted=0, split_backward=False, late_inputs=False)
-        result = search_plan(alone, within=self.limit)
+        result = search_plan(alone, within=self.limit, steps=self._steps(alone))
         recompute = any(stage.recomputes for stage in result.plan.stages)
         row = _ours(result, recompute, self._request.memory)
         self._rows.append(replace(row, schedule="1f1b", placement=asked.planner, cut_short=False))

@@ -308,9 +308,11 @@ def _answer(
     bases: Sequence[Result],
 ) -> Result:
     plan, iteration = best.plan, best.plan.predicted.iteration_ns
-    bound = iteration
+    bound = best.lower_bound_ns
     if not (isinstance(request.placement, Placement) and kernels.asked.cover is not None):
-        least = replace(request, profile=kernels.least(), stated=None, joined=None, kernels=None)
+        several = len(request.placement.stages) > 1 if isinstance(request.placement, Placement) else False
+        profile = kernels.least(several=several or (request.positions or 1) > 1)
+        least = replace(request, profile=profile, stated=None, joined=None, kernels=None)
         bound = min(iteration, request_bound(least))
     options = {**plan.provenance.options, "kernels": kernels.asked.said}
     chosen = {**(bases[0].plan.provenance.choices if bases else {}), "kernels": f"--kernels {kernels.asked.said}"}

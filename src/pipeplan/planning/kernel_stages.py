@@ -181,8 +181,10 @@ class StageKernels:
                     rows[id_][size] = row
         return self._with_rows(rows)
 
-    def least(self) -> Profile:
+    def least(self, *, several: bool) -> Profile:
         """The profile with which bounds hold of every cover: each block has the least of its parts of all groups.
+
+        Where there are ``several`` stages, none has the group of all blocks.
 
         A group's blocks share what it takes as they do in eager torch, so that no stage takes less than its blocks.
         """
@@ -190,6 +192,8 @@ class StageKernels:
         for size in self.sizes:
             parts: dict[str, list[CostRow]] = {id_: [] for id_ in rows}
             for match in self._of_backends(size):
+                if several and len(match.blocks) == len(rows):
+                    continue
                 for id_, row in self._shares(match, size).items():
                     parts[id_].append(row)
             for block in self.profile.blocks:

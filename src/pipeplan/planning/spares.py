@@ -16,11 +16,22 @@ from pipeplan.planning.build_plan import Result
 from pipeplan.planning.comparison import Comparison
 from pipeplan.planning.frontier import FrontierResult
 from pipeplan.planning.request import Request
-from pipeplan.simulator.failures import failures
+from pipeplan.simulator.failures import SECONDS_PER_DEVICE, are_simulated, failures
 from pipeplan.simulator.spares import Spares
 from pipeplan.time_limit import Limit
 
 Found = TypeVar("Found")
+
+
+def _reserved(request: Request) -> float:
+    """Seconds for what a plan takes where spare nodes take over; none where that is known, or would take too long."""
+    assert request.cluster is not None
+    seconds = SECONDS_PER_DEVICE * request.cluster.num_devices
+    return seconds if are_simulated(request.cluster) and seconds <= _MOST_RESERVED * request.time_limit else 0.0
+
+
+_MOST_RESERVED = 0.25
+"""Part of the time."""
 
 
 def for_both(
@@ -31,7 +42,7 @@ def for_both(
     Raises what it does for the former; what it raises for the latter is returned.
     """
     assert request.cluster is not None
-    seconds = request.time_limit / 2
+    seconds = (request.time_limit - _reserved(request)) / 2
     asked = replace(request, spares=0, time_limit=seconds)
     free = asked.free
     count = request.cluster.num_devices
@@ -52,7 +63,8 @@ def for_both(
 def spared(request: Request, plan: Plan | None, time_ns: int, whole: int | PipeplanError, seconds: float) -> Spares:
     """The spares of a request, by what was found without and with them: ns of an iteration, or why there is none."""
     assert request.cluster is not None
-    left = () if plan is None else failures(plan, request.cluster, request.stated_profile)
+    simulated = not are_simulated(request.cluster) or _reserved(request) > 0
+    left = () if plan is None else failures(plan, request.cluster, request.stated_profile if simulated else None)
     return Spares(
         request.spares,
         request.cluster.num_devices,

@@ -52,7 +52,7 @@ class StartPlan(PlanStep):
         trial.offer(schedule)
         with suppress(InfeasibleError):  # groups fit, and their blocks one by one do not
             search.start_ns = iteration_of(of_blocks(search.request, schedule))
-        search.found_first(trial, spare=False)
+        search.found_first(trial)
 
 
 def gain_said(start_ns: int | None, found_ns: int) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -32,7 +33,7 @@ from pipeplan.errors import (
 from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
-from pipeplan.partition.recomputation import choices_of
+from pipeplan.partition.recomputation import choices_of, first_counts
 from pipeplan.planning.alternatives import explained, kept_alternatives, tied_with
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
@@ -58,6 +59,7 @@ from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.moves import Moves
+from pipeplan.planning.own_ways import OwnWays
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request, first_layers_open
@@ -188,17 +190,19 @@ class EaseFirstLayers(PlanStep):
 
     def _ease(self, search: PlanSearch, trial: Trial, high: int) -> None:
         """Fewer layers take less time and more memory, so that halving finds how few fit."""
-        request, stages, low = search.request, trial.candidate.placement.stages, 0
-        while low < high and not search.budget.expired:
-            middle = (low + high) // 2
-            first = [_first_again(request, stage.blocks, middle) for stage in stages]
+        request, stages = search.request, trial.candidate.placement.stages
+        numbers = [[*accumulate(_are_layers(request, stage.blocks))] for stage in stages]
+        fewer = [count for count in first_counts(numbers) if count < high]
+        while fewer and not search.budget.expired:
+            middle = len(fewer) // 2
+            first = [_first_again(request, stage.blocks, fewer[middle]) for stage in stages]
             changes = {index: {"recompute": again} for index, again in enumerate(first)}
             placement = _changed(trial.candidate.placement, changes)
             schedule = _retimed(request, trial, placement, "")
             if schedule is None:
-                low = middle + 1
+                fewer = fewer[middle + 1 :]
                 continue
-            high = middle
+            fewer = fewer[:middle]
             trial.candidate, trial.best = replace(trial.candidate, placement=placement), schedule
             trial.bounds = [schedule.bound_ns]
             trial.begin_again(request)
@@ -207,9 +211,12 @@ class EaseFirstLayers(PlanStep):
 
 def _layers_again(request: Request, stage: Stage) -> int | None:
     """How many layers of a stage recompute, which are its first ones; None where they are others, or not whole."""
-    own = [again for own, again in zip(_are_layers(request, stage.blocks), stage.again, strict=True) if own]
-    count = sum(again is True for again in own)
-    return count if own == [True] * count + [False] * (len(own) - count) else None
+    layers = _are_layers(request, stage.blocks)
+    own = [(again, count) for again, count in zip(stage.again, layers, strict=True) if count]
+    kinds, first = [again for again, _ in own], sum(again is True for again, _ in own)
+    if kinds != [True] * first + [False] * (len(own) - first):
+        return None
+    return sum(count for _, count in own[:first])
 
 
 def _first_again(request: Request, groups: Sequence[str], count: int) -> Recompute:
@@ -583,7 +590,8 @@ class EvenCut(PlanStep):
     cut that is begun then, while nothing else is known, is given up only when ``most`` of what was left is over: the
     work for it would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds
     are left it takes so little that it is made however late it is. If nothing fits with what replicas may divide by
-    default, something with more of it is kept for when nothing else is found.
+    default, something with more of it is kept for when nothing else is found. Where a published planner is asked for by
+    name, whatever is found here only stands in for its plan, until there is one.
     """
 
     seconds: float = 2.0
@@ -602,8 +610,6 @@ class EvenCut(PlanStep):
     def run(self, search: PlanSearch) -> None:
         request = search.request
         if search.begun or isinstance(request.placement, Placement) or request.num_parted or request.spread:
-            return
-        if request.planner != AUTO_PLANNER:
             return
         if request.scheduler != "auto" and not _is_named(request):
             return
@@ -630,10 +636,10 @@ class EvenCut(PlanStep):
         with limit.ended(), telling.enforced():
             begin()
             short = self._look(search, search.request, begin)
-            if search.best is None and search.may_divide:
+            if search.answer is None and search.may_divide:
                 levels = replace(search.request, zero=AUTO).levels  # the table has the first by default
                 for level in levels[1:] if has_table(search.request) else levels:
-                    if search.spare is None and not telling.told:
+                    if search.answer is None and not telling.told:
                         self._look(search, level, begin)
             if search.answer is None and not telling.told and short:
                 search.say(f"no {what} was found that fits: the search goes on")
@@ -686,7 +692,7 @@ class EvenCut(PlanStep):
                 continue
             if trial.best is not None:
                 spare = request is not search.request
-                search.found_first(trial, spare=spare)
+                search.found_first(trial, spare=spare, stands_in=_by_planner(request))
                 if not spare and not _is_named(request) and not has_table(request):
                     self._other_sizes(search, candidate, cuts)
                 return short
@@ -703,10 +709,10 @@ class EvenCut(PlanStep):
             search.sizes.add(candidate.size_per_replica)
             with suppress(PipeplanError):  # it does not fit
                 trial = Trial.of(search.request, candidate, search.steps)
-                if not trial.worse(search.best):
+                if not trial.worse(search.answer):
                     trial.look_plainly()
                 if trial.best is not None:
-                    search.found_first(trial, spare=False)
+                    search.found_first(trial, stands_in=_by_planner(search.request))
 
 
 def _but_for_size(candidate: PlacementCandidate) -> Hashable:
@@ -729,6 +735,11 @@ class _Telling(Limit):
             self.told = True
             self.tell()
         return False
+
+
+def _by_planner(request: Request) -> bool:
+    """Whether a published planner is asked for by name, which alone chooses the stages."""
+    return request.planner != AUTO_PLANNER
 
 
 def _is_named(request: Request) -> bool:
@@ -928,6 +939,7 @@ STEPS: tuple[SearchStep, ...] = (
     LargerGroups(),
     DivideState(),
     KeepAll(),
+    OwnWays(),
     Moves(),
     EveryWidth(),
     RecomputedBlocks(),
@@ -1007,7 +1019,7 @@ def search_plan(
         with _workers_of(search, workers, executor):
             search.run(lambda asked: _candidates(asked, steps, looking))
         best = search.answer
-        if best is None:
+        if best is None or (best is search.stands_in and _has_ended(search)):
             raise _nothing(search)
     last = _last_plan(search, best)
     schedule, plan = last.schedule, last.plan
@@ -1032,6 +1044,7 @@ def search_plan(
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
         notes=(
             *dict.fromkeys(notes),
+            *_standing_in(search, last),
             *slices_left_out(request, schedule.workload, "what was found does not fit so"),
             *sharing_left_out(request, schedule.workload),
             *(gain_said(search.start_ns, plan.predicted.iteration_ns) if request.only is None else ()),
@@ -1046,7 +1059,7 @@ def search_plan(
 
 def _candidates(request: Request, steps: Sequence[SearchStep], looking: LookAtCandidates) -> Iterator[Proposal]:
     """What may be looked at: what a planner chooses that is asked for by name, else all that we know."""
-    if request.planner != AUTO_PLANNER:
+    if _by_planner(request):
         return PLANNERS[request.planner].proposals(request)
     return candidates(request, steps, looking.chains_between, looking.chains_first)
 
@@ -1113,6 +1126,21 @@ def _nothing(search: PlanSearch) -> BaseException:
     )
 
 
+def _has_ended(search: PlanSearch) -> bool:
+    """Whether a planner by name has said why it has no plan, and not only had no time for one."""
+    return bool(search.failures) and not (search.budget.expired or search.budget.interrupted)
+
+
+def _standing_in(search: PlanSearch, made: MadePlan) -> tuple[str, ...]:
+    """That the plan is not of the planner that was asked for."""
+    if not made.stands_in:
+        return ()
+    name = search.request.planner
+    text = f"--planner {name} had no plan when the search ended: this is an even cut instead; raise --time-limit"
+    warnings.warn(text, stacklevel=3)
+    return (text,)
+
+
 def _secure(search: PlanSearch) -> None:
     """Make the first plan at once, so that nothing can lose it, and keep as long for making the last one.
 
@@ -1125,7 +1153,7 @@ def _secure(search: PlanSearch) -> None:
     if search.budget.deterministic or best is None or best.best is None:
         return
     size = _entries(best.best)
-    if made is None:
+    if made is None or (made.stands_in and best is not search.stands_in):
         made = _first_made(search, best)
     else:
         expected = made.seconds * size / _entries(made.schedule)
@@ -1176,7 +1204,8 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
     search.making_seconds += seconds
     assert trial.best is not None
     bound = trial.bound_ns if search.request.joined is None else schedule.bound_ns
-    search.made = MadePlan(schedule, plan, seconds, bound, (trial.parted or trial.best).orders)
+    orders, stands_in = (trial.parted or trial.best).orders, trial is search.stands_in
+    search.made = MadePlan(schedule, plan, seconds, bound, orders, stands_in)
     return search.made
 
 

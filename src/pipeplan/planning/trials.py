@@ -35,7 +35,7 @@ from pipeplan.planning.exchanging import exchanging_workload
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
 from pipeplan.planning.workers import Ahead, Given, LostError
-from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FirstLook, first_look, plain_look, search_schedule
@@ -429,7 +429,8 @@ ENDING = 0.25
 class MadePlan:
     """The plan of a schedule, in how many seconds it was made, and ns that no iteration of its placement is below.
 
-    ``orders`` are those of the trial that it was made of: of blocks where stages are of groups of blocks, too.
+    ``orders`` are those of the trial that it was made of: of blocks where stages are of groups of blocks, too. That one
+    may be what ``stands_in`` for the plan of a planner by name.
     """
 
     schedule: Schedule
@@ -437,6 +438,7 @@ class MadePlan:
     seconds: float
     bound_ns: int
     orders: Orders
+    stands_in: bool = False
 
 
 @dataclass(slots=True)
@@ -451,7 +453,8 @@ class PlanSearch:
     the trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
     last, by which it is known how long that takes: that much time is reserved for it. ``making_seconds`` is what
     making plans has taken; the first was ``given_up`` if there was no time. The ``spare`` trial is for want of any
-    other: its replicas divide more than they do by default.
+    other: its replicas divide more than they do by default. One that ``stands_in`` is cut evenly, and known as long as
+    the planner that was asked for has none.
     """
 
     request: Request
@@ -478,10 +481,11 @@ class PlanSearch:
     made: MadePlan | None = None
     given_up: bool = False
     spare: Trial | None = None
+    stands_in: Trial | None = None
     ahead: Ahead[LookAhead, LookedAt] | None = None
     _looked: LookedAt | None = None
     _seen: set[Hashable] = field(default_factory=set)
-    _said: tuple[int, str] | None = None
+    _said: tuple[int, str, bool] | None = None
     _told: str = ""
     _bounded: bool = field(init=False)
 
@@ -509,7 +513,7 @@ class PlanSearch:
                 self._try_all(candidates, in_turn)
             short = unfit is None and self.best is None and self.may_divide
             if short and any(isinstance(e, InfeasibleError) for e in self.failures):
-                self.request, self.begun = replace(self.request, zero=AUTO), self.spare is not None
+                self.request, self.begun = replace(self.request, zero=AUTO), (self.spare or self.stands_in) is not None
                 self.trials += [] if self.spare is None else [self.spare]
                 self._try_all(candidates, in_turn)
             self.finalists = sorted(self.done, key=cmp_to_key(_compared))
@@ -599,8 +603,8 @@ class PlanSearch:
 
     @property
     def answer(self) -> Trial | None:
-        """The best trial, or for want of one the spare."""
-        return self.best or self.spare
+        """The best trial, or for want of one the spare, or what stands in for a planner's."""
+        return self.best or self.spare or self.stands_in
 
     @property
     def done(self) -> list[Trial]:
@@ -623,6 +627,8 @@ class PlanSearch:
             self.refuted += 1
             return None
         candidate = None if propose is None else self._made(propose)
+        if propose is not None and is_large(self.request):
+            self.budget.charge(SECONDS_PER_CUT)
         self.partition_seconds += self.budget.elapsed - begun
         if propose is None:
             self.all_seen = True
@@ -639,8 +645,12 @@ class PlanSearch:
 
     def is_new(self, candidate: PlacementCandidate) -> bool:
         """Whether nothing was made of a candidate yet, which is so once."""
-        new = candidate.key not in self._seen
-        self._seen.add(candidate.key)
+        return self.is_first(candidate.key)
+
+    def is_first(self, key: Hashable) -> bool:
+        """Whether nothing was tried under this key yet, which is so once."""
+        new = key not in self._seen
+        self._seen.add(key)
         return new
 
     def _given_away(self, proposals: Iterator[Proposal]) -> Iterator[Proposal]:
@@ -719,11 +729,17 @@ class PlanSearch:
             self._told = what
             self.progress(what, 0, 0, self.budget.elapsed)
 
-    def found_first(self, trial: Trial, *, spare: bool) -> None:
-        """Keep a first trial with a schedule; as the ``spare`` if its replicas divide more than they do by default."""
+    def found_first(self, trial: Trial, *, spare: bool = False, stands_in: bool = False) -> None:
+        """Keep a first trial with a schedule; as the ``spare`` if its replicas divide more than they do by default.
+
+        The best of those that only stand in for a planner's is kept apart.
+        """
         self.looked_at += 1
         self.sizes.add(trial.candidate.size_per_replica)
-        if spare:
+        if stands_in:
+            known = self.stands_in
+            self.stands_in = trial if known is None or _compared(trial, known) < 0 else known
+        elif spare:
             self.spare = trial
         else:
             self.trials.append(trial)
@@ -731,7 +747,8 @@ class PlanSearch:
 
     def report(self, trial: Trial) -> None:
         """Report the best and the bound after a look at a trial."""
-        self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}", self.answer)
+        until = f" until --planner {self.request.planner} has one" if trial is self.stands_in else ""
+        self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}{until}", self.answer)
 
     def listen(self, trial: Trial) -> Progress | None:
         """The progress callback of a trial's schedule search: it reports the best and the bound of the whole search."""
@@ -742,16 +759,19 @@ class PlanSearch:
             if self.answer is None and not iteration_ns and self.progress is not None:
                 self.progress(what, 0, bound_ns, self.budget.elapsed)
             else:
-                self._say(what, self.answer, iteration_ns or None)
+                own = self.best or self.spare  # what stands in for a planner's is none of its own
+                self._say(what, own if iteration_ns else self.answer, iteration_ns or None)
 
         return heard
 
     def _say(self, what: str, best: Trial | None, other_ns: int | None = None) -> None:
         values = [value for value in (other_ns, None if best is None else best.value_ns) if value is not None]
         if self.progress is not None and values:
-            if self._said is None or min(values) < self._said[0]:
-                self._said = min(values), what
-            value, made_by = self._said
+            standing = best is not None and best is self.stands_in
+            known = self._said
+            if known is None or (known[2] and not standing) or (known[2] == standing and min(values) < known[0]):
+                self._said = known = min(values), what, standing
+            value, made_by, _ = known
             now = what if what == made_by else f"{what}; the best is from {made_by}"
             self.progress(now, value, min(self.bound_ns, value), self.budget.elapsed)
 

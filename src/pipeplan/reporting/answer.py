@@ -84,6 +84,8 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
         searched = ended == "optimal" or not isinstance(request.placement, Placement)
         ended = f"{made}, {'on the ' * (ended != 'optimal')}{ended}" if searched else f"{made},"
     who = f", stages by --planner {request.planner}" if request.planner != "auto" else ""
+    if result.stands_in:
+        who = f", stages cut evenly: --planner {request.planner} had none"
     return f"{ended} for {counted(simulation.workload.num_devices, 'device')}{memory}{who}"
 
 

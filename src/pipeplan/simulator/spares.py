@@ -57,10 +57,8 @@ class Spares:
         lost = f"{self.loss:.1%} of the throughput"
         if self.loss <= 0:
             lost = "nothing is lost" + "; their number divides the mini-batch worse" * (self.loss < 0)
-        return (
-            f"{planned}, {format_ns(self.whole_ns or 0)} on all: {lost} (each searched for {self.seconds:g} s, half of "
-            "the limit)"
-        )
+        each = f"each searched for {self.seconds:.3g} s, half of the limit"
+        return f"{planned}, {format_ns(self.whole_ns or 0)} on all: {lost} ({each})"
 
     def _failure_said(self, failure: DomainFailure) -> str:
         name = f"a failed {failure.domain}" + (f" ({failure.devices} devices)" if failure.devices > 1 else "")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Le, MinLen
@@ -972,11 +973,11 @@ def mesh_of(configurations: tuple[str, ...], index: int, shards: int) -> Mesh:
 
 def slots_of(stage: Stage, kind: str, mini_batch: int, num_routes: int) -> Slots:
     """Which samples each action of an operation of this kind and stage holds."""
-    size = stage.microbatch_size
-    return Slots(
-        size=size,
-        stride=size * num_routes,
-        offset=size * stage.route,
-        count=mini_batch // (size * num_routes),
-        num_parted=stage.num_parted if role_of(kind) is Role.FORWARD else 0,
-    )
+    parted = stage.num_parted if stage.num_parted and role_of(kind) is Role.FORWARD else 0
+    return _slots_of(stage.microbatch_size, stage.route, num_routes, mini_batch, parted)
+
+
+@lru_cache(maxsize=1024)
+def _slots_of(size: int, route: int, num_routes: int, mini_batch: int, parted: int) -> Slots:
+    """The same, made once for all that are alike: there are thousands of operations."""
+    return Slots(size, size * num_routes, size * route, mini_batch // (size * num_routes), parted)

@@ -39,6 +39,9 @@ from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Hold, Workload
 
+_NO_WAY = -(2**62)
+"""So many ns that they stay negative whatever a way adds."""
+
 
 @dataclass(frozen=True)
 class OneMicrobatch:
@@ -217,18 +220,32 @@ class OneMicrobatch:
 
     def path(self, source: int, target: int) -> int:
         """Longest path from the start of one operation to the end of another in a micro-batch; -1 without one."""
-        return int(self._paths[target, source])
+        begin, end = self._places[source], self._places[target]
+        return max(-1, int(self._paths[end, begin])) if begin <= end else -1
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """[operation] its place in :attr:`order`."""
+        places = [0] * self.num_operations
+        for place, operation in enumerate(self.order):
+            places[operation] = place
+        return places
 
     @cached_property
     def _paths(self) -> NDArray[np.int64]:
-        """[target, source]: of thousands of stages from all operations at once."""
-        found = np.full((self.num_operations, self.num_operations), -1, dtype=np.int64)
-        for target in checked(self.order, 16):
-            found[target, target] = self.durations[target]
-            for middle, lag in self.incoming[target]:
-                begun = found[middle]
-                through = np.where(begun >= 0, begun + (lag + self.durations[target]), -1)
-                np.maximum(found[target], through, out=found[target])
+        """[place of the target, of the source]: of thousands of stages from all operations at once.
+
+        Nothing is said of what is after a target in the order, which leads nowhere; what is negative is no way.
+        """
+        found = np.empty((self.num_operations, self.num_operations), dtype=np.int64)
+        for place, target in enumerate(checked(self.order, 16)):
+            own = found[place, : place + 1]
+            own.fill(_NO_WAY)
+            own[place] = self.durations[target]
+            for source, lag in self.incoming[target]:
+                before = self._places[source] + 1
+                through = found[self._places[source], :before] + (lag + self.durations[target])
+                np.maximum(own[:before], through, out=own[:before])
         return found
 
     def needed_bytes(self, device: int) -> int:
@@ -454,9 +471,10 @@ def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[in
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
     assert not workload.returns, "what returns is between micro-batches that are all alike"
     found: list[Dependency] = []
+    rounds = {slots: _in_round(slots, round_size) for slots in {*workload.slots[: len(position)]}}
     for dependency in workload.dependencies:
         source, target = position[dependency.source], position[dependency.target]
-        own, others = (_in_round(workload.slots[end], round_size) for end in (source, target))
+        own, others = (rounds[workload.slots[end]] for end in (source, target))
         hops = tuple(_over_free_link(hop) for hop in dependency.hops)
         found += [
             Dependency(

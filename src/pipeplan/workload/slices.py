@@ -31,6 +31,8 @@ def parts_words(workload: Workload) -> str:
 
 def without_parts(workload: Workload) -> Workload:
     """The same with whole micro-batches."""
+    if not any(stage.num_parted for stage in workload.stages) and all(x.part_ns is None for x in workload.operations):
+        return workload
     return replace(
         workload,
         stages=tuple(replace(stage, num_parted=0) for stage in workload.stages),

@@ -452,7 +452,7 @@ class Workload:
         """Which samples each message of a hop is about."""
         source, target = (self._position[id_] for id_ in (dependency.source, dependency.target))
         found = _messages(self.slots[source], self.slots[target], hop)
-        return replace(found, count=max(0, found.count - dependency.later))
+        return replace(found, count=max(0, found.count - dependency.later)) if dependency.later else found
 
     def work_of(self, item: int) -> int:
         """Ns that all actions, or messages, of an item take."""
@@ -740,4 +740,7 @@ def _messages(source: Slots, target: Slots, hop: Hop) -> Slots:
 
     What the source runs in parts and the target does not is sent together (AutoPipe III-C).
     """
-    return replace(source, num_parted=min(source.num_parted, target.num_parted), **hop.pattern)
+    parted = min(source.num_parted, target.num_parted)
+    if parted == source.num_parted and hop.every == 1:
+        return source
+    return replace(source, num_parted=parted, **hop.pattern)
