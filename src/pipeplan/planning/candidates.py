@@ -840,7 +840,17 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
     Raises:
         UsageError: a block has no such costs.
     """
-    order, how, usual = request.profile.topological_order(), STRATEGIES[choice.strategy], choice.usual
+    order, kept = request.profile.topological_order(), kept_whole(request.profile)
+    same = _SameRequest(request)
+    ways = [(each, _block_costs(same, choice.pricing._replace(recompute=each))) for each in choice.levels]
+    known = request.joined if first_layers_open(request) else None
+    layers = None if known is None else layers_in(known, order)
+    return FittingChain(ways, [block in kept for block in order], holdings_of(request, choice), layers)
+
+
+def holdings_of(request: Request, choice: Choice) -> list[Holding]:
+    """What its usual schedule has in flight of each stage of a choice, route by route."""
+    how, usual = STRATEGIES[choice.strategy], choice.usual
     assert usual is not None  # it is of the table
     groups, chunks = _groups(request, choice), choice.per_position
     count, every = np.array(choice.batch.num_microbatches), np.arange(len(groups))
@@ -854,7 +864,7 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
     memory = request.memory
     limits = [min((size for x in group if (size := memory[x]) is not None), default=UNLIMITED) for group in groups]
     speeds = _speeds_of(request, groups)
-    holdings = [
+    return [
         Holding(
             at,
             stage,
@@ -866,12 +876,6 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
         for route in how.routes(len(groups), chunks)
         for stage, at in enumerate(route)
     ]
-    kept = kept_whole(request.profile)
-    same = _SameRequest(request)
-    ways = [(each, _block_costs(same, choice.pricing._replace(recompute=each))) for each in choice.levels]
-    known = request.joined if first_layers_open(request) else None
-    layers = None if known is None else layers_in(known, order)
-    return FittingChain(ways, [block in kept for block in order], holdings, layers)
 
 
 @lru_cache(maxsize=64)

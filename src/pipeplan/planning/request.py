@@ -38,7 +38,6 @@ from pipeplan.planning.restrictions import (
     Restrictions,
     groups_of,
     joined_for,
-    layers_in,
     require_ranks,
     restricted_fields,
     target_named,
@@ -724,9 +723,7 @@ class Request:
 def first_layers_open(request: Request) -> bool:
     """Whether it is open how many layers of each stage recompute, the first ones, for a target that has it so."""
     only, known = request.only, request.joined
-    if only is None or known is None or not only.first_layers or len(request.recomputes) < 2:
-        return False
-    return max(layers_in(known, request.profile.topological_order())) < 2
+    return only is not None and known is not None and only.first_layers and len(request.recomputes) > 1
 
 
 def _placement_said(asked: Placement | str, chosen: Placement | str, rules: Rules | None) -> Iterator[tuple[str, str]]:
