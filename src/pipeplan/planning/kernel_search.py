@@ -32,6 +32,9 @@ from pipeplan.units import format_ns
 CUT, LOOKED = 0.3, 0.8
 """Parts of the time: for the plan of either cut; until when variants are looked at."""
 
+LAST_SECONDS = 0.5
+"""For the plan of the best variant, however late it is."""
+
 FEW_STAGES, FEW_CUTS = 6, 200
 """Of so many stages each set is run by backends; of so few ways to cut them and to run them, all."""
 
@@ -157,7 +160,7 @@ class _KernelSearch:
 
     def _look_at(self, placement: Placement, batch: Batch) -> None:
         for variant in self.variants(placement, batch):
-            if self.may_look:
+            if self.may_look or not (self.trials or self.parts.interrupted):  # one, however late it is
                 self.look(variant)
 
     def searched(self, best: Result | None) -> Result | None:
@@ -165,11 +168,13 @@ class _KernelSearch:
         known = sorted(self.trials.items(), key=lambda each: each[1].value_ns or math.inf)
         for number, (variant, trial) in enumerate(known):
             most = None if best is None else best.plan.predicted.iteration_ns
-            if self.parts.interrupted or self.parts.left <= 0:
+            late = self.parts.left <= 0 and (number > 0 or trial.value_ns is None)
+            if self.parts.interrupted or late:
                 break
             if most is not None and trial.bound_ns >= most:
                 continue
-            seconds = max(self.parts.left / 2, 0.05) if number < len(known) - 1 else self.parts.left
+            seconds = self.parts.left / 2 if number < len(known) - 1 else self.parts.left
+            seconds = max(seconds, LAST_SECONDS)
             found = self.parts.search(variant.request(self.request), seconds)
             if found is not None and (most is None or found.plan.predicted.iteration_ns < most):
                 best = found
