@@ -226,7 +226,7 @@ CASES: dict[str, Callable[[], Plan]] = {
     "uneven zero 3": lambda: one_stage("uneven", expert=2, shards=2, zero=3),
     "uneven pipeline recomputed": lambda: two_stages("uneven", recompute=True),
     "mixtral two": lambda: one_stage("mixtral", expert=2, split=True),
-    "uneven context": lambda: one_stage("uneven", expert=4, context=2, split=True),
+    "uneven context": lambda: one_stage("uneven", expert=4, context=2, split=True, context_exchange="ring"),
     "even context two": lambda: one_stage("even", expert=2, context=2, zero=1),
     "mixtral context": lambda: one_stage("mixtral", expert=2, context=2, split=True),
     "mixtral two stages": lambda: two_stages("mixtral", split=True),
