@@ -1,11 +1,12 @@
-"""Causal attention of two devices that share sequences: pipeplan's beside that of torch's ``context_parallel``.
+"""Causal attention of two devices that share sequences: pipeplan's two ways beside torch's ``context_parallel``.
 
-    python benchmarks/context_parallel.py            # prints the table of docs/benchmarks/runs.md; three minutes
-    python benchmarks/context_parallel.py --pairs 40 --sequence 2048
+    python benchmarks/context_parallel.py            # prints the tables of docs/benchmarks/runs.md; six minutes
+    python benchmarks/context_parallel.py --way ring --pairs 40 --sequence 2048
 
-Both give each device an early and a late piece, and gather keys and values. ``context_parallel`` itself has no
-attention on a CPU: what it raises there is printed. So what it calls, ``_templated_ring_attention`` and its backward,
-is given torch's attention for CPUs here. Forward and backward of the two take turns (``beside.py``).
+All give each device an early and a late piece. pipeplan gathers keys and values, or sends them around a ring beside the
+attention; so does torch, by its ``allgather`` or ``alltoall`` rotation, each beside pipeplan's. ``context_parallel``
+itself has no attention on a CPU: what it raises there is printed. So what it calls, ``_templated_ring_attention`` and
+its backward, is given torch's attention for CPUs here. Forward and backward of the two take turns (``beside.py``).
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 
 from pipeplan.runtime.executor.process_groups import RankGroup
 from pipeplan.runtime.launch.job import RankContext
-from pipeplan.runtime.parallel.context import own_pieces
+from pipeplan.runtime.parallel.context import Ring, own_pieces
 from pipeplan.runtime.parallel.context_attention import causal_attention
 from pipeplan.runtime.parallel.sharding import Shards
 
 SEQUENCES, HEADS, SIZE = (256, 1024, 4096), 4, 64
+
+WAYS: dict[str, Callable[[Shards], Shards]] = {"gathered": lambda place: place, "ring": Ring.of}
+"""How pipeplan's devices have keys and values of all."""
 
 ATEN = torch.ops.aten
 
@@ -84,8 +88,10 @@ def beside_torch(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]
         made = attend(*given)
         last[name] = [made.detach(), *torch.autograd.grad(made, given, gradient)]
 
+    own_way = WAYS[job["way"]](shards)
+    of_torch.set_rotate_method("alltoall" if job["way"] == "ring" else "allgather")
     steps = {
-        "pipeplan": lambda: step("ours", lambda q, k, v: causal_attention(q, k, v, shards)),
+        "pipeplan": lambda: step("ours", lambda q, k, v: causal_attention(q, k, v, own_way)),
         "torch": lambda: step("theirs", RingOfTorch.apply),
     }
     found = in_turn(steps, job)
@@ -97,13 +103,15 @@ def beside_torch(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sequence", type=int, action="append")
+    parser.add_argument("--way", choices=WAYS, action="append")
     given = parser.parse_args()
     rows, refused = [], ""
-    for length in given.sequence or SEQUENCES:
-        told = told_by("context_parallel:beside_torch", job_of(given, length=length))
-        rows.append([str(length), *cells(told)])
-        refused = told["refused"]
-    printed(given, ["sequence", *HEADER], rows)
+    for way in given.way or WAYS:
+        for length in given.sequence or SEQUENCES:
+            told = told_by("context_parallel:beside_torch", job_of(given, length=length, way=way))
+            rows.append([way, str(length), *cells(told)])
+            refused = told["refused"]
+    printed(given, ["pipeplan's", "sequence", *HEADER], rows)
     print(f"\ncontext_parallel on a CPU: {refused}")
 
 

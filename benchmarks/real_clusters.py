@@ -41,13 +41,17 @@ from pipeplan.checker import check
 from pipeplan.costs.throughput import Yardstick
 from pipeplan.errors import PipeplanError
 from pipeplan.files import Plan, read_cluster, read_plan, read_profile
-from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_choices
+from pipeplan.planning.candidates import CandidateStep, PlacementCandidate, placed, uniform_choices
+from pipeplan.planning.divided_state import DivideState, divides_by_default
 from pipeplan.planning.frontier import frontier_request, search_frontier
 from pipeplan.planning.request import Request
+from pipeplan.planning.start import StartPlan
 from pipeplan.planning.steps import STEPS, search_plan, without
-from pipeplan.planning.trials import Trial, on_cluster
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
 from pipeplan.planning.uniform_space import BoundedChoice
-from pipeplan.schedule.state import ScheduleStep
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.search import first_look
+from pipeplan.schedule.state import ScheduleStep, SearchStep
 from pipeplan.simulator.simulation import simulate
 from pipeplan.time_limit import Limit
 
@@ -86,7 +90,7 @@ MODELS = {
         Model("gpt2-1.3b", GPT2, 1024, sizes="1,2,4,8,16"),
         Model("llama3-8b", "llama3-8b", 8192),
         Model("llama3-70b", "llama3-70b", 8192, context="1,2,4"),
-        Model("llama3-405b", "llama3-405b", 8192, sizes="1,2"),
+        Model("llama3-405b", "llama3-405b", 8192, sizes="1,2", context="1,2"),
         Model("gpt3-175b", GPT3, 2048),
         Model("mixtral-8x7b", "mixtral-8x7b", 8192, expert="1,2,4,8"),
         Model("mixtral-8x22b", "mixtral-8x22b", 8192, expert="1,2,4,8"),
@@ -311,7 +315,7 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     """Every cell of the uniform grid whose bound is below the best known, simulated; best first.
 
     Where there is a number of ``cells``, only so many of those that should be quickest; of what is left the first is
-    said, by what it should take.
+    said, by what it should take. Of the others some are simulated, spread evenly over those that take a moment.
     """
     best_ns = (state.known(case, "search") or {}).get("iteration_ns")
     request = replace(state.request(case), num_parted=0)
@@ -320,20 +324,22 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     known = {line["cell"]: line for line in lines}
     best = min([*(line["ns"] for line in lines if line["ns"]), *([best_ns] if best_ns else [])], default=None)
-    bounded, opened, wrong, left = 0, 0, list[str](), list[float]()
-    above_all = sum(best is not None and each.least_ns >= best for each in named)
+    bounded, able, opened, wrong, left = 0, 0, 0, list[str](), list[float]()
+    above_all = sum(_above(each, best) and _is_short(each) for each in named)
     every = max(SAMPLED, above_all // (state.cells // 4)) if state.cells else SAMPLED
     with path.open("a") as cells:
         for number, each in enumerate(named):
-            above = best is not None and each.least_ns >= best
-            bounded, opened = bounded + above, opened + (not above)
+            above = _above(each, best)
+            bounded, opened, able = bounded + above, opened + (not above), able + (above and _is_short(each))
             if not above and state.cells and opened > state.cells:
                 left.append(each.usual_ns)
                 continue
             name = _cell(each)
-            if name not in known and not (above and bounded % every):
+            if name not in known and not (above and (able % every or not _is_short(each))):
+                begun = state.clock()
                 ns, why = _simulated(request, each)
                 known[name] = {"cell": name, "ns": ns, "least_ns": each.least_ns, "above": above, "why": why}
+                known[name]["seconds"] = round(state.clock() - begun, 2)
                 cells.write(json.dumps(known[name]) + "\n")
                 cells.flush()
                 if number % 50 == 0:
@@ -358,6 +364,19 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     }
 
 
+SHORT = 20_000
+"""A look at so many actions takes a moment: cells that are only to show that bounds hold have no more."""
+
+
+def _is_short(each: BoundedChoice) -> bool:
+    return each.choice.actions_looked_at <= SHORT
+
+
+def _above(each: BoundedChoice, best: int | None) -> bool:
+    """Whether its bound is not below the best that is known."""
+    return best is not None and each.least_ns >= best
+
+
 def _cell(each: BoundedChoice) -> str:
     choice = each.choice
     assert choice.usual is not None
@@ -373,13 +392,18 @@ def _context(size: int, expert: int = 1) -> str:
 
 
 def _simulated(request: Request, each: BoundedChoice) -> tuple[int | None, str]:
-    """An iteration's ns by the cell's own schedule, or why there is none."""
-    candidate = placed(request, each.choice)
+    """An iteration's ns by the cell's own schedule and what has no cell but goes with it, or why there is none."""
+    usual = each.choice.usual
+    assert usual is not None
+    asked = replace(request, split_backward=usual.splits)
+    candidate = placed(asked, each.choice)
     if not isinstance(candidate, PlacementCandidate):
         return None, str(candidate)[:120]
+    names = [name for name in (usual.name, usual.beside) if name is not None]
     try:
-        trial = Trial.of(request, on_cluster(request, candidate) or candidate)
-        trial.look(usual=each.choice.usual)
+        trial = Trial.of(asked, on_cluster(asked, candidate) or candidate)
+        for way in trial.ways:
+            trial.offer(first_look(way, names=names))
     except PipeplanError as error:
         return None, str(error)[:120]
     return (trial.value_ns, "") if trial.best is not None else (None, "no schedule fits")
@@ -469,13 +493,32 @@ def by_workers(state: State, case: Case) -> dict[str, Any]:
 
 
 def steps(state: State, case: Case) -> dict[str, Any]:
-    """The iteration with all steps, and without each: all by work, not by the clock. Each is kept by itself."""
-    every = state.of(case, "with-all", partial(searched, state, case, "--deterministic"))
+    """The iteration with all steps, and without each: all by work, not by the clock. Each is kept by itself.
+
+    Steps that have nothing to do there change nothing, and are only named.
+    """
+    request, asked = state.request(case, deterministic=True), partial(searched, state, case, "--deterministic")
+    idle = {step.name for step in STEPS if _is_idle(step, request)}
+    every = state.of(case, "with-all", asked)
     found = {}
     for name, off in OFF.items():
-        how = "--deterministic", "--off", ";".join(off)
-        found[name] = state.of(case, f"without-{name.replace(' ', '-')}", partial(searched, state, case, *how))
-    return {"all_ns": every.get("iteration_ns"), **{name: each.get("iteration_ns") for name, each in found.items()}}
+        if not set(off) <= idle:
+            how = "--off", ";".join(off)
+            found[name] = state.of(case, f"without-{name.replace(' ', '-')}", partial(asked, *how))
+    known = {name: each.get("iteration_ns") for name, each in found.items()}
+    return {"all_ns": every.get("iteration_ns"), "idle": sorted(idle & set(OFF)), **known}
+
+
+def _is_idle(step: SearchStep, request: Request) -> bool:
+    """Whether it has nothing to do for a request, whatever is found."""
+    if isinstance(step, CandidateStep):
+        return next(iter(step.candidates(request)), None) is None
+    if isinstance(step, StartPlan):
+        return request.start is None
+    if isinstance(step, DivideState):
+        return not divides_by_default(request)
+    search = PlanSearch(request, Budget(request.time_limit, deterministic=True), None, STEPS)
+    return isinstance(step, PlanStep) and not step.in_turn and not step.applies(search)
 
 
 def work(state: State, cases: Iterable[Case], parts: Sequence[str]) -> None:
@@ -544,7 +587,9 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
             near = " and ".join("not" if at is None else f"{at:.1f}" for at in two["near_s"])
             others.append((case.name, f"one worker ({one} s) and two; within 2 % after {near} s", one, both, ""))
         off = state.known(case, "steps") or {}
-        every = off.pop("all_ns", None)
+        every, idle = off.pop("all_ns", None), off.pop("idle", ())
+        if idle:
+            others.append((case.name, f"without *{'*, *'.join(idle)}*, which have nothing to do there", "", "", ""))
         for name, ns_without in off.items() if every else ():
             if ns_without != every:
                 others.append((case.name, f"without *{name}*, deterministic", *_beside(ns_without, every)))

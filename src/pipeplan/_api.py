@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from pipeplan.interop.settings import trainer_settings as trainer_settings
     from pipeplan.interop.torch_schedule import MODULES_ENDING as MODULES_ENDING
     from pipeplan.kernels.backend import Backend
+    from pipeplan.kernels.evolution import Generation
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
@@ -56,7 +57,9 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier import frontier_notes as frontier_notes
     from pipeplan.planning.frontier import frontier_request as frontier_request
     from pipeplan.planning.frontier_file import read_frontier as read_frontier
+    from pipeplan.planning.kernel_choice import GraphLevel as GraphLevel
     from pipeplan.planning.kernel_choice import KernelChoice as KernelChoice
+    from pipeplan.planning.kernel_evolution import EvolutionAsked as EvolutionAsked
     from pipeplan.planning.kernel_profile import BackendsAsked as BackendsAsked
     from pipeplan.planning.kernel_stages import KernelsAsked as KernelsAsked
     from pipeplan.planning.request import Request as Request
@@ -101,8 +104,8 @@ _PARTS = {
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
     "pipeplan.costs.uniform.judging": ("RunsFit",),
     "pipeplan.files": (
-        *("Block", "Cluster", "CostRow", "Cover", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
-        *("Plan", "Profile", "Source"),
+        *("Block", "Cluster", "CostRow", "Cover", "DeviceKind", "Edge", "FailureDomain", "LinkLevel"),
+        *("PlacedStage", "Placement", "Plan", "Profile", "Source"),
         *(
             "read_cluster",
             "read_cover",
@@ -127,7 +130,8 @@ _PARTS = {
     "pipeplan.planning.restrictions": ("search_targets",),
     "pipeplan.planning.decoding": ("ServingAsked",),
     "pipeplan.planning.kernel_stages": ("KernelsAsked",),
-    "pipeplan.planning.kernel_choice": ("KernelChoice",),
+    "pipeplan.planning.kernel_choice": ("GraphLevel", "KernelChoice"),
+    "pipeplan.planning.kernel_evolution": ("EvolutionAsked",),
     "pipeplan.planning.kernel_profile": ("BackendsAsked",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),
@@ -192,18 +196,28 @@ def search(
         SearchTimeoutError: time ran out with nothing found.
         UsageError: the request contradicts the profile.
     """
+    how: Any = {"progress": progress, "explain": explain}
+    by: Any = {"workers": workers, "executor": executor}
+    if request.spares:
+        from pipeplan.planning.spares import search_spared
+
+        return search_spared(request, lambda asked, part: search(asked, within=part, **how, **by), within)
     if request.decodes:
         from pipeplan.planning.decode_search import search_decoding
 
-        return search_decoding(request, progress=progress, within=within, explain=explain)
+        return search_decoding(request, within=within, **how)
+    return _search_training(request, executor, workers=workers, within=within, **how)
+
+
+def _search_training(request: Request, executor: Executor | str | None, *, within: Limit | None, **how: Any) -> Result:
+    """The search of a plan that is not of decode steps."""
     found = _search_of(request)
-    how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
     if not isinstance(executor, str):
-        return found(request, executor=executor, **how)
+        return found(request, executor=executor, within=within, **how)
     from pipeplan.planning.workers import named_executor
 
     with named_executor(executor, within) as named:
-        return found(request, executor=named, **how)
+        return found(request, executor=named, within=within, **how)
 
 
 def _search_of(request: Request) -> Callable[..., Result]:
@@ -248,6 +262,11 @@ def compare(
     """
     from pipeplan.planning.comparison import compare
 
+    if request.spares:
+        from pipeplan.planning.spares import compare_spared
+
+        how: Any = {"rules": rules, "progress": progress}
+        return compare_spared(request, lambda asked, part: compare(asked, within=part, **how), within)
     return compare(request, rules=rules, progress=progress, within=within)
 
 
@@ -267,6 +286,11 @@ def frontier(
     """
     from pipeplan.planning.frontier import search_frontier
 
+    if request.spares:
+        from pipeplan.planning.spares import frontier_spared
+
+        how: Any = {"mode": mode, "point": point, "progress": progress}
+        return frontier_spared(request, lambda asked, part: search_frontier(asked, within=part, **how), within)
     return search_frontier(request, mode=mode, point=point, within=within, progress=progress)
 
 
@@ -442,6 +466,7 @@ def profile_inference(
     *,
     shards: Sequence[int] = (1,),
     dcp: Sequence[int] = (1,),
+    expert: Sequence[int] = (1,),
     dtype: str | None = None,
     threads: int | None = None,
     processes: int | None = None,
@@ -459,7 +484,7 @@ def profile_inference(
 
     asked = InferenceRequest(tuple(batches), tuple(contexts), tuple(shards))
     asked.decoder_of(model)
-    forwards = MeasuredForwards(asked, tuple(dcp), dtype=dtype or "float32", **how)
+    forwards = MeasuredForwards(asked, tuple(dcp), tuple(expert), dtype=dtype or "float32", **how)
     if processes is not None and named is not None:
         return measure_at_once(processes, forwards, *named, cluster, threads=threads, progress=progress)
     with on_threads(threads):
@@ -540,6 +565,24 @@ def choose_kernels(profile: Profile, microbatch_size: int | None = None, seconds
     from pipeplan.schedule.cpsat.solver import Budget
 
     return choose_kernels(profile, microbatch_size, Budget(seconds))
+
+
+def evolve_kernels(
+    choice: KernelChoice, model: Model, asked: EvolutionAsked, tell: Callable[[Generation], None] = lambda each: None
+) -> GraphLevel:
+    """The graph level from a choice on: see :func:`pipeplan.planning.kernel_evolution.graph_level`, also for errors."""
+    from pipeplan.planning.kernel_evolution import graph_level
+    from pipeplan.runtime.profiling.build_profile import on_threads
+    from pipeplan.runtime.profiling.whole_covers import WholeCovers
+    from pipeplan.time_limit import Limit
+
+    library, backends = asked.chosen(choice)
+    with on_threads(asked.threads):
+        how = {"seed": asked.seed, "repeats": asked.repeats, "warmup": 1}
+        benches = _group_benches(model, choice.profile, backends, "cpu", **how)
+        benches.described(choice.size)
+        measure, limit = WholeCovers(benches, choice.size, asked.repeats).measure, Limit(asked.limit_s)
+        return graph_level(choice, library, measure, seed=asked.seed, over=lambda: limit.over, tell=tell)
 
 
 def estimate_inference(
@@ -821,14 +864,25 @@ def make_model(name: str, **how: Any) -> Profile:
     return model(name, **how)
 
 
-def make_cluster(name: str, num_devices: int | None = None, *, nominal: bool = False) -> Cluster:
+def make_cluster(
+    name: str,
+    num_devices: int | None = None,
+    *,
+    nominal: bool = False,
+    racks: Sequence[int] = (),
+    oversubscription: Sequence[float] = (),
+    rails: bool = False,
+    power: int | None = None,
+) -> Cluster:
     """A cluster of the catalog, cut or extended: :func:`pipeplan.costs.clusters.named_cluster`. Raises UsageError.
 
     A maker's has links as published runs reach them (:func:`pipeplan.costs.uniform.shares.as_reached`), unless
-    ``nominal``.
+    ``nominal``. With ``racks`` it is a tree of switches (:func:`pipeplan.costs.clusters.in_tree`).
     """
-    from pipeplan.costs.clusters import named_cluster
+    from pipeplan.costs.clusters import in_tree, named_cluster
     from pipeplan.costs.uniform.shares import as_reached
 
     cluster = named_cluster(name.removeprefix("testbed-"), num_devices)
+    if racks or oversubscription or rails or power is not None:
+        cluster = in_tree(cluster, racks, oversubscription, rails=rails, power=power)
     return cluster if nominal or name.startswith("testbed-") else as_reached(cluster)

@@ -201,6 +201,7 @@ def search(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    spares: int | None = None,
     profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
@@ -263,6 +264,7 @@ def search(
         profile: the model's blocks and what each one costs, or the path of a profile file.
         devices: number of devices; by default that of the profile's placement, else of the cluster.
         cluster: devices, memory and links, or the path of a cluster file; without one, links are free.
+        spares: devices of ``cluster`` to keep spare, in whole nodes; the result's ``spares`` say what that costs.
         profile_for: profiles of the same model on devices that the cluster calls otherwise, by the names of these.
         memory: memory of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
         memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
@@ -460,6 +462,7 @@ def compare(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    spares: int | None = None,
     profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
@@ -528,6 +531,7 @@ def frontier(
     *,
     devices: Counts | None = None,
     cluster: Cluster | Path | None = None,
+    spares: int | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -565,6 +569,7 @@ def frontier(
         profile: the model's blocks and what each one costs, or the path of a profile file.
         devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's.
         cluster: devices, memory, links and prices, or the path of a cluster file.
+        spares: devices of ``cluster`` to keep spare, in whole nodes; the result's ``spares`` say what that costs.
         memory: memory limit of each device, as ``"16GB"`` or bytes; by default the cluster's.
         memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
         precision: number formats of weights, gradients and state, as ``"bf16-mixed"``; by default the profile's.
@@ -904,20 +909,46 @@ def profile(
 
 @_public
 def choose_kernels(
-    profile: Profile | Path, *, microbatch_size: int | None = None, time_limit: Duration = "30s"
+    profile: Profile | Path,
+    *,
+    microbatch_size: int | None = None,
+    time_limit: Duration = "30s",
+    graph_level: bool = False,
+    model: str | None = None,
+    library: str | None = None,
+    measure_limit: Duration = "10min",
+    repeats: int = 5,
+    threads: int | None = None,
+    backend_rules: str | Sequence[str] = (),
+    sequence: int | None = None,
+    granularity: Granularity | None = None,
+    seed: int = 0,
 ) -> KernelChoice:
-    """Choose which kernel backend runs each block of a profile. Nothing is run.
+    """Choose which kernel backend runs each block of a profile. Nothing is run, but for ``graph_level``.
 
     Args:
         profile: the profile, or the path of its file, with what backends take: ``profile(..., backends="inductor")``.
         microbatch_size: samples that the times are of; by default the largest at which every block can run.
         time_limit: for the proof that no cover is cheaper.
+        graph_level: then hand operators to a ``library`` of whole graphs where the whole ``model`` is measured to gain,
+            by an evolutionary search; all other arguments are of this. It is never worse than the cover.
+        model: the model that the profile is of, by name.
+        library: of whole graphs; by default that which was measured to be the quickest alone.
+        measure_limit: no other cover is begun after this long.
+        repeats: timed runs of each cover.
+        threads: for CPU operators; by default torch's choice.
+        backend_rules: module with backends of your own, or several.
+        sequence: length of sequences, as for the profile.
+        granularity: what a block is, as for the profile.
+        seed: of the search.
 
     Returns:
         ``.cover`` has the groups with their backends, ``.single`` what the whole model takes by each backend, and
-        ``.figures()`` all of it as ``pipeplan kernels --json`` prints it.
+        ``.figures()`` all of it as ``pipeplan kernels --json`` prints it. With ``graph_level`` also ``.level``: its
+        ``.groups``, what they were measured to take (``.found``), and the ``.gain`` over the cover.
 
     Raises:
+        ExecutionError: the cover cannot run as a whole.
         FileError: the file cannot be read.
         InfeasibleError: no groups that were measured have every block once.
         UsageError: the profile has no rows of this size.
@@ -926,10 +957,14 @@ def choose_kernels(
         >>> pipeplan.choose_kernels("profile.json").single
         {'eager': 2400000, 'inductor': 1900000}
     """
+    from pipeplan.cli.kernels_verb import evolved, require_graph_level
+
     given = _asked("kernels", locals()).params
     known = given["profile_path"]
     known = _api.read_profile(known) if isinstance(known, str) else known
-    return _api.choose_kernels(known, given["microbatch_size"], given["time_limit"] / 1e9)
+    require_graph_level(given)
+    choice = _api.choose_kernels(known, given["microbatch_size"], given["time_limit"] / 1e9)
+    return evolved(choice, given)
 
 
 @_public
@@ -1062,6 +1097,7 @@ def measure_links(
     cluster: Cluster | Path | None = None,
     min_bytes: Size = "1KiB",
     max_bytes: Size = "64MiB",
+    compute: Duration = "5ms",
     repeats: int = 10,
     warmup: int = 3,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -1074,6 +1110,8 @@ def measure_links(
         cluster: where the times are put; by default one is made.
         min_bytes: smallest message.
         max_bytes: largest message.
+        compute: how long every rank computes before each call, as a run's blocks do; 0 has one call right after the
+            other.
         repeats: timed runs of each size.
         warmup: untimed runs before them.
         device: where tensors are.
@@ -1389,24 +1427,39 @@ def example(
 
 
 @_public
-def example_cluster(name: str, *, devices: int | None = None, nominal: bool = False) -> Cluster:
+def example_cluster(
+    name: str,
+    *,
+    devices: int | None = None,
+    nominal: bool = False,
+    rack: int | Sequence[int] | None = None,
+    oversubscription: float | Sequence[float] | None = None,
+    rails: bool = False,
+    power: int | None = None,
+) -> Cluster:
     """A ready-made cluster, with as many devices as you like.
 
     Args:
         name: such as ``"cluster-h100"`` or ``"testbed-tessel"``; ``pipeplan example --help`` lists them.
         devices: number of devices; by default the cluster's own.
         nominal: links at the rates of their data sheets, not at what published runs reach of them.
+        rack: nodes under one switch, which makes the network a fat tree; with more tiers of switches, of each.
+        oversubscription: with ``rack``, what the devices under a switch could send at once over what its uplinks carry,
+            as 4 for 4:1; of each tier, by default 1.
+        rails: with ``rack``, device i of each node is under switch i of its rack.
+        power: with ``rack``, nodes that share a power supply and fail together.
 
     Returns:
         The cluster, for :func:`search`.
 
     Raises:
-        UsageError: there is no such cluster.
+        UsageError: there is no such cluster, or racks do not fit it.
 
     Example:
         >>> pipeplan.example_cluster("testbed-tessel", devices=8).num_devices
         8
     """
-    if devices is not None:
-        devices = _asked("example", {"devices": devices}).params["devices"]
-    return _api.make_cluster(name, devices, nominal=nominal)
+    given = {"devices": devices, "rack": rack, "oversubscription": oversubscription, "power": power}
+    asked = _asked("example", {key: value for key, value in given.items() if value is not None}).params
+    tree = {"oversubscription": asked["oversubscription"] or (), "power": asked["power"], "rails": rails}
+    return _api.make_cluster(name, devices and asked["devices"], nominal=nominal, racks=asked["racks"] or (), **tree)

@@ -138,7 +138,37 @@ def test_flags_are_the_documented_ones() -> None:
         ),
         *("--shared-forward", "--shared-backward", "--comm", "--bytes", "--activation-bytes", "--weight-grad-bytes"),
         *("--device", "--microbatch", "--shards", "--cluster", "--nominal", "-o", "--output"),
+        *("--rack", "--oversubscription", "--rails", "--power"),
     }
+
+
+def test_racks_of_a_cluster_from_the_command_line() -> None:
+    asked = (
+        "cluster-h100",
+        "--devices",
+        "256",
+        "--rack",
+        "2,8",
+        "--oversubscription",
+        "1,2.5:1",
+        "--power",
+        "4",
+        "--rails",
+    )
+    made = run(*asked)
+    assert made.exit_code == 0, made.output
+    content = json.loads(made.stdout)
+    levels = [
+        (each["group_size"], each.get("oversubscription"), each.get("rails", False)) for each in content["levels"]
+    ]
+    assert levels == [(8, None, False), (16, None, True), (64, 1.0, False), (256, 2.5, False)]
+    assert content["failure_domains"] == [{"name": "node", "group_size": 8}, {"name": "power", "group_size": 32}]
+    flat = run("cluster-h100", "--devices", "256", "--oversubscription", "4")
+    assert (
+        str(flat.exception) == "--oversubscription is of switches above nodes; say with --rack how many nodes each has"
+    )
+    wrong = run("cluster-h100", "--rack", "2", "--oversubscription", "0.5")
+    assert "'0.5' is no list of ratios from 1 to 1000; write them as 4, 4:1 or 1,4" in wrong.stderr
 
 
 def test_a_models_flags_reach_the_file() -> None:

@@ -78,7 +78,7 @@ def test_check_counts_measured_pieces_and_links_of_a_cluster(kv: Any) -> None:
 
 
 def test_experts_lie_on_devices_that_share_requests() -> None:
-    """Where that is quicker, by rows of so many; each device keeps its experts alone, and run says what it cannot."""
+    """Where that is quicker, by rows of so many; each device keeps its experts alone."""
     profile = with_experts(drawn_decoder(4, 2, core_ns=0.01), 2)
     plan = searched(profile, 2, kv="auto", pp=1).plan
     [stage] = plan.stages
@@ -91,8 +91,11 @@ def test_experts_lie_on_devices_that_share_requests() -> None:
     assert stage.state[PARAMETERS] <= most + 2
     whole = replace(stage, configurations=tuple(each.replace("experts", "samples") for each in stage.configurations))
     assert not face.check(plan.model_copy(update={"stages": (whole,)}), profile=profile).valid
-    with pytest.raises(UsageError, match="has experts on several devices, whose tokens no run of decode steps"):
-        BlockLayout.of(stage, stage.configurations.index("experts2"))
+    requests = [BlockLayout.of(stage, stage.configurations.index("experts2")).slots(device, 5) for device in range(2)]
+    assert requests == [range(2), range(2, 5)]
+    split = replace(stage, configurations=("experts2-shards2",) * len(stage.blocks))
+    with pytest.raises(UsageError, match="has experts on several devices and splits the block, too"):
+        BlockLayout.of(split, 0)
 
 
 def test_figures_have_what_is_asked_for() -> None:

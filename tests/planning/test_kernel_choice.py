@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pipeplan
 from builders.profiles import profile_of
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.files import BackendFusion, CostRow, Cover, Profile, parse, write_file
+from pipeplan.planning.kernel_choice import Groups
+from pipeplan.planning.kernel_evolution import graph_level, library_of
 from support.commands import pipeplan as command
 
 SLOW, FAST = 100, 60
@@ -100,3 +103,39 @@ def test_groups_that_are_wrong_are_refused() -> None:
     for content, said in ((unknown, "'none', which is not a block"), (twice, "for the same case as")):
         with pytest.raises(FileError, match=said):
             parse(json.dumps(content), Profile)
+
+
+def test_the_graph_level_gives_operators_to_a_library_where_the_whole_gains() -> None:
+    """``fast`` runs the first two blocks in the cover; all four at once take a third of what groups add up to."""
+    known = with_rows()
+    choice = pipeplan.choose_kernels(known.model_copy(update={"fusions": ()}))
+    ids = choice.graph.order
+
+    def measure(groups: Groups) -> int:
+        return 100 if groups == ((ids, "fast"),) else 300 - len(groups)
+
+    library = library_of(choice, ["inductor", "fast"], None)
+    found = graph_level(choice, library, measure, seed=3)
+    assert (library, found.operator_ns, found.found.ns) == ("fast", 296, 100)
+    assert found.groups == ((ids, "fast"),)
+    assert found.gain == 2.96
+    both = replace(choice, level=found)
+    assert both.file.predicted_ns == sum(group.ns for group in both.file.cover) == 100
+    figures = both.figures()["graph_level"]
+    assert (figures["measured_ns"], figures["operator_level_ns"], figures["library"]) == (100, 296, "fast")
+    never = graph_level(choice, library, lambda groups: 300 + (len(groups) == 1), seed=3)
+    assert never.groups == tuple((match.blocks, match.backend) for match in choice.cover.as_runs(choice.graph))
+    with pytest.raises(UsageError, match="no library of whole graphs that the profile has times of"):
+        library_of(choice, ["inductor", "fast"], "inductor")
+    with pytest.raises(UsageError, match="times of no library of whole graphs"):
+        library_of(choice, ["inductor"], None)
+
+
+def test_the_graph_level_needs_the_model(tmp_path: Path) -> None:
+    write_file(with_rows(), str(tmp_path / "profile.json"))
+    with pytest.raises(UsageError, match=r"give (--)?model"):
+        pipeplan.choose_kernels(tmp_path / "profile.json", graph_level=True)
+    with pytest.raises(UsageError, match=r"is of (--)?graph.level"):
+        pipeplan.choose_kernels(tmp_path / "profile.json", library="inductor")
+    with pytest.raises(UsageError, match="not of this model measured here: it is of test"):
+        pipeplan.choose_kernels(tmp_path / "profile.json", graph_level=True, model="gpt2-tiny")

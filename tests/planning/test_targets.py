@@ -180,9 +180,12 @@ def holding(profile: Profile, activation_bytes: int) -> Profile:
     return profile.model_copy(update={"blocks": tuple(blocks)})
 
 
-def test_megatron_recomputes_the_first_layers_that_it_must() -> None:
-    profile = holding(layered(5, 6, split=False), 400)
+@pytest.mark.parametrize("together", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_megatron_recomputes_the_first_layers_that_it_must(together: int) -> None:
+    """Also where several are kept together, of which none recomputes alone."""
+    profile = holding(layered(5, 6 * together, split=False), 400)
     asked: dict[str, Any] = {"pp": 2, "placement": "one-to-one", "microbatch_size": 1, "mini_batch": None, "tp": 1}
+    asked["keep_together"] = str(together)
     free, again = (searched(profile, "megatron", recompute=each, **asked).plan for each in ("none", "all"))
     most, least = (max(memory.peak_bytes for memory in plan.predicted.memory) for plan in (free, again))
     assert least < most
@@ -190,7 +193,9 @@ def test_megatron_recomputes_the_first_layers_that_it_must() -> None:
     found = searched(profile, "megatron", memory=memory, **asked).plan
     assert max(each.peak_bytes for each in found.predicted.memory) <= memory
     assert free.predicted.iteration_ns < found.predicted.iteration_ns < again.predicted.iteration_ns
-    assert "--recompute-method block" in face.export(found, "megatron").text
+    first = face.export(found, "megatron").text.split("--recompute-num-layers ")
+    assert "--recompute-method block" in first[0]
+    assert int(first[1].split()[0]) % together == 0
 
 
 @dataclass(frozen=True)

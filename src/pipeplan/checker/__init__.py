@@ -17,6 +17,7 @@ from pipeplan.checker.programs import Messages, check_messages, check_waits, rea
 from pipeplan.checker.repetend import check_repetend
 from pipeplan.checker.structure import check_structure
 from pipeplan.checker.timeline import Links, check_inputs, check_links, check_memory, check_timeline
+from pipeplan.checker.uplinks import uplink_factors
 from pipeplan.costs.devices import other_device
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.files.folded import in_place_0
@@ -62,7 +63,7 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
     figures = figures_of(facts, rate, peaks, busy, sums)
     check_figures(facts, figures, findings)
     if profile is not None:
-        check_profile(in_place_0(plan), profile, cluster, findings)
+        check_profile(in_place_0(plan), profile, cluster, findings, uplink_factors(plan, cluster))
     if cluster is not None:
         check_places(plan, cluster, findings)
         check_cluster(in_place_0(plan), cluster, of_devices(plan.players, peaks), findings)

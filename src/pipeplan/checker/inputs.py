@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal
+from fractions import Fraction
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from pipeplan.checker.decoding import check_decode_costs, check_returned, of_tok
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
 from pipeplan.checker.forwards import check_forward
 from pipeplan.checker.segments import segment_rows
+from pipeplan.checker.uplinks import rails_between
 from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
 from pipeplan.costs.communication import Exchange, all_gather_time, all_reduce_time, time_of_groups
 from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe
@@ -52,9 +54,12 @@ from pipeplan.workload.mesh import EXPERTS, SAMPLES, HeldPart, Mesh
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
 
 
-def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, findings: Findings) -> None:
+def check_profile(
+    plan: Plan, profile: Profile, cluster: Cluster | None, findings: Findings, factor: Callable[[Hop], Fraction]
+) -> None:
     """Recompute every stage, operation and dependency from the profile.
 
+    ``factor`` is by how much longer a message is on its link for what others send over the same uplinks.
     What actions of a stage whose blocks have configurations cost is not the profile's to say; all else is.
     Without ``cluster`` the times of messages are compared only for plans made without one.
     """
@@ -113,7 +118,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
                     _check_part(number, stage, operation, known, cluster, findings)
                 if operation.parts_ns and timed:
                     _check_parts(stage, operation, rows, findings)
-    _check_dependencies(plan, profile, between, known, cluster, findings)
+    _check_dependencies(plan, profile, between, known, cluster, findings, factor)
     _check_tied(plan, profile, known, findings)
     _check_steps(plan, profile, findings)
     if _knows_links(plan, cluster):
@@ -234,6 +239,14 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
             findings.add("cluster", f"devices[{device}]", text)
 
 
+def _way(cluster: Cluster, source: int, target: int) -> str:
+    """In words, the level that two devices talk over, and whether from rail to rail."""
+    level = cluster.level_between(source, target)
+    if level is None:
+        return "none"
+    return repr(level.name) + " between rails" * (rails_between(cluster, source, target) > 1)
+
+
 def check_places(plan: Plan, cluster: Cluster, findings: Findings) -> None:
     """Messages between two programs take the same way for the players in each place."""
     seen = set[tuple[int, int]]()
@@ -244,11 +257,10 @@ def check_places(plan: Plan, cluster: Cluster, findings: Findings) -> None:
                 continue
             seen.add(pair)
             ends = zip(*(plan.players[each].devices for each in pair), strict=True)
-            first, *others = [cluster.level_between(*both) for both in ends]
-            odd = next((place for place, level in enumerate(others, 1) if level != first), None)
+            first, *others = [_way(cluster, *both) for both in ends]
+            odd = next((place for place, way in enumerate(others, 1) if way != first), None)
             if odd is not None:
-                names = ["none" if level is None else repr(level.name) for level in (first, others[odd - 1])]
-                text = f"goes over level {names[0]} in place 0 of its programs, and over {names[1]} in place {odd}"
+                text = f"goes over level {first} in place 0 of its programs, and over {others[odd - 1]} in place {odd}"
                 findings.add("cluster", f"dependencies[{number}].hops[{index}]", text)
 
 
@@ -1112,6 +1124,7 @@ def _check_dependencies(
     known: _Known,
     cluster: Cluster | None,
     findings: Findings,
+    factor: Callable[[Hop], Fraction],
 ) -> None:
     """Dependencies between stages are the profile's edges: outputs along them, gradients against them."""
     expected = _expected(plan, profile)
@@ -1139,7 +1152,7 @@ def _check_dependencies(
                 text = f"is {dependency.slices}, but no block of {pair[1]}'s stage takes slices of what it brings"
                 findings.add("profile", f"dependencies[{number}].slices", text)
             sent = [(each[0], cut) for each, cut in zip(tensors, cuts, strict=True)]
-            _check_hops(plan, number, dependency, sent, cluster, findings)
+            _check_hops(plan, number, dependency, sent, cluster, findings, factor)
         elif dependency.later:
             check_returned(plan, number, dependency, cluster, findings, timed=_knows_links(plan, cluster))
         elif dependency.source_stage != dependency.target_stage and not dependency.has_instruction:
@@ -1288,6 +1301,7 @@ def _check_hops(
     sent: Sequence[tuple[Edge, int]],
     cluster: Cluster | None,
     findings: Findings,
+    factor: Callable[[Hop], Fraction],
 ) -> None:
     """Bytes of the samples it carries at most; a fixed time goes before the cluster's and occupies no link.
 
@@ -1305,17 +1319,17 @@ def _check_hops(
         sizes = [(edge, _tensor_bytes(edge, samples, source.context * cut)) for edge, cut in sent]
         expected = {"bytes": sum(size for _, size in sizes)}
         if _knows_links(plan, cluster):
-            expected |= _times(hop, sizes, cluster)
+            expected |= _times(hop, sizes, cluster, factor(hop))
         _compare(place, hop, expected, findings)
 
 
-def _times(hop: Hop, sizes: Sequence[tuple[Edge, int]], cluster: Cluster | None) -> dict[str, int]:
+def _times(hop: Hop, sizes: Sequence[tuple[Edge, int]], cluster: Cluster | None, factor: Fraction) -> dict[str, int]:
     priced = [size for edge, size in sizes if edge.transfer_ns is None]
     fixed = max((edge.transfer_ns for edge, _ in sizes if edge.transfer_ns is not None), default=0)
     latency, occupancy = 0, 0
     if priced:
         latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, sum(priced))
-    return {"latency_ns": max(latency, fixed), "occupancy_ns": occupancy}
+    return {"latency_ns": max(latency, fixed), "occupancy_ns": math.ceil(occupancy * factor)}
 
 
 def _tensor_bytes(edge: Edge, samples: int, parts: int = 1) -> int:

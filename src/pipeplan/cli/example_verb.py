@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs
-from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE, NUM_DEVICES, NUMBER, given_file
+from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE, NUM_DEVICES, NUMBER, Ratios, given_file
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,11 +21,12 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 _WITH_SHARED = ("m", "mllm", "nn", "k")
 _OF_ALL = ("name", "output")
+_TREE = ("racks", "oversubscription", "rails", "power")
 _TAKERS = {
     **dict.fromkeys(("device", "microbatch", "shards", "cluster"), ("models",)),
     "devices": ("shapes", "clusters"),
     "inference": ("shapes", "models"),
-    "nominal": ("clusters",),
+    **dict.fromkeys(("nominal", *_TREE), ("clusters",)),
 }
 """Parameter -> the kinds of examples that take it; all others are of shapes."""
 
@@ -112,6 +113,25 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
     help="Numbers of devices that split a block, each with its costs.  [default: 1]",
 )
 @click.option("--nominal", is_flag=True, help="Links of a cluster as data sheets state them, not as runs reach them.")
+@click.option(
+    *("--rack", "racks"),
+    type=COUNTS,
+    metavar="NODES",
+    help="A cluster as a fat tree: nodes under one switch, as 4; with more tiers of switches, of each, as 4,32.",
+)
+@click.option(
+    "--oversubscription",
+    type=Ratios(),
+    metavar="R",
+    help="With --rack, what the devices under a switch could send at once over what its uplinks carry, as 4 or 4:1; "
+    "for each tier, as 1,4.  [default: 1]",
+)
+@click.option(
+    "--rails", is_flag=True, help="With --rack, switches of rails: device i of each node is under switch i of its rack."
+)
+@click.option(
+    "--power", type=NUMBER, metavar="NODES", help="With --rack, nodes that share a power supply and fail together."
+)
 @click.option("--cluster", type=FILE, metavar="FILE", help="Cluster whose links time the collectives of split blocks.")
 @click.option("-o", "--output", type=FILE, default="-", metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
@@ -123,7 +143,7 @@ def example_command(ctx: click.Context, /, name: str, output: str, **_: Any) -> 
 
     Models take only --device, --microbatch, --shards, --cluster and --inference. Clusters are nodes of a maker's
     devices, with links at the share of their nominal rates that published runs reach; --nominal leaves those as they
-    are. Testbeds are the machines of papers. --devices cuts or extends them.
+    are. Testbeds are the machines of papers. --devices cuts or extends them; --rack puts switches above their nodes.
     """
     with Outputs({"-o": output}) as outputs:
         outputs.write(made_example(ctx), output)
@@ -135,12 +155,13 @@ def made_example(ctx: click.Context) -> Profile | Cluster:
     name, devices, chunks = given.pop("name"), given.pop("devices"), given.pop("chunks")
     device, cluster = given.pop("device"), given_file("cluster", given.pop("cluster"))
     sizes, shards, _ = given.pop("microbatch"), given.pop("shards"), given.pop("output")
-    nominal = given.pop("nominal")
+    nominal, tree = given.pop("nominal"), {name: given.pop(name) for name in _TREE}
     kind = _api.example_kind(name)
     _refuse_others(ctx, name, kind)
     if kind == "clusters":
         asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
-        return _api.make_cluster(name, asked, nominal=nominal)
+        said = {name: value or () for name, value in tree.items() if name in ("racks", "oversubscription")}
+        return _api.make_cluster(name, asked, nominal=nominal, **{**tree, **said})
     if kind == "models":
         how = {"device": device, "microbatch_sizes": sizes, "shards": shards or (1,), "inference": given["inference"]}
         return _api.make_model(name, **how, cluster=cluster)

@@ -20,6 +20,7 @@ from pipeplan.cli.shared import (
     FOLDER,
     LARGE_NUMBER,
     MEMORY_RESERVE,
+    SPARES,
     FiniteRange,
     OneOf,
     RenamedOption,
@@ -81,6 +82,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option(
     "--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links, prices."
 )
+@SPARES
 @click.option("--memory", type=BYTES, help="Memory limit of each device, such as 16GB.  [default: the cluster's]")
 @MEMORY_RESERVE
 @recipe_options
@@ -234,6 +236,7 @@ def frontier_request(ctx: click.Context) -> Request:
         asked_profile(flags),
         devices=flags["devices"],
         cluster=given_file("cluster", flags["cluster_path"]),
+        spares=flags["spares"] or 0,
         memory_bytes=flags["memory"],
         reserve_bytes=flags["memory_reserve"],
         mini_batch=flags["mini_batch"],

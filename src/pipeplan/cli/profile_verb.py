@@ -121,7 +121,7 @@ def link_options(given: Mapping[str, Any]) -> LinkOptions:
     return _api.LinkOptions(
         smallest_bytes=given["min_bytes"],
         largest_bytes=given["max_bytes"],
-        **{name: given[name] for name in ("repeats", "warmup", "device")},
+        **{name: given[name] for name in ("compute_ns", "repeats", "warmup", "device")},
     )
 
 
@@ -331,6 +331,13 @@ def _read_text(path: str) -> str:
 @click.option("--min-bytes", type=BYTES, default="1KiB", help="Smallest message.")
 @click.option("--max-bytes", type=BYTES, default="64MiB", help="Largest message.")
 @click.option(
+    *("--compute", "compute_ns"),
+    type=DURATION,
+    default="5ms",
+    help="With --communication: how long every rank computes before each call, as a run's blocks do; 0 has one call "
+    "right after the other, as nccl-tests does.",
+)
+@click.option(
     "--cluster", type=FILE, metavar="CLUSTER", help="Cluster to add link times to, or whose links time collectives."
 )
 @click.option(
@@ -397,7 +404,8 @@ _USES = {
     "communication_from": ({"communication_from", "cluster", "output"}, {"level", "as_json"}),
     "communication": (
         {"communication", "output"},
-        {"processes", "min_bytes", "max_bytes", "repeats", "warmup", "device", "cluster", "level", "as_json"},
+        {"processes", "min_bytes", "max_bytes", "compute_ns", "repeats", "warmup", "device", "cluster", "level"}
+        | {"as_json"},
     ),
     "estimate": (
         {"name", "output", "estimate"},
@@ -690,8 +698,6 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
                 raise UsageError(f"{why}, and --inference runs forwards alone; leave it out")
         if max(given["etp"]) > 1:
             raise UsageError("--etp splits experts in training; with --inference each device has whole ones")
-        if not estimates and max(given["expert"]) > 1:
-            raise UsageError("--expert of --inference is of estimates; add --estimate and --device PRESET")
         if max(given["dcp"]) > 1 and given["context"] == (1,):
             raise UsageError("--dcp is of decode steps; give --context, the tokens of their texts, too")
         if max(given["dcp"]) > 1 and given["device"] == "cuda":
@@ -717,7 +723,7 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
     """The profile of forwards alone of the model that the parameters name."""
     remarks, estimates = _Remarks(tell, progress), given["estimate"] or given["device"] not in ("cpu", "cuda")
     model, shards = _model(given, remarks.keep, meta=estimates)
-    of_estimates = ("weights", "kv_cache_dtype", "expert", "load_factor", "kernels")
+    of_estimates = ("weights", "kv_cache_dtype", "load_factor", "kernels")
     names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed", "dcp", "processes")
     loaded = {name: given[name] for name in ("sequence", "grain")} | {"shards": shards}
     named: dict[str, Any] = {} if estimates else {"named": (given["name"], loaded)}
@@ -728,7 +734,7 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
         shards=shards,
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
-        **{name: given[name] for name in (*names, "dtype", "device")},
+        **{name: given[name] for name in (*names, "expert", "dtype", "device")},
         **named,
     )
     remarks.say()

@@ -231,6 +231,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     more = {"serving": serving, "for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
     more["kernels"] = given_kernels(flags["kernels"])
     request = read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
+    if request.tunes and request.spares:
+        raise UsageError("--spares is for searches, not for auto-tuned rules; leave it out")
     if start is not None and flags["for_"] is not None:
         _require_runs(start, flags["for_"])
     return request

@@ -127,6 +127,23 @@ class _Counts(click.ParamType[tuple[int, ...]]):
         return tuple(sorted({int(part) for part in parts}))
 
 
+class Ratios(click.ParamType[tuple[float, ...]]):
+    """Ratios of 1 to 1000, as ``4``, ``4:1`` or ``1,2.5``, one for each tier of switches."""
+
+    name = "ratios"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
+        """The ratios."""
+        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Iterable) else [value]
+        try:
+            found = tuple(float(str(part).strip().removesuffix(":1")) for part in parts)
+        except ValueError:
+            found = ()
+        if not found or not all(1 <= each <= 1000 for each in found):
+            self.fail(f"{value!r} is no list of ratios from 1 to 1000; write them as 4, 4:1 or 1,4", param, ctx)
+        return found
+
+
 _THOUSAND = 1024
 """Tokens of the k of lengths of texts, which models have positions for by powers of two."""
 
@@ -463,10 +480,19 @@ MEMORY_RESERVE = click.option(
     "[default: the cluster's; 0 with --memory]",
 )
 
+SPARES = click.option(
+    "--spares",
+    type=NUM_DEVICES,
+    metavar="K",
+    help="Devices of --cluster to keep spare, whole nodes: plan for the others, and say what that costs and which "
+    "failures it covers.",
+)
+
 _OPTIONS = (
     click.argument("profile_path", type=FILE, metavar="PROFILE"),
     click.option("--devices", type=NUM_DEVICES, help="Number of devices.  [default: the placement's]"),
     click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links."),
+    SPARES,
     click.option(
         "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
     ),
@@ -606,6 +632,7 @@ def read_request(
         **said,
         **asked_sizes(flags),
         cluster=cluster,
+        spares=flags["spares"] or 0,
         num_microbatches=flags["microbatches"],
         memory_bytes=flags["memory"],
         reserve_bytes=flags["memory_reserve"],

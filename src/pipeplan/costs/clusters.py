@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from pipeplan.catalog import names, read_text
 from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.files import Cluster, MeasuredCurve, parse
-from pipeplan.files.cluster import Operation
+from pipeplan.files.cluster import FailureDomain, Operation
 from pipeplan.units import MAX_NS
 
 CLUSTERS = names("clusters")
@@ -67,6 +67,94 @@ def _resized(cluster: Cluster, num_devices: int) -> Cluster:
         }
     )
     return Cluster.model_validate(resized.model_dump())  # a copy is not validated by itself
+
+
+# Trees of switches -------------------------------------------------------------------------------------------------
+
+
+def in_tree(
+    cluster: Cluster,
+    racks: Sequence[int],
+    oversubscription: Sequence[float] = (),
+    *,
+    rails: bool = False,
+    power: int | None = None,
+) -> Cluster:
+    """A cluster of nodes with their network as a tree of switches, and with what fails together.
+
+    Args:
+        cluster: nodes, and one kind of links between them.
+        racks: nodes under one switch of each tier, from the nodes up.
+        oversubscription: of the uplinks of each tier, what all devices below could send at once over what the uplinks
+            carry, as 4 for 4:1; 1 for each by default.
+        rails: whether devices in the same place of their nodes share a switch of the first tier.
+        power: nodes that share a power supply.
+
+    Raises:
+        UsageError: the cluster has other levels, tiers hold no whole switches below or all nodes, or there are not as
+            many ratios as tiers.
+    """
+    if not racks:
+        flag = "--oversubscription" if oversubscription else "--rails" if rails else "--power"
+        raise UsageError(f"{flag} is of switches above nodes; say with --rack how many nodes each has")
+    if len(cluster.levels) != 2:
+        raise UsageError(
+            f"cluster {cluster.name!r} has {len(cluster.levels)} levels of links, and racks need two, inside nodes and "
+            "between them; give more --devices"
+        )
+    node, network = cluster.levels
+    _require_tiers(cluster, racks, node.group_size)
+    ratios = [*oversubscription] or [1.0] * len(racks)
+    if len(ratios) != len(racks):
+        raise UsageError(
+            f"--oversubscription has {len(ratios)} ratios, and --rack {len(racks)} tiers of switches with uplinks; "
+            "give one for each"
+        )
+    names = ["rail" if rails else "rack", "pod", *(f"pod{tier}" for tier in range(2, len(racks)))]
+    sizes = [nodes * node.group_size for nodes in racks]
+    first = network.model_copy(update={"name": names[0], "group_size": sizes[0], "rails": rails})
+    whole = -(-network.group_size // sizes[-1]) * sizes[-1]
+    above = [
+        network.model_copy(
+            update={
+                "name": name,
+                "group_size": size,
+                "oversubscription": float(ratio),
+                "node_bandwidth_bytes_per_s": None,
+            }
+        )
+        for name, size, ratio in zip([*names[1 : len(racks)], "spine"], [*sizes[1:], whole], ratios, strict=True)
+    ]
+    domains = [("node", node.group_size), *([] if rails else [("rack", sizes[0])])]
+    domains += [] if power is None else [("power", power * node.group_size)]
+    tiers = ", ".join(f"{ratio:g}:1 above {nodes} nodes" for nodes, ratio in zip(racks, ratios, strict=True))
+    notes = f"{cluster.source.notes} Switches{' of rails' * rails} with uplinks of {tiers}; latencies as without them."
+    changed = cluster.model_copy(
+        update={
+            "levels": (node, first, *above),
+            "failure_domains": tuple(
+                FailureDomain(name=name, group_size=size) for name, size in sorted(domains, key=lambda each: each[1])
+            ),
+            "source": cluster.source.model_copy(update={"notes": notes}),
+        }
+    )
+    return Cluster.model_validate(changed.model_dump())
+
+
+def _require_tiers(cluster: Cluster, racks: Sequence[int], node: int) -> None:
+    """Each tier's switches have several of those below, and the last does not have all nodes. Raises UsageError."""
+    for below, nodes in zip((1, *racks), racks, strict=False):
+        if nodes <= below or nodes % below:
+            raise UsageError(
+                f"--rack {','.join(map(str, racks))}: {nodes} nodes under a switch are no multiple of "
+                f"{f'the {below} under each below it' if below > 1 else 'a node'}; give 2 or more nodes, and each tier "
+                "as a larger multiple of the one before"
+            )
+    if racks[-1] * node >= cluster.num_devices:
+        raise UsageError(
+            f"--rack {racks[-1]} has {racks[-1] * node} devices under one switch, and the cluster has "
+            f"{cluster.num_devices}, so that nothing uses its uplinks; give fewer nodes, or more --devices"
+        )
 
 
 # What nccl-tests printed --------------------------------------------------------------------------------------------

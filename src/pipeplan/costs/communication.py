@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pipeplan.costs.devices import DevicePreset
+from pipeplan.costs.trees import slowest_share, uplink_crowd, way_between
 from pipeplan.files import Cluster, LinkLevel, MeasuredCurve
 
 Points = Sequence[tuple[int, int]]
@@ -26,17 +27,19 @@ def transfer_time(cluster: Cluster | None, source: int, target: int, size: int) 
     """Latency and link occupancy in ns of sending ``size`` bytes from one device to another.
 
     A measured curve of the level goes first (log-interpolated, made monotone; beyond its ends the rate of its
-    last point holds); otherwise latency plus size over bandwidth. Without a cluster links cost nothing.
+    last point holds); otherwise latency plus size over bandwidth. Without a cluster links cost nothing. What others
+    send meanwhile is left out; in a tree :func:`pipeplan.costs.trees.with_shared_uplinks` adds it.
     """
-    level = cluster.level_between(source, target) if cluster is not None and source != target else None
+    level, through = way_between(cluster, source, target) if cluster is not None and source != target else (None, None)
     if cluster is None or level is None:
         return 0, 0
+    more = 0 if through is None else through.latency_ns
     for curve in cluster.measured:
         if curve.operation == "send" and curve.level == level.name:
             time = time_on_curve(curve.points, size)
             latency = min(level.latency_ns, time)  # together they take what was measured
-            return latency, time - latency
-    return level.latency_ns, math.ceil(size * 1e9 / level.bandwidth_bytes_per_s)
+            return latency + more, time - latency
+    return level.latency_ns + more, math.ceil(size * 1e9 / level.bandwidth_bytes_per_s)
 
 
 def time_on_curve(points: Points, size: int) -> int:
@@ -158,7 +161,7 @@ def prices_of(device: DevicePreset) -> Prices:
 
 def prices_in(cluster: Cluster) -> Prices:
     """Measured times among the first devices of a cluster where it has them, else rings over the slowest link."""
-    return lambda exchange, devices: price_at(cluster, exchange, devices, cluster.level_between(0, devices - 1))
+    return lambda exchange, devices: _alone(cluster, exchange, range(devices))
 
 
 def all_reduce_time(cluster: Cluster | None, devices: Sequence[int], size: int) -> int:
@@ -183,8 +186,16 @@ def all_gather_time(cluster: Cluster | None, devices: Sequence[int], size: int) 
 def _time_of(cluster: Cluster | None, exchange: Exchange, devices: Sequence[int]) -> int:
     if cluster is None or len(devices) < 2 or not exchange.array_bytes:
         return 0
+    return round(_alone(cluster, exchange, devices))
+
+
+def _alone(cluster: Cluster, exchange: Exchange, devices: Sequence[int]) -> float:
+    """Time in ns among devices of which no others of their nodes run it; in a tree uplinks are shared all the same."""
     level = cluster.level_between(min(devices), max(devices))
-    return round(price_at(cluster, exchange, len(devices), level))
+    if level is not None and cluster.is_tree:
+        crowd = uplink_crowd(cluster, level, [devices], all_to_all=exchange.operation == "all_to_all")
+        exchange = Exchange(exchange.operation, round(exchange.array_bytes * crowd))
+    return price_at(cluster, exchange, len(devices), level)
 
 
 def price_at(cluster: Cluster, exchange: Exchange, devices: int, level: LinkLevel | None) -> float:
@@ -258,7 +269,10 @@ class LinkPath:
             if place >= devices:
                 break
             rate = float(level.bandwidth_bytes_per_s)
-            found.append((place, min(rate, (level.node_bandwidth_bytes_per_s or rate) / place)))
+            if level.oversubscription is not None:
+                found.append((place, rate / level.oversubscription))
+            else:
+                found.append((place, min(rate, (level.node_bandwidth_bytes_per_s or rate) / place)))
             place, latency = level.group_size, level.latency_ns
         return cls(tuple(found), latency)
 
@@ -314,15 +328,29 @@ def busiest_pair(cluster: Cluster | None, pairs: Sequence[tuple[int, int]]) -> B
     node = _node_size(cluster, level)
     leaving = Counter(source // node for source, target in moved if source // node != target // node)
     source, target = next(pair for pair in moved if cluster.level_between(*pair) == level)
-    return BusiestPair(source, target, _crowd(level, max(leaving.values(), default=1)) if node > 1 else 1)
+    crowd = _crowd(level, max(leaving.values(), default=1)) if node > 1 and level.oversubscription is None else 1
+    return BusiestPair(source, target, max(crowd, slowest_share(cluster, level)))
 
 
 def crowding(cluster: Cluster, level: LinkLevel, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
     """How many times the traffic of one ring a link of the level's bandwidth carries between the busiest nodes.
 
     A ring that leaves a node crosses its link once in every step; all-to-all sends from each of k devices in the node
-    to each of the others, k * (n - k) messages of which a ring over n devices would count n - 1.
+    to each of the others, k * (n - k) messages of which a ring over n devices would count n - 1. In a tree what leaves
+    for the level passes those below, and the slowest counts.
     """
+    if not cluster.is_tree:
+        return _at_nodes(cluster, level, exchange, groups)
+    crowd = uplink_crowd(cluster, level, groups, all_to_all=exchange.operation == "all_to_all")
+    for each in cluster.levels[: cluster.levels.index(level) + 1]:
+        if each.oversubscription is None:
+            ratio = level.bandwidth_bytes_per_s / each.bandwidth_bytes_per_s
+            crowd = max(crowd, _at_nodes(cluster, each, exchange, groups) * ratio)
+    return crowd
+
+
+def _at_nodes(cluster: Cluster, level: LinkLevel, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
+    """The same where groups of devices leave for a level, each by what it has for it."""
     node = _node_size(cluster, level)
     if node == 1:
         return 1.0

@@ -17,6 +17,7 @@ from pipeplan.costs.blocks import StageCost
 from pipeplan.costs.decoding import bytes_between, phase_costs
 from pipeplan.costs.messages import beside, returned
 from pipeplan.costs.stages import build_workload
+from pipeplan.costs.trees import with_shared_uplinks
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Profile
 from pipeplan.files.plan import Decode
@@ -153,7 +154,7 @@ def _with_prefill(
         )
         for number, cost in enumerate(prefill)
     )
-    found = [
+    chunk_messages = [
         Dependency(
             source=f"{count + each.source_stage}{PREFILL}",
             target=f"{count + each.target_stage}{PREFILL}",
@@ -162,6 +163,7 @@ def _with_prefill(
         for each in workload.dependencies
         if not each.later
     ]
+    found = [*with_shared_uplinks(chunk_messages, cluster)]
     first, last = ends
     hops = returned(empty[last], workload.stages[first], TOKEN_BYTES, cluster)
     found.append(Dependency(source=f"{count + last}{PREFILL}", target=f"{first}F", later=decode.groups, hops=hops))

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from pipeplan.costs.blocks import StageCost, places_divided
 from pipeplan.costs.communication import all_gather_time, transfer_time
+from pipeplan.costs.trees import with_shared_uplinks
 from pipeplan.files import Block, Cluster, Edge, Placement, Profile
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, is_in_line, slots_of
@@ -213,7 +214,7 @@ def dependencies(
         if upward or not edges:
             found.append(joined((f"{target}{back[target]}", f"{source}{back[source]}"), target, source, upward))
     assert all(dependency.payload for dependency in found if dependency.hops)
-    return tuple(found)
+    return with_shared_uplinks(found, cluster, () if fold is None else fold.players)
 
 
 def returned(source: Stage, target: Stage, token_bytes: int, cluster: Cluster | None) -> tuple[Hop, ...]:

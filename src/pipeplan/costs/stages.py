@@ -22,6 +22,7 @@ from pipeplan.costs.segments import require_plain, with_segments
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.states import States
+from pipeplan.costs.trees import linked_alike
 from pipeplan.costs.zero import (
     ALONE,
     IN_ACTIONS,
@@ -433,7 +434,7 @@ def build_workload(
             continue
         waits = joined(Crossings(profile, on_programs["stages"], whole_messages), fold=fold)
         pairs = ((hop.source_device, hop.target_device) for each in waits for hop in each.hops)
-        if cluster is None or fold.alike(pairs, [level.group_size for level in cluster.levels]):
+        if cluster is None or linked_alike(fold, pairs, cluster):
             workload = Workload(**said, **on_programs, dependencies=waits)
             _require_sums(profile.where, workload)
             return workload

@@ -5,7 +5,7 @@ Here: what a file may say, its versions and migrations, traces. Not here: what f
 """
 
 from pipeplan.files.base import File, FileModel, Source, sha256_of
-from pipeplan.files.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
+from pipeplan.files.cluster import Cluster, DeviceKind, FailureDomain, LinkLevel, MeasuredCurve
 from pipeplan.files.cover import Cover, CoveredGroup
 from pipeplan.files.modules import Modules, StageModules
 from pipeplan.files.placement import PlacedStage, Placement
@@ -49,6 +49,7 @@ __all__ = [
     "CoveredGroup",
     "DeviceKind",
     "Edge",
+    "FailureDomain",
     "File",
     "FileModel",
     "LinkLevel",

@@ -63,6 +63,41 @@ class LinkLevel(FileModel):
         Bandwidth | None,
         Field(description="for all together that leaves one group of the level inside; none given is the bandwidth"),
     ] = None
+    oversubscription: Annotated[
+        float | None,
+        said_only(
+            None,
+            "of a tree: what all devices of one group of the level inside could send over this level together, divided "
+            "by what its uplinks carry, such as 4 for 4:1; instead of node_bandwidth_bytes_per_s",
+            ge=1,
+            le=1000,
+        ),
+    ] = None
+    rails: Annotated[
+        bool,
+        said_only(
+            False,
+            "whether the devices in the same place of each group of the level inside share a switch, and each such "
+            "switch has uplinks of its own to the next level",
+        ),
+    ] = False
+
+    @model_validator(mode="after")
+    def _says_once_what_leaves(self) -> LinkLevel:
+        if self.oversubscription is not None and self.node_bandwidth_bytes_per_s is not None:
+            raise ValueError(
+                f"level {self.name!r} has both oversubscription {self.oversubscription:g} and "
+                f"node_bandwidth_bytes_per_s {self.node_bandwidth_bytes_per_s}, and both say what leaves a group of "
+                "the level inside; leave one of them out"
+            )
+        return self
+
+
+class FailureDomain(FileModel):
+    """Devices that fail together: ``d`` is in domain ``d // group_size``, such as a node, a rack, a power supply."""
+
+    name: Name
+    group_size: Count
 
 
 class MeasuredCurve(FileModel):
@@ -107,6 +142,14 @@ class Cluster(File):
             le=1,
         ),
     ] = 0.0
+    failure_domains: Annotated[
+        Items[FailureDomain],
+        said_only(
+            (),
+            "which devices fail together, smallest first; without any, a group of the innermost of several "
+            "levels, else each device alone",
+        ),
+    ] = ()
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Cluster:
@@ -124,6 +167,33 @@ class Cluster(File):
         for index, curve in enumerate(self.measured):
             if curve.level not in names:
                 raise ValueError(f"measured[{index}].level {curve.level!r} is not a level")
+        return self
+
+    @model_validator(mode="after")
+    def _trees_have_groups(self) -> Cluster:
+        for index, level in enumerate(self.levels):
+            if index == 0 and (level.rails or level.oversubscription is not None):
+                key = "rails" if level.rails else "oversubscription"
+                raise ValueError(
+                    f"levels[0] ({level.name!r}) has {key}, but no level is inside it whose groups could have uplinks; "
+                    "put the links inside a node first"
+                )
+        if len(rails := [level.name for level in self.levels if level.rails]) > 1:
+            raise ValueError(f"levels {rails[0]!r} and {rails[1]!r} both have rails; only one level may")
+        return self
+
+    @model_validator(mode="after")
+    def _domains_hold_each_other(self) -> Cluster:
+        names = [domain.name for domain in self.failure_domains]
+        if len(set(names)) != len(names):
+            raise ValueError("failure_domains have a name twice")
+        sizes = [domain.group_size for domain in self.failure_domains]
+        for index, (before, size) in enumerate(zip(sizes, sizes[1:], strict=False), 1):
+            if size < before or size % sizes[0]:
+                raise ValueError(
+                    f"failure_domains[{index}] ({names[index]!r}) has group_size {size}, which must be at least "
+                    f"the {before} before it and whole domains of {sizes[0]}, the smallest"
+                )
         return self
 
     @classmethod
@@ -207,6 +277,17 @@ class Cluster(File):
     def speeds(self) -> tuple[float, ...]:
         """How much each device computes in the time in which one that a profile's times are of computes 1."""
         return tuple(kind.speed for kind in self.devices for _ in range(kind.count))
+
+    @cached_property
+    def is_tree(self) -> bool:
+        """Whether groups of devices share uplinks, or devices in the same places a switch."""
+        return any(level.rails or level.oversubscription is not None for level in self.levels)
+
+    @property
+    def domains(self) -> tuple[FailureDomain, ...]:
+        """What fails together, smallest first: as said, else a node where there are several levels, else a device."""
+        size = self.levels[0].group_size if len(self.levels) > 1 else 1
+        return self.failure_domains or (FailureDomain(name="node" if size > 1 else "device", group_size=size),)
 
     def first(self, num_devices: int) -> Cluster:
         """The first ``num_devices`` devices only, at least one, with the links between them."""

@@ -221,14 +221,14 @@ def program_on(texts: Sequence[str], players: Sequence[Players], place: int) -> 
     """A program as the device in this place plays it: messages name devices where they named programs."""
     if not any("@" in text for text in texts):
         return texts
-    return tuple(_renamed(text, lambda program: players[program].device(place)) for text in texts)
+    return tuple(renamed(text, lambda program: players[program].device(place)) for text in texts)
 
 
 def _on_program(text: str, fold: Fold) -> str:
-    return _renamed(text, fold.programs.__getitem__)
+    return renamed(text, fold.programs.__getitem__)
 
 
-def _renamed(text: str, number: Callable[[int], int]) -> str:
+def renamed(text: str, number: Callable[[int], int]) -> str:
     """A message's text with another number of the device at its other end."""
     if "@" not in text:
         return text

@@ -27,6 +27,7 @@ import math
 from collections.abc import Mapping
 
 from pipeplan.costs.communication import all_reduce_time, transfer_time
+from pipeplan.costs.trees import slowest_share
 from pipeplan.errors import InfeasibleError
 from pipeplan.time_limit import checked, checkpoint
 
@@ -160,8 +161,15 @@ def _talk(g: int, h: int, groups: Sequence[int], traffic: Traffic, cluster: Clus
     """What g and h send each other, per pair of devices."""
     pairs = _sharing(groups[g], groups[h])
     sizes = [-(-traffic.get(way, 0) // len(pairs)) for way in ((g, h), (h, g))]
-    times = [[sum(transfer_time(cluster, 0, last, size)) if size else 0 for size in sizes] for last in _ends(cluster)]
+    times = [[_message_ns(cluster, last, size) if size else 0 for size in sizes] for last in _ends(cluster)]
     return Tie(g, h, pairs, tuple(map(sum, times)), tuple(map(max, times)))
+
+
+def _message_ns(cluster: Cluster, last: int, size: int) -> int:
+    """A message between devices that far apart; in a tree as where every device sends over the uplinks between."""
+    latency, occupancy = transfer_time(cluster, 0, last, size)
+    level = cluster.level_between(0, last)
+    return latency + (occupancy if level is None else math.ceil(occupancy * slowest_share(cluster, level)))
 
 
 def _sum(g: int, devices: int, size: int, cluster: Cluster) -> Tie:

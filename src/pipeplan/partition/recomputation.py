@@ -403,6 +403,15 @@ def _choosing(problem: PartitionProblem, way: Way, order: Sequence[str], kept: C
     )
 
 
+def first_counts(numbers: Sequence[Sequence[int]]) -> list[int]:
+    """How many first layers all stages may recompute, or all they have, where blocks of several layers do so whole.
+
+    ``numbers`` [stage][block] are how many layers a stage has up to the end of a block. Ascending, none of them first.
+    """
+    able = {0}.union(*numbers)
+    return sorted(count for count in able if all(not count or count in own or own[-1] <= count for own in numbers))
+
+
 class Holding(NamedTuple):
     """What a schedule has in flight of a stage: micro-batches whole, and those that owe only a weight gradient.
 
@@ -545,7 +554,7 @@ class FittingChain:
         self, layers: Sequence[int], by_position: Mapping[int, Sequence[int]], ranges: Sequence[tuple[int, int]]
     ) -> list[list[Again]] | None:
         """The same where all stages recompute as many of their first layers: as few as fit everywhere."""
-        numbers = [[*accumulate(layers[begin:end])] for begin, end in ranges]  # [stage][block] how many up to it
+        numbers = [[*accumulate(layers[begin:end])] for begin, end in ranges]
         whole, again = dict(self.ways)[False], dict(self.ways)[True]
 
         def chosen(count: int) -> list[list[Again]]:
@@ -570,9 +579,9 @@ class FittingChain:
                     return False
             return True
 
-        most = max(own[-1] for own in numbers)
-        count = bisect_left(range(most + 1), True, key=fits)
-        return None if count > most else chosen(count)
+        counts = first_counts(numbers)
+        place = bisect_left(counts, True, key=fits)
+        return None if place == len(counts) else chosen(counts[place])
 
     @staticmethod
     def _static(costs: Sequence[StageCost]) -> int:

@@ -33,6 +33,7 @@ from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import rates
+from pipeplan.simulator.spares import Spares
 from pipeplan.texts import counted
 from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
@@ -445,7 +446,8 @@ class Result(Displayed):
     are the micro-batch sizes per replica, of those that were open, of which nothing was looked at. ``tie`` is a simpler
     plan that is as good as this one. ``request`` is what was asked; None of a result put together by hand. ``cost`` is
     what the limits of the target cost, where there is one; ``start_ns`` what the plan takes here that the search was
-    given to start from, if it fits. ``decode`` is what a plan of decode steps is for.
+    given to start from, if it fits. ``decode`` is what a plan of decode steps is for, ``spares`` what
+    spare devices cost.
     """
 
     plan: Plan
@@ -465,6 +467,7 @@ class Result(Displayed):
     cost: TargetCost | CacheCost | None = None
     start_ns: int | None = None
     decode: DecodeAnswer | None = None
+    spares: Spares | None = None
 
     def __repr__(self) -> str:
         bound = f"bound {format_ns(self.lower_bound_ns)}, gap {self.gap:.2%}"
@@ -555,4 +558,5 @@ class Result(Displayed):
             **({} if self.cost is None else {"for": self.cost.figures()}),
             **({} if self.decode is None else self.decode.figures()),
             **({} if self.explanation is None else self.explanation.figures()),
+            **({} if self.spares is None else {"spares": self.spares.figures()}),
         }

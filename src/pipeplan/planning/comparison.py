@@ -29,6 +29,7 @@ from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.state import Progress, SearchStep
 from pipeplan.simulator.metrics import rates
+from pipeplan.simulator.spares import Spares
 from pipeplan.time_limit import Limit
 from pipeplan.units import MAX_BYTES
 from pipeplan.workload.bounds import weak_iteration_bound
@@ -146,6 +147,7 @@ class Comparison(Displayed):
     ``yardstick`` says what a sample is, ``notes`` what is free. Where no row fits, ``shortage`` says what would do.
     Where something is not reached, it should be in about ``enough_seconds``, by what took how long until then; None
     where that is not known. ``full_devices`` counts each device by its speed; 0 is as many as there are.
+    ``spares`` say what spare ones cost.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Comparison(Displayed):
     enough_seconds: float | None = None
     reserve_bytes: tuple[int, ...] = ()
     full_devices: float = 0.0
+    spares: Spares | None = None
 
     def __repr__(self) -> str:
         return f"<Comparison {self.name!r}: {len(self.rows)} rows, {len(self.missing)} missing>"
@@ -200,6 +203,7 @@ class Comparison(Displayed):
             ],
             "enough_seconds": self.enough_seconds,
             "interrupted": self.interrupted,
+            **({} if self.spares is None else {"spares": self.spares.figures()}),
             "notes": list(self.notes),
         }
 

@@ -29,6 +29,9 @@ from pipeplan.units import format_bytes
 ALL_SIZES = 8
 """Up to so many devices groups have any number of them; of more, powers of two and all."""
 
+MOST_BYTES = 2 << 30
+"""Of memory for times of runs, from any block to any other: enough for some 2,800 blocks."""
+
 GROUPS_PER_STAGE = 2
 """Groups of requests that are looked at, at most. With one for each stage all work; more hide what messages take."""
 
@@ -171,6 +174,7 @@ class DecodeSearch:
         """
         if not self.sizes:
             raise self._no_costs()
+        self._require_few()
         if not self._may_fit(self.batch):
             raise self._nothing()
         found: DecodeChoice | None = None
@@ -195,6 +199,17 @@ class DecodeSearch:
         if found is None:
             raise self._nothing()
         return found
+
+    def _require_few(self) -> None:
+        """Refuse so many blocks that the times of all runs of them would take too much memory. Raises UsageError."""
+        each = 8 * (4 * len(self.sizes) + 3)  # as found, as allowed by a bound, and sorted, of each size of groups
+        most, count = math.isqrt(MOST_BYTES // each) - 1, len(self.order)
+        if count > most:
+            raise UsageError(
+                f"{self.profile.where}: {count} blocks; decode steps are cut between any two of them, whose times "
+                f"would take {format_bytes(each * (count + 1) ** 2)} of memory here, and at most {most} are allowed "
+                f"with {self.devices} devices; profile larger blocks (--granularity layer)"
+            )
 
     def bound_ns(self, found: DecodeChoice) -> float:
         """Ns between tokens that no choice is below, once the best was ``found`` in the time."""

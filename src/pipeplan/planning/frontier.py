@@ -26,6 +26,7 @@ from pipeplan.planning.request import (
     Request,
     Splitting,
     input_notes,
+    planned_for,
     require_sizes,
     resolve_batch,
     sizes_between,
@@ -45,6 +46,7 @@ from pipeplan.sharding.baselines import ONLY
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
+from pipeplan.simulator.spares import Spares
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_bytes, format_ns, named_devices
 from pipeplan.workload.elements import Stage
@@ -96,7 +98,8 @@ class FrontierResult(Displayed):
     ``chosen`` point is the one written as a plan, counted from 1. ``profiled_only``: what is proved is proved of
     strategies at sizes that were profiled; others were compared by the nearest size in proportion. Partitions
     ``tried``, and the fewest that were ``untried`` when it was ``interrupted``, are those of whole plans. Where blocks
-    are split operator by operator there are no plans to write, and ``makes_plans`` is false.
+    are split operator by operator there are no plans to write, and ``makes_plans`` is false. ``spares`` say what spare
+    devices cost.
     """
 
     name: str
@@ -116,6 +119,7 @@ class FrontierResult(Displayed):
     tried: int | None = None
     untried: int | None = None
     makes_plans: bool = True
+    spares: Spares | None = None
     yardstick: Yardstick = field(kw_only=True)
 
     def __repr__(self) -> str:
@@ -172,6 +176,7 @@ class FrontierResult(Displayed):
             "interrupted": self.interrupted,
             "tried": self.tried,
             "untried": self.untried,
+            **({} if self.spares is None else {"spares": self.spares.figures()}),
         }
 
 
@@ -258,6 +263,7 @@ def frontier_request(
     time_limit: float | None = None,
     mode: Mode = "all",
     splitting: Splitting | None = None,
+    spares: int = 0,
     **sizes: Any,
 ) -> Request:
     """The request of a frontier: with ``splitting`` of one stage on all devices, else of whole plans.
@@ -277,7 +283,8 @@ def frontier_request(
             f"profile {profile.name!r} keeps blocks together (keep_together), which frontier --plans does not yet; "
             "take that out of the profile, or search"
         )
-    counts = _counts(devices, cluster, mode, splitting)
+    planned = planned_for(cluster, devices, spares) if spares else 0
+    counts = _counts(devices, cluster.first(planned) if cluster and planned else cluster, mode, splitting)
     if splitting is None:
         counts = _shared_out(profile, counts, sizes | {"zero": zero}, given=devices is not None)
     if splitting is not None and (zero, zero_group) != (None, None):
@@ -300,6 +307,7 @@ def frontier_request(
         time_limit=limit if time_limit is None else time_limit,
         device_counts=counts,
         splitting=splitting,
+        spares=spares,
         samples_assumed=mini_batch is None,
         **sizes,
     )

@@ -3,16 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import CostRow, Cover, CoveredGroup, Profile
 from pipeplan.kernels.covers import KernelCover, KernelMatch, algorithm_1
+from pipeplan.kernels.evolution import Evolved
 from pipeplan.kernels.measuring import plain_row, row_ns
 from pipeplan.kernels.operators import OperatorDag
 from pipeplan.schedule.cpsat.cover import exact_cover
 from pipeplan.schedule.cpsat.solver import Budget
+
+Groups = tuple[tuple[tuple[str, ...], str], ...]
+"""Blocks, and the backend that runs them, in an order in which they can run."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLevel:
+    """What the graph level came to: the groups that take least, measured beside those of the operator level."""
+
+    library: str
+    seed: int
+    groups: Groups
+    operator_ns: int
+    found: Evolved
+
+    @property
+    def gain(self) -> float:
+        """How many times as long the operator level's cover takes."""
+        return self.operator_ns / self.found.ns
+
+    def covered(self, known: Mapping[tuple[tuple[str, ...], str], int]) -> tuple[CoveredGroup, ...]:
+        """Its groups with ns: as they are ``known`` to take alone, where they are.
+
+        Those of the library that were not measured alone share what the others leave of the whole, by their blocks.
+        """
+        open_ = sum(len(blocks) for blocks, name in self.groups if (blocks, name) not in known)
+        left = max(0, self.found.ns - sum(known.get(group, 0) for group in self.groups))
+        return tuple(
+            CoveredGroup(
+                blocks=blocks,
+                backend=name,
+                ns=known[blocks, name] if (blocks, name) in known else left * len(blocks) // open_,
+            )
+            for blocks, name in self.groups
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """As ``pipeplan kernels --graph-level --json`` prints them in ``graph_level``."""
+        return {
+            "library": self.library,
+            "seed": self.seed,
+            "cover": [{"blocks": list(blocks), "backend": name} for blocks, name in self.groups],
+            "operator_level_ns": self.operator_ns,
+            "measured_ns": self.found.ns,
+            "gain": self.gain,
+            "curve": [
+                {"best_ns": each.best_ns, "mean_ns": each.mean_ns, "measured": each.measured}
+                for each in self.found.curve
+            ],
+            "num_failed": len(self.found.failures),
+            "interrupted": self.found.interrupted,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +73,8 @@ class KernelChoice:
     """The cover that was found, and what it is compared with.
 
     ``single`` is what the whole model takes by one backend, None where that does not run all of it; ``algorithm_1`` the
-    cover of the thesis's programme, and ``lower_bound_ns`` what every cover takes at least.
+    cover of the thesis's programme, and ``lower_bound_ns`` what every cover takes at least. ``level`` is what the graph
+    level came to, where it was measured (:mod:`pipeplan.planning.kernel_evolution`): the file then has its cover.
     """
 
     profile: Profile
@@ -30,6 +84,7 @@ class KernelChoice:
     algorithm_1: KernelCover
     lower_bound_ns: int
     single: Mapping[str, int | None]
+    level: GraphLevel | None = None
 
     @property
     def graph(self) -> OperatorDag:
@@ -45,6 +100,10 @@ class KernelChoice:
     @property
     def file(self) -> Cover:
         """The cover as a file."""
+        if self.level is not None:
+            known = {(match.blocks, match.backend): match.ns for match in self.matches}
+            found = {"predicted_ns": self.level.found.ns, "cover": self.level.covered(known)}
+            return replace(self, level=None).file.model_copy(update=found)
         return Cover(
             name=self.profile.name,
             profile_sha256=self.profile.fingerprint,
@@ -78,6 +137,7 @@ class KernelChoice:
             "algorithm_1_ns": self.algorithm_1.total_ns,
             "num_groups": len(self.matches),
             "num_refused": sum(each.microbatch_size == self.size for each in self.profile.refusals),
+            **({} if self.level is None else {"graph_level": self.level.figures()}),
         }
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise, product
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeplan.costs.zero import Experts, Zero
 from pipeplan.errors import PipeplanError
 from pipeplan.files import PlacedStage, Placement
+from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
 from pipeplan.planning.candidates import PlacementCandidate, any_stages, is_large, open_splits, sharings
 from pipeplan.planning.planners import AUTO_PLANNER
@@ -51,7 +51,7 @@ class Moves(PlanStep):
 
     def run(self, search: PlanSearch) -> None:
         """Move as long as that makes it shorter."""
-        if not _may_move(search.request):
+        if not may_move_blocks(search.request):
             return
         with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
             while self._moved(search, share):
@@ -84,7 +84,7 @@ class Moves(PlanStep):
         return False
 
 
-def _may_move(request: Request) -> bool:
+def may_move_blocks(request: Request) -> bool:
     """Whether stages are the search's to choose: not given, a planner's, of rules, or for forwards in parts.
 
     Nor those of a strategy that is asked for, which by moves might beat what a search of all strategies moves; but
@@ -130,8 +130,6 @@ def _named(source: str) -> str:
 
 _Stages = tuple[PlacedStage, ...]
 
-Array = NDArray[np.int64]
-
 
 def _loads(stages: Sequence[PlacedStage], workload: Workload) -> list[int]:
     """[stage] ns of work of its devices for a micro-batch."""
@@ -152,33 +150,39 @@ def _levelled(request: Request, candidate: PlacementCandidate, workload: Workloa
     groups = list(dict.fromkeys(stage.devices for stage in stages))
     place = np.array([groups.index(stage.devices) for stage in stages])
     ends = np.array(list(accumulate((len(each.blocks) for each in stages), initial=0)))
-    numbers = np.arange(len(stages))
+    found = levelled(ends, before, place)
+    return None if found is None else _cut(stages, found.tolist())
 
-    def loads(ends: Array) -> Array:
+
+def levelled(ends: Array, before: Array | FloatArray, place: Array) -> Array | None:
+    """Where stages end once blocks are moved so; ``before`` [stage, block] is all work before, on ``place`` [stage]."""
+    stages, count = np.arange(len(place)), int(place.max()) + 1
+
+    def loads(ends: Array) -> Array | FloatArray:
         """[group] ns, for several cuts at once [..., group]."""
-        own = before[numbers, ends[..., 1:]] - before[numbers, ends[..., :-1]]
-        return np.stack([own[..., place == group].sum(axis=-1) for group in range(len(groups))], axis=-1)
+        own = before[stages, ends[..., 1:]] - before[stages, ends[..., :-1]]
+        return np.stack([own[..., place == group].sum(axis=-1) for group in range(count)], axis=-1)
 
     moved = False
     for _ in range(int(ends[-1])):
         checkpoint()
         now = loads(ends)
-        sources = [n for n in range(len(stages)) if place[n] == now.argmax() and ends[n + 1] - ends[n] > 1]
-        pairs = [(source, target) for source in sources for target in range(len(stages)) if target != source]
+        sources = [n for n in range(len(place)) if place[n] == now.argmax() and ends[n + 1] - ends[n] > 1]
+        pairs = [(source, target) for source in sources for target in range(len(place)) if target != source]
         if not pairs:
             break
-        cuts = np.stack([ends + _shift(len(stages), *pair) for pair in pairs])
+        cuts = np.stack([ends + _shift(len(place), *pair) for pair in pairs])
         after = [*map(_unevenness, loads(cuts))]
         least = min(range(len(pairs)), key=after.__getitem__)
         if after[least] >= _unevenness(now):
             break
         ends, moved = cuts[least], True
-    return _cut(stages, ends.tolist()) if moved else None
+    return ends if moved else None
 
 
-def _unevenness(loads: Array) -> tuple[int, float]:
+def _unevenness(loads: Array | FloatArray) -> tuple[float, float]:
     """The most, and of equals how far all are apart."""
-    return int(loads.max()), float((loads.astype(np.float64) ** 2).sum())
+    return float(loads.max()), float((loads.astype(np.float64) ** 2).sum())
 
 
 def _work_before(request: Request, stages: _Stages, workload: Workload, size: int) -> Array:

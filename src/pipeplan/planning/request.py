@@ -38,7 +38,6 @@ from pipeplan.planning.restrictions import (
     Restrictions,
     groups_of,
     joined_for,
-    layers_in,
     require_ranks,
     restricted_fields,
     target_named,
@@ -251,7 +250,8 @@ class Request:
     of blocks, and ``joined`` knows the blocks of each. ``kernels`` says which kernel backends may run blocks (None:
     eager torch alone). ``only`` is what the target of the plan can run, ``free`` the
     same request without it. ``imported`` says whose stages these are where another tool's were read, and nothing is
-    searched. ``folds``: many devices that are alike may share programs.
+    searched. ``folds``: many devices that are alike may share programs. ``spares`` of the cluster's devices are left
+    out of ``num_devices`` (:mod:`pipeplan.planning.spares`).
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -298,6 +298,7 @@ class Request:
     uniform: bool = False
     folds: bool = True
     samples_assumed: bool = False
+    spares: int = 0
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
     joined: JoinedProfile | None = None
@@ -459,6 +460,8 @@ class Request:
         Raises:
             UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
+        if spares := others.get("spares") or 0:
+            devices = planned_for(cluster, devices, spares, placed=isinstance(placement, Placement))
         if start is not None:
             devices = start.num_devices if devices is None and cluster is None else devices
             if mini_batch is None and num_microbatches is None:
@@ -507,6 +510,8 @@ class Request:
         if devices is None and cluster is None and placement == "auto" and all(layout):
             devices = math.prod(each or 1 for each in layout)
         chosen, num_devices = choose_placement(profile, placement, devices, rules)
+        if spares and isinstance(chosen, Placement):
+            planned_for(cluster, None, spares, placed=True)
         batch = resolve_batch(
             profile,
             num_devices,
@@ -718,9 +723,7 @@ class Request:
 def first_layers_open(request: Request) -> bool:
     """Whether it is open how many layers of each stage recompute, the first ones, for a target that has it so."""
     only, known = request.only, request.joined
-    if only is None or known is None or not only.first_layers or len(request.recomputes) < 2:
-        return False
-    return max(layers_in(known, request.profile.topological_order())) < 2
+    return only is not None and known is not None and only.first_layers and len(request.recomputes) > 1
 
 
 def _placement_said(asked: Placement | str, chosen: Placement | str, rules: Rules | None) -> Iterator[tuple[str, str]]:
@@ -737,6 +740,37 @@ def _batch_said(size: int | None, count: int | None) -> Iterator[tuple[str, str]
     """The flag that says how the mini-batch is cut, if one does."""
     if size is not None or count is not None:
         yield "microbatch", f"--microbatches {count}" if size is None else f"--microbatch-size {size}"
+
+
+def planned_for(cluster: Cluster | None, devices: object, spares: int, *, placed: bool = False) -> int:
+    """How many of a cluster's devices are left to plan for.
+
+    Raises:
+        UsageError: there is no cluster, the number is said twice, or spares are no whole nodes, or all there are.
+    """
+    if cluster is None:
+        raise UsageError("--spares is of a cluster, whose file says what fails together; give --cluster")
+    if devices is not None:
+        raise UsageError(
+            f"--devices and --spares both say how many of the {cluster.num_devices} devices of cluster "
+            f"{cluster.name!r} to plan for; leave one of them out"
+        )
+    if placed:
+        raise UsageError("--spares is for stages that a search places, and here the placement is given; leave it out")
+    if spares >= cluster.num_devices:
+        raise UsageError(
+            f"--spares {spares} leaves none of the {cluster.num_devices} devices of cluster {cluster.name!r} to plan "
+            "for; give fewer"
+        )
+    node = cluster.domains[0]
+    if spares % node.group_size:
+        below = spares // node.group_size * node.group_size
+        either = [str(count) for count in (below, below + node.group_size) if 0 < count < cluster.num_devices]
+        raise UsageError(
+            f"--spares {spares} are no whole nodes: in cluster {cluster.name!r} {node.group_size} devices fail "
+            f"together ({node.name}), and only as many take over; give {' or '.join(either)}"
+        )
+    return cluster.num_devices - spares
 
 
 def _flags_said(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

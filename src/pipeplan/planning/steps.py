@@ -33,7 +33,7 @@ from pipeplan.errors import (
 from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
-from pipeplan.partition.recomputation import choices_of
+from pipeplan.partition.recomputation import choices_of, first_counts
 from pipeplan.planning.alternatives import explained, kept_alternatives, tied_with
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
@@ -59,6 +59,7 @@ from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.moves import Moves
+from pipeplan.planning.own_ways import OwnWays
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request, first_layers_open
@@ -189,17 +190,19 @@ class EaseFirstLayers(PlanStep):
 
     def _ease(self, search: PlanSearch, trial: Trial, high: int) -> None:
         """Fewer layers take less time and more memory, so that halving finds how few fit."""
-        request, stages, low = search.request, trial.candidate.placement.stages, 0
-        while low < high and not search.budget.expired:
-            middle = (low + high) // 2
-            first = [_first_again(request, stage.blocks, middle) for stage in stages]
+        request, stages = search.request, trial.candidate.placement.stages
+        numbers = [[*accumulate(_are_layers(request, stage.blocks))] for stage in stages]
+        fewer = [count for count in first_counts(numbers) if count < high]
+        while fewer and not search.budget.expired:
+            middle = len(fewer) // 2
+            first = [_first_again(request, stage.blocks, fewer[middle]) for stage in stages]
             changes = {index: {"recompute": again} for index, again in enumerate(first)}
             placement = _changed(trial.candidate.placement, changes)
             schedule = _retimed(request, trial, placement, "")
             if schedule is None:
-                low = middle + 1
+                fewer = fewer[middle + 1 :]
                 continue
-            high = middle
+            fewer = fewer[:middle]
             trial.candidate, trial.best = replace(trial.candidate, placement=placement), schedule
             trial.bounds = [schedule.bound_ns]
             trial.begin_again(request)
@@ -208,9 +211,12 @@ class EaseFirstLayers(PlanStep):
 
 def _layers_again(request: Request, stage: Stage) -> int | None:
     """How many layers of a stage recompute, which are its first ones; None where they are others, or not whole."""
-    own = [again for own, again in zip(_are_layers(request, stage.blocks), stage.again, strict=True) if own]
-    count = sum(again is True for again in own)
-    return count if own == [True] * count + [False] * (len(own) - count) else None
+    layers = _are_layers(request, stage.blocks)
+    own = [(again, count) for again, count in zip(stage.again, layers, strict=True) if count]
+    kinds, first = [again for again, _ in own], sum(again is True for again, _ in own)
+    if kinds != [True] * first + [False] * (len(own) - first):
+        return None
+    return sum(count for _, count in own[:first])
 
 
 def _first_again(request: Request, groups: Sequence[str], count: int) -> Recompute:
@@ -933,6 +939,7 @@ STEPS: tuple[SearchStep, ...] = (
     LargerGroups(),
     DivideState(),
     KeepAll(),
+    OwnWays(),
     Moves(),
     EveryWidth(),
     RecomputedBlocks(),

@@ -35,7 +35,7 @@ from pipeplan.planning.exchanging import exchanging_workload
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
 from pipeplan.planning.workers import Ahead, Given, LostError
-from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FirstLook, first_look, plain_look, search_schedule
@@ -627,6 +627,8 @@ class PlanSearch:
             self.refuted += 1
             return None
         candidate = None if propose is None else self._made(propose)
+        if propose is not None and is_large(self.request):
+            self.budget.charge(SECONDS_PER_CUT)
         self.partition_seconds += self.budget.elapsed - begun
         if propose is None:
             self.all_seen = True
@@ -643,8 +645,12 @@ class PlanSearch:
 
     def is_new(self, candidate: PlacementCandidate) -> bool:
         """Whether nothing was made of a candidate yet, which is so once."""
-        new = candidate.key not in self._seen
-        self._seen.add(candidate.key)
+        return self.is_first(candidate.key)
+
+    def is_first(self, key: Hashable) -> bool:
+        """Whether nothing was tried under this key yet, which is so once."""
+        new = key not in self._seen
+        self._seen.add(key)
         return new
 
     def _given_away(self, proposals: Iterator[Proposal]) -> Iterator[Proposal]:

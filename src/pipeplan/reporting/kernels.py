@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from typing import TextIO
 
 from rich.text import Text
 
-from pipeplan.planning.kernel_choice import KernelChoice
+from pipeplan.planning.kernel_choice import GraphLevel, KernelChoice
 from pipeplan.reporting.layout import Column, console_for, flowed, more, shown_rows, tables
 from pipeplan.texts import counted
 from pipeplan.units import format_ns
@@ -33,6 +34,22 @@ def print_choice(choice: KernelChoice, file: TextIO | None = None) -> None:
     console.print(flowed(f"cover: {format_ns(cover.total_ns)}, {changes} included; {proved}", console.width))
     if refused := choice.figures()["num_refused"]:
         console.print(flowed(f"refused by backends: {counted(refused, 'group')}; the profile says why", console.width))
+
+
+def print_graph_level(level: GraphLevel, file: TextIO | None = None) -> None:
+    """Print what the graph level's cover was measured to take beside the operator level's, and what it is."""
+    console, found = console_for(file), level.found
+    counts = Counter(name for _, name in level.groups)
+    ran = ", ".join(f"{name} {counted(count, 'group')}" for name, count in counts.items())
+    measured = f"measured {format_ns(found.ns)}, the cover above {format_ns(level.operator_ns)}"
+    tried = f"{counted(found.curve[-1].measured if found.curve else 1, 'cover')} in"
+    texts = [
+        f"graph level with {level.library}: {measured} ({level.gain:.2f} times as long); {ran}",
+        f"measured {tried} {counted(len(found.curve), 'generation')}, {len(found.failures)} of them refused"
+        + ("; interrupted" if found.interrupted else ""),
+    ]
+    for text in texts:
+        console.print(flowed(text, console.width))
 
 
 def _of_blocks(choice: KernelChoice) -> list[Column]:

@@ -11,6 +11,7 @@ from pipeplan.costs import build_workload, transfer_time, with_recipe, with_sync
 from pipeplan.costs.context import of_stages
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.launches import with_launches
+from pipeplan.costs.trees import MessageCrowds, linked_alike, with_shared_uplinks
 from pipeplan.costs.zero import IN_ACTIONS, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
@@ -53,19 +54,24 @@ def _costed(plan: Plan, profile: Profile | None, cluster: Cluster | None) -> Wor
 def _relinked_programs(plan: Plan, cluster: Cluster) -> Workload | None:
     """As :func:`relinked` of a folded plan, by one player of each program."""
     fold = Fold(plan.players)
-    found = relinked(in_place_0(plan), cluster)
+    found = _each_alone(in_place_0(plan), cluster)
     tied = [fold.tied(each) for each in found.tied]
     firsts = [found.devices[own.first] for own in plan.players]
     pairs = ((hop.source_device, hop.target_device) for each in plan.dependencies for hop in each.hops)
-    alike = fold.alike(pairs, [level.group_size for level in cluster.levels])
-    if not alike or None in tied or any(found.devices[d] != firsts[program] for d, program in fold.programs.items()):
+    if (
+        not linked_alike(fold, pairs, cluster)
+        or None in tied
+        or any(found.devices[d] != firsts[program] for d, program in fold.programs.items())
+    ):
         return None
     return replace(
         found,
         devices=tuple(firsts),
         stages=tuple(map(fold.stage, found.stages)),
         tied=tuple(each for each in tied if each is not None),
-        dependencies=tuple(replace(each, hops=tuple(map(fold.hop, each.hops))) for each in found.dependencies),
+        dependencies=with_shared_uplinks(
+            [replace(each, hops=tuple(map(fold.hop, each.hops))) for each in found.dependencies], cluster, plan.players
+        ),
         players=plan.players,
     )
 
@@ -118,6 +124,12 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
         UsageError: the cluster has fewer devices than the plan, or a stage has configurations or exchanges state in
             its actions.
     """
+    found = _each_alone(plan, cluster)
+    return replace(found, dependencies=with_shared_uplinks(found.dependencies, cluster))
+
+
+def _each_alone(plan: Plan, cluster: Cluster) -> Workload:
+    """The same, where no message shares uplinks with others."""
     _require_devices(plan, cluster)
     _require_no_configurations(plan, "--cluster")
     _require_no_exchanges(plan)
@@ -320,9 +332,13 @@ class _Built:
 
     def _relinked(self, dependency: Dependency) -> Dependency:
         """A dependency of an instruction keeps its bytes and gets the cluster's times, where there is one."""
-        cluster = self._cluster
-        hops = dependency.hops if cluster is None else tuple(_relinked_hop(hop, cluster) for hop in dependency.hops)
-        return replace(dependency, hops=hops)
+        if self._cluster is None:
+            return dependency
+        hops = tuple(_relinked_hop(hop, self._cluster) for hop in dependency.hops)
+        crowds = (
+            MessageCrowds(self._cluster, self.any.dependencies, self.any.players) if self._cluster.is_tree else None
+        )
+        return replace(dependency, hops=hops if crowds is None else tuple(map(crowds.shared, hops)))
 
 
 def _between(dependencies: Iterable[Dependency]) -> dict[_Message, Dependency]:

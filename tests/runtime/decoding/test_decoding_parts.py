@@ -227,7 +227,7 @@ def test_prompts_of_text_have_a_tokenizer(tmp_path: Path) -> None:
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="?").save_pretrained(tmp_path / "of")
     path = tmp_path / "prompts.txt"
-    path.write_text("a b c\n" + json.dumps([1, 1]) + "\n")
+    path.write_text("a b\u2028c\n" + json.dumps([1, 1]) + "\r\n", encoding="utf-8")
     assert read_prompts(str(path), str(tmp_path / "of")) == ([[0, 1, 3], [1, 1]], 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -19,9 +20,11 @@ from pipeplan.runtime.decoding.options import DecodeOptions
 from pipeplan.runtime.executor.message_graph import Message
 from pipeplan.runtime.executor.rank_program import planned_programs
 from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.zoo import mixture
+from pipeplan.runtime.parallel.experts import routed
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.weights import WeightNames
-from runtime_support.decoding_rank import Case, Found, case, distance, plan_of, unsplit, written_by
+from runtime_support.decoding_rank import Case, Found, case, distance, logits_of, plan_of, unsplit, written_by
 from runtime_support.warm import warm_ranks
 
 LLAMA = (
@@ -29,6 +32,7 @@ LLAMA = (
     "num_key_value_heads=4, vocab_size=50)"
 )
 QWEN2 = LLAMA.replace("Llama", "Qwen2")
+MIXTRAL = LLAMA.replace("Llama", "Mixtral").replace(")", ", num_local_experts=8, num_experts_per_tok=2)")
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [5, 4], [9, 8, 7, 3, 1], [11], [3] * 9, [2, 1, 2]]
 """More than there are slots, so that some join when others have left; no length is another's, nor a multiple of 4."""
 
@@ -36,17 +40,20 @@ ALL, PAIRS = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
 
-def of_four(kind: str, model: str = LLAMA, **options: object) -> Case:
+def of_four(kind: str, model: str = LLAMA, **options: Any) -> Case:
     """One stage of four devices: five slots, so that their shares differ."""
     return case(model, [kind], ALL, sizes=(5,), prompts=PROMPTS, **options)
 
 
-def of_pairs(kinds: Sequence[str], model: str = LLAMA, **options: object) -> Case:
+def of_pairs(kinds: Sequence[str], model: str = LLAMA, **options: Any) -> Case:
     """Two stages of two devices, and two groups, of which one has a slot and so leaves a device without any."""
     return case(model, kinds, PAIRS, sizes=(2, 1), prompts=PROMPTS, **options)
 
 
 QUICK = {
+    "experts of fewer requests than devices": case(
+        MIXTRAL, [""], ALL, sizes=(3,), prompts=PROMPTS[:4], mixed=("samples4", "cache4", "experts4")
+    ),
     "cp": of_four("cache4", "gpt2-tiny"),
     "cp-q": of_four("cacheq4", dtype="float32"),
     "cp before tp": of_pairs(["cacheq2", "shards2"]),
@@ -83,6 +90,15 @@ SLOW |= {
     "more devices than requests": case(LLAMA, ["cache4"], ALL, sizes=(2,), prompts=PROMPTS[:2]),
     "one word": of_four("cache4", new_tokens=1),
 }
+SLOW |= {
+    f"{kind} of {model[:5]} in {dtype}": of_four(kind, model, dtype=dtype)
+    for model in ("gpt2-experts-tiny", MIXTRAL)
+    for kind, dtype in (("experts4", "float64"), ("experts4", "float32"), ("samples2-experts2", "float64"))
+}
+SLOW |= {
+    "two stages with experts": of_pairs(["experts2", "experts2"], MIXTRAL),
+    "experts of layers and of prompts in parts": of_four("experts4", "gpt2-experts-tiny", chunk=2),
+}
 
 
 def right(cases: dict[str, Case]) -> None:
@@ -113,10 +129,49 @@ def test_bytes_that_are_sent_are_those_predicted() -> None:
     prompts = [[number + 1] for number in range(REQUESTS)]
     kept: dict[str, Any] = {"prompts": prompts, "sizes": (REQUESTS,), "new_tokens": STEPS}
     cases = [case(LLAMA, [kind], ALL, **kept) for kind in KINDS.values()]
-    for (name, _), found in zip(KINDS.items(), written_by(cases, 4), strict=True):
+    *found_of, of_experts = written_by([*cases, case(SPARSE, ["experts4"], ALL, **kept)], 4)
+    require_words_where_their_experts_are(of_experts)
+    for (name, _), found in zip(KINDS.items(), found_of, strict=True):
         shape = AttentionShape.of(HIDDEN, HEADS, KEY_HEADS)
         wanted = step_volume(name, shape, REQUESTS, 4, statistics=1).bytes(8, 8) * STEPS * LAYERS
         assert {sent_in_attention(found, rank, name) for rank in range(4)} == {wanted}, name
+
+
+SPARSE, EXPERTS, EACH = "gpt2-experts-tiny", 8, 2
+
+
+def require_words_where_their_experts_are(found: Found) -> None:
+    """Each word goes once to every other device that has one of its experts, with these and their shares, and comes
+    back: by what one process chooses that reads the whole texts. How many there will be is gathered before."""
+    rows = torch.zeros(LAYERS, 4, 4, dtype=torch.long)
+    for request, written in found.texts().items():
+        text = [request + 1, *(word for word, _ in written[:-1])]
+        for layer, chosen in enumerate(chosen_of(SPARSE, text)):
+            devices = (chosen // (EXPERTS // 4)).tolist()
+            for device in (each for own in devices for each in {*own}):
+                rows[layer, request // (REQUESTS // 4), device] += 1
+    for rank, layer in itertools.product(range(4), range(LAYERS)):
+        goes, comes = (int(each.sum() - each[rank]) for each in (rows[layer, rank], rows[layer, :, rank]))
+        assert goes + comes > 0
+        sent = {name.rpartition(" ")[2]: count for name, count in found.sent[rank].items() if f"layer{layer}.e" in name}
+        assert sent == {
+            "exchanges": 8 * (goes * (HIDDEN + 2 * EACH) + comes * HIDDEN),
+            "gathers": STEPS * 3 * 4 * 2 * 8,
+        }
+
+
+def chosen_of(model: str, text: list[int]) -> list[torch.Tensor]:
+    """[layer] the experts of each word of a text [words, of each], in one process."""
+    noted: list[torch.Tensor] = []
+
+    def note(words: torch.Tensor, chosen: torch.Tensor, *others: Any, **more: Any) -> torch.Tensor:
+        noted.append(chosen)
+        return routed(words, chosen, *others, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mixture, "routed", note)
+        logits_of.__wrapped__(model, tuple(text), "float64")
+    return noted
 
 
 def sent_in_attention(found: Found, rank: int, kept: Kept) -> Fraction:

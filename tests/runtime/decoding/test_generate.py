@@ -52,13 +52,13 @@ def generated(name: str, prompt: list[int]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [["llama", "qwen2"], pytest.param([*MODELS][2:], marks=pytest.mark.long)])
 def test_what_is_written_is_what_transformers_generates(names: list[str]) -> None:
-    """On one process, on two that split heads, and on two that have pieces of caches."""
-    kinds = {"": [[0]], "shards2": [[0, 1]], "cacheq2": [[0, 1]]}
+    """On one process, on four that split heads, that have pieces of caches, and that share experts."""
+    kinds = {name: ["", "shards4", "cacheq4", *(["experts4"] if name == "mixtral" else [])] for name in names}
     asked = [
-        (name, case(MODELS[name], [kind], devices, sizes=(3,), prompts=PROMPTS, new_tokens=NEW))
+        (name, case(MODELS[name], [kind], [[*range(4 if kind else 1)]], sizes=(3,), prompts=PROMPTS, new_tokens=NEW))
         for name in names
-        for kind, devices in kinds.items()
+        for kind in kinds[name]
     ]
     wanted = {name: [generated(MODELS[name], prompt) for prompt in PROMPTS] for name in names}
-    for (name, _), found in zip(asked, written_by([each for _, each in asked], 2), strict=True):
+    for (name, _), found in zip(asked, written_by([each for _, each in asked], 4), strict=True):
         assert [[word for word, _ in of] for of in found.texts().values()] == wanted[name], name

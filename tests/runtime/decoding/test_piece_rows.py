@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 import pipeplan as face
+from builders.clusters import cluster_of
+from builders.decoders import drawn_decoder
 from pipeplan import UsageError
-from pipeplan.files import Plan, Profile, parse, to_json
+from pipeplan.files import MeasuredCurve, Plan, Profile, parse, to_json
+from pipeplan.runtime.decoding.lockstep import steps_of
 
 LLAMA = (
     "LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, "
@@ -62,8 +65,33 @@ def test_processes_load_the_model_by_its_name() -> None:
         face.profile(lambda: None, inference=True, processes=2)
 
 
+def test_steps_that_so_many_devices_share_are_those_of_rows() -> None:
+    """By heads with as many requests as rows are of, by pieces with as many on each device, in both forms."""
+    profile = drawn_decoder(1)
+    rows = [row for row in profile.blocks[1].phases if row.phase == "decode" and row.shards == 1]
+    sizes, tokens = ({getattr(row, name) for row in rows} for name in ("microbatch_size", "context_tokens"))
+    found = [*steps_of(profile, 2, pieces=True)]
+    assert {(str(each.way.mesh), each.requests, each.context) for each in found} == {
+        *(("shards2", size, context) for size in sizes for context in tokens),
+        *((f"cache{q}2", 2 * size, context) for q in ("", "q") for size in sizes for context in tokens),
+    }
+    assert len(found) == 3 * len(sizes) * len(tokens)
+    assert {str(each.way.mesh) for each in steps_of(profile, 4, pieces=False)} == {"shards4"}
+    attention = next(each for each in profile.blocks if each.cache_bytes_per_token)
+    step = next(each for each in found if each.way.cache > 1)
+    assert (step.configuration(attention), step.configuration(profile.blocks[-1])) == ("cache2", "samples2")
+    assert step.own == step.requests // 2
+
+
 @pytest.mark.slow
-def test_processes_measure_at_once() -> None:
-    profile = profiled(context=8, dcp=2, processes=2)
+def test_processes_measure_at_once_and_in_step_with_each_other() -> None:
+    """What links are said to take is left out of rows of pieces, to which searches add it; those of heads have all."""
+    endless = MeasuredCurve(operation="all_to_all", level="wire", num_devices=2, points=((1, 10**9),))
+    cluster = cluster_of(2).model_copy(update={"measured": (endless,)})
+    profile = profiled(context=8, dcp="2,4", shards="1,2", processes=2, repeats=2, cluster=cluster)
     assert "Measured by 2 processes of one machine at once." in profile.source.notes
-    assert {row.dcp for block in profile.blocks for row in block.phases} == {1, 2}
+    assert {row.dcp for block in profile.blocks for row in block.phases} == {1, 2, 4}
+    for block in profile.kinds:
+        for row in (each for each in block.phases if each.phase == "decode"):
+            assert row.repeats == 2
+            assert (row.forward_ns == 1) == (row.dcp == 2), row  # a block of these takes longer than 1 ns

@@ -180,6 +180,7 @@ COMMANDS = {
     "1": "--devices 1 --pp 1 --tp 1",
     "4": "--devices 4 --tp 2 --pp 2",
     "4 sharing sequences": "--devices 4 --tp 1 --pp 2 --cp 2 --cp-exchange gathered",
+    "4 around a ring": "--devices 4 --tp 1 --pp 1 --cp 4 --cp-exchange ring",
     "2": "--devices 2 --pp 1 --tp 1 --dp 2 --zero 1",
 }
 
@@ -193,12 +194,15 @@ def test_commands_give_one_loss_on_one_four_and_two_devices(tmp_path: Path) -> N
     model = f"LlamaConfig({', '.join(f'{key}={value}' for key, value in arguments.items())})"
     profile = tmp_path / "profile.json"
     estimate = ["--sequence", "32", "--estimate", "--device", "h100-80gb", "--shards", "1,2", "--microbatch", "1,2"]
-    estimate += ["--context", "1,2"]
+    estimate += ["--context", "1,2,4"]
     invoke("profile", model, *estimate, "-o", str(profile))
     losses: dict[str, list[float]] = {}
     for ranks, how in COMMANDS.items():
         plan = tmp_path / f"{ranks}.json"
         invoke("search", str(profile), *how.split(), "--mini-batch", "8", "-o", str(plan))
+        stages = json.loads(plan.read_text())["stages"]
+        ways = {stage["context_exchange"] for stage in stages if "context_exchange" in stage}
+        assert ways == ({"ring"} if "a ring" in ranks else set())
         training = ["--sequence", "32", "--dtype", "float64", "--steps", "3", "--local", "--json"]
         report = json.loads(invoke("run", str(plan), "--model", model, *training))
         assert report["num_ranks"] == int(ranks.partition(" ")[0])

@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from pipeplan.costs.clusters import named_cluster as cluster_of
 from pipeplan.costs.communication import transfer_time
@@ -25,11 +27,25 @@ from pipeplan.files import (
     to_json,
     write_file,
 )
-from pipeplan.runtime.profiling.links import OPERATIONS, LinkOptions, LinkPoint, measure_local, tasks_of
+from pipeplan.files.cluster import Operation
+from pipeplan.runtime.profiling.computing import Computing
+from pipeplan.runtime.profiling.instruments import mean_of_middle
+from pipeplan.runtime.profiling.links import (
+    _CALLS_BYTES,
+    OPERATIONS,
+    LinkOptions,
+    LinkPoint,
+    Taken,
+    Task,
+    _call,
+    _exchange_ns,
+    measure_local,
+    tasks_of,
+)
 from runtime_support import link_rank
 from runtime_support.warm import warm_ranks
 
-FEW = LinkOptions(largest_bytes=1 << 14, repeats=3, warmup=1, timeout_ns=20 * 10**9)
+FEW = LinkOptions(largest_bytes=1 << 14, repeats=3, warmup=1, compute_ns=0, timeout_ns=20 * 10**9)
 RANK = (sys.executable, "-m", "runtime_support.link_rank")
 
 
@@ -123,6 +139,50 @@ def test_refuses_options_that_measure_nothing(changes: dict[str, object], told: 
         LinkOptions(**changes)  # type: ignore[arg-type]  # options of several types
 
 
+# Times ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "taken", "ns"),
+    [
+        ("all_reduce", [(1000, 600), (900, 700)], 175),  # two calls: the last ends after 1000, computing took 650
+        ("broadcast", [(700, 600), (900, 600), (800, 600)], 150),  # who sends is done early
+        ("send", [(1000, 300), (990, 500)], 50),  # one computes after the other; there and back
+        ("all_gather", [(500, 0), (450, 0)], 250),  # no computing: of the slowest rank
+    ],
+)
+def test_an_exchange_is_what_calls_add_to_computing(operation: Operation, taken: list[Taken], ns: float) -> None:
+    size = _CALLS_BYTES // 2
+    assert _exchange_ns(Task(operation, "node", (0, 1), size), taken) == ns
+
+
+def test_a_few_disturbed_runs_do_not_count_and_the_others_are_averaged() -> None:
+    assert mean_of_middle([5, 1, 2, 3, 4, 6, 7, 1000]) == pytest.approx((3 + 4 + 5 + 6) / 4)
+    assert mean_of_middle([1, 2, 9]) == 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_compute_before_each_call_and_senders_before_they_send(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    for name in ("send", "recv", "all_reduce"):
+        monkeypatch.setattr(dist, name, lambda *_, name=name, **__: done.append(name))
+    computing = Computing(torch.device("cpu"))
+    computing.take(3000, 1000)
+    monkeypatch.setattr(torch, "mm", lambda rows, weights: done.append("product"))
+    for operation in ("all_reduce", "send"):
+        _call(Task(operation, "node", (0, 1), 64), rank, None, torch.device("cpu"), computing.run)()
+    products = ["product"] * 3
+    back = ["recv", *products, "send"] if rank else [*products, "send", "recv"]
+    assert done == [*products, "all_reduce", *back]
+    assert computing.taken_ns() > 0
+    assert computing.taken_ns() == 0  # since it was last asked for
+    computing.take(0, 1000)
+    computing.run()
+    assert done[-1] == back[-1]
+
+
 # Measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -138,7 +198,7 @@ def test_three_ranks_measure_every_operation() -> None:
     }
     assert all(len(curve.points) == 3 for curve in found.measured)
     assert found.source.method == "measured"
-    assert "gloo on 1 host:" in found.source.notes
+    assert "gloo on 1 host: means of the middle half of 3 runs, one call right after the other" in found.source.notes
     assert all(point.spread >= 0 for point in points)
     assert len(kept) == len(found.measured)  # once per whole curve
     (send,) = (curve for curve in found.measured if curve.operation == "send")
@@ -185,8 +245,9 @@ def test_two_hosts_give_two_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_operation_that_the_transport_lacks_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(link_rank.PLAY, "lacks")
-    found, _, _ = measured(2, replace(FEW, operations=("send", "all_reduce", "broadcast")))
+    found, _, _ = measured(2, replace(FEW, operations=("send", "all_reduce", "broadcast"), compute_ns=10_000))
     assert [curve.operation for curve in found.measured] == ["send", "broadcast"]
+    assert "each call after 10us of computing on every rank" in found.source.notes
     assert "gloo has no all_reduce" in found.source.notes
 
 

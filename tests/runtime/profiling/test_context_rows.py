@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
 import pipeplan
 from pipeplan.costs.communication import Exchange, prices_in, prices_of
+from pipeplan.costs.context import with_exchanges
 from pipeplan.costs.devices import Kernel, device_preset
 from pipeplan.costs.operators import attention_core
 from pipeplan.costs.uniform.layer import attention_ns
 from pipeplan.costs.uniform.shares import catalog_shares
 from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, CostRow, Profile
+from pipeplan.files import Cluster, CostRow, Profile, RingCosts
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Collective
 from pipeplan.runtime.profiling.build_profile import priced_by, splits_of
+from pipeplan.runtime.profiling.ring_rows import MeasuredRing
 
 CONFIG = (
     "LlamaConfig(num_hidden_layers=1, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, "
@@ -103,12 +107,20 @@ def test_copies_of_keys_and_values_for_heads_of_queries_are_not_sent() -> None:
 
 @pytest.mark.parametrize(("name", "kv_heads", "size"), [("gpt2-tiny", 4, 8), (SMALL, 2, 8)], ids=["gpt2", "llama"])
 def test_measured_rows_are_of_attention_over_whole_sequences(name: str, kv_heads: int, size: int) -> None:
-    """Of pieces as they run; keys and values are gathered once in F, and in I again, before gradients are summed."""
+    """Of pieces as they run; keys and values are gathered once in F, and in I again, before gradients are summed.
+
+    Or go around a ring, so that searches of what is measured have both.
+    """
     profile = pipeplan.profile(
         name, sequence=16, microbatch=1, context=2, shards=(1, 2), repeats=1, warmup=0, threads=1
     )
     for block in profile.blocks:
         assert {(row.shards, row.context) for row in block.costs} == {(1, 1), (2, 1), (1, 2), (2, 2)}
+        around = {(row.shards, row.context) for row in block.costs if row.ring is not None}
+        assert around == ({(1, 2), (2, 2)} if "attention" in block.operator else set())
+        kept = {row.context: row.activation_bytes for row in block.costs if row.shards == 1}
+        assert 2 * kept[2] == pytest.approx(kept[1], rel=0.01), "half of the places, and nothing of the other half"
+    assert with_exchanges(profile, "ring").rings == {(1, 2), (2, 2)}
     assert "an early and a late piece were measured alone" in profile.source.notes
     (plain, part) = splits_of(load_model(name, sequence=16), (2,), torch.float32, None, (2,), alone=True)
     for whole, own in zip(plain.model.blocks, part.model.blocks, strict=True):
@@ -126,10 +138,51 @@ def test_measured_rows_are_of_attention_over_whole_sequences(name: str, kv_heads
     assert price(gather, 1, 2, 2) > 100 * price(gather, 1, 2), "devices with one share stand in different pairs"
 
 
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_measured_ring_waits_for_what_hops_take_longer_than_steps(parts: int) -> None:
+    """By hand: steps of 100 ns ahead and 200 back, of which merging is a part, and hops of 150."""
+    found = CostRow(microbatch_size=1, context=parts, forward_ns=5000, input_grad_ns=9000, weight_grad_ns=0)
+    times = [(90 * parts, 190 * parts, 100 * parts, 200 * parts), (0, 0, 10 * parts, 10 * parts), (9, 9, 9999, 9999)]
+    measured = MeasuredRing.of([times[0], *times], -7)
+    assert measured.more == RingCosts(forward_ns=10 * parts, input_grad_ns=10 * parts, workspace_bytes=-7)
+    hops = parts - 1
+    ring = measured.beside(found, 150 * hops, 320 * hops)
+    assert ring.forward_ns == 10 * parts + 50 * hops - 150 * hops
+    assert ring.input_grad_ns == 10 * parts + 100 * (parts - 2) - 320 * hops, "all but the first and last have two"
+    assert ring.workspace_bytes == -0 == 0, "a row of nothing has nothing less"
+    alone = measured.beside(found, 0, 0)
+    assert (alone.forward_ns, alone.input_grad_ns) == (10 * parts, 10 * parts)
+
+
+def test_unsteady_times_make_rows_that_can_be_read() -> None:
+    draw = random.Random(3)
+    for _ in range(300):
+        again, times = draw.random() < 0.5, [draw.randrange(100) for _ in range(5)]
+        found = CostRow(
+            microbatch_size=1,
+            context=2,
+            recompute=again,
+            forward_ns=times[0],
+            backward_ns=times[1],
+            input_grad_ns=times[2],
+            weight_grad_ns=times[3],
+            workspace_bytes=draw.randrange(50),
+            selective_ns=None if again else times[4],
+            selective_activation_bytes=None if again else 0,
+        )
+        runs = [(draw.randrange(100), draw.randrange(100), draw.randrange(100), draw.randrange(100)) for _ in range(3)]
+        measured = MeasuredRing.of(runs, draw.randrange(-60, 60))
+        ring = measured.beside(found, draw.randrange(50), draw.randrange(50))
+        assert CostRow(**{**dict(found), "ring": ring}).ring == ring
+        assert CostRow(**dict(found.taking(ring))).ring is None
+
+
 def test_what_cannot_share_sequences_is_refused() -> None:
     how = {"device": "h100-80gb", "microbatch": 1}
     with pytest.raises(UsageError, match="sequences of 2048, which 3 devices cannot share evenly"):
         pipeplan.estimate(CONFIG, sequence=PART, context=3, **how)
+    with pytest.raises(UsageError, match=r"16 devices cannot have an early and a late piece each.* multiple of 32, or"):
+        pipeplan.estimate("gpt2-tiny", context=16, **how)
     with pytest.raises(UsageError, match=r"measures blocks as they run.*does not say how 2 devices share"):
         pipeplan.profile("gpt2-tiny-operators", microbatch=1, context=2, repeats=1, warmup=0)
     with pytest.raises(UsageError, match="makes samples of its own"):

@@ -12,6 +12,7 @@ from pipeplan import _api
 from pipeplan.errors import UsageError
 from pipeplan.files import BackendFusion, CostRow, PlacedStage, Plan, Profile
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.zoo import zoo_model
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.workload.elements import Segment
 from runtime_support import models
@@ -100,3 +101,25 @@ def test_what_is_wrong_is_refused_by_name(backend: str, said: str) -> None:
     )
     with warm_ranks(), pytest.raises(UsageError, match=said):
         _api.run(plan, options("chain"))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_gpt_trains_with_other_backends_in_every_stage() -> None:
+    """On 4 gloo processes in float32: compiled, forced and plain stages have eager's losses, to 0.0001 of them."""
+    model = zoo_model("gpt2-tiny", sequence=16)
+    ids = [block.id for block in model.blocks]
+    stages = [
+        stage(0, segment("eager", *ids[:1]), segment("inductor", *ids[1:3])),
+        stage(1, segment("attention-math", ids[3]), segment("onednn-off", *ids[4:5])),
+        stage(2, segment("attention-flash", ids[5]), segment("inductor", ids[6])),
+        stage(3, segment("eager", *ids[7:])),
+    ]
+    plain = [each.model_copy(update={"segments": ()}) for each in stages]
+    asked = TrainOptions("gpt2-tiny", num_steps=3, dtype="float32", sequence=16, seed=1, timeout_ns=240 * 10**9)
+    with warm_ranks():
+        found = [
+            [step.loss for step in _api.run(plan_of(model, *each, split=True), asked).result.steps]
+            for each in (stages, plain)
+        ]
+    assert found[0] == pytest.approx(found[1], rel=1e-4)

@@ -189,6 +189,8 @@ class DecodingAttention(TorchFunctionMode):
         caches, rows = self._caches, self._rows
         piece = caches.piece(self._calls)
         self._calls += 1
+        if rows.layout.pieces.size == 1 and not rows.own:  # a row stands in, of which nothing is kept
+            return query.new_zeros(*query.shape[:-1], value.shape[-1])
         copies = key.shape[1] // (caches.key_heads or key.shape[1])
         key, value = (each[:, :: max(1, copies)].transpose(1, 2) for each in (key, value))  # words first
         if rows.layout.pieces.size == 1:

@@ -1,8 +1,9 @@
 """Whose requests, and which words of their caches, each device of a stage has: by the configuration of every block.
 
 Devices are the digits of a number along the axes ``samples``, ``cache`` (or ``cacheq``, where queries alone are
-gathered) and ``shards``, the last fastest. Each along the first two has its own requests; those along ``cache`` have
-pieces of the caches of all their requests, and those along ``shards`` a part of the block.
+gathered), ``experts`` and ``shards``, the last fastest. Each along all but the last has its own requests; those along
+``cache`` have pieces of the caches of all their requests, those along ``experts`` some of the block's experts, to which
+they send each other their words, and those along ``shards`` a part of the block.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pipeplan.files.placement import PlacedStage
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, EXPERTS, SAMPLES, SHARDS, Mesh, MeshAxis
 
-_KNOWN = (SAMPLES, CACHE, CACHE_BY_QUERIES, SHARDS, COPIES)
+_KNOWN = (SAMPLES, CACHE, CACHE_BY_QUERIES, EXPERTS, SHARDS, COPIES)
 
 
 Placed = PlacedStage | Stage
@@ -38,10 +39,10 @@ class BlockLayout:
             return cls(Mesh(((SAMPLES, stage.replicas), (SHARDS, stage.shards))))
         text = stage.configurations[number]
         mesh = Mesh.parse(text)
-        if mesh.size_of(EXPERTS) > 1:
+        if mesh.size_of(EXPERTS) > 1 and {name for name, size in mesh.axes if size > 1} - {SAMPLES, EXPERTS}:
             raise UsageError(
-                f"configuration {text!r} has experts on several devices, whose tokens no run of decode steps exchanges "
-                "yet; take a plan from a profile without --expert"
+                f"configuration {text!r} has experts on several devices and splits the block, too, which no run of "
+                "decode steps does; share its requests alone, as in samples2-experts2"
             )
         if unknown := [name for name, _ in mesh.axes if name not in _KNOWN]:
             raise UsageError(f"configuration {text!r} splits by {unknown[0]!r}, which no decode step does")
@@ -60,11 +61,12 @@ class BlockLayout:
     @property
     def owners(self) -> int:
         """How many devices have requests of their own."""
-        return self.mesh.size_of(SAMPLES) * self.pieces.size
+        return self.mesh.size_of(SAMPLES) * self.pieces.size * self.mesh.size_of(EXPERTS)
 
     def slots(self, device: int, total: int) -> range:
         """The places, of ``total``, of a device's own requests."""
         owner = self.mesh.axis(SAMPLES).place(device) * self.pieces.size + self.pieces.place(device)
+        owner = owner * self.mesh.size_of(EXPERTS) + self.mesh.axis(EXPERTS).place(device)
         return range(owner * total // self.owners, (owner + 1) * total // self.owners)
 
     def line(self, device: int) -> tuple[int, ...]:
@@ -79,6 +81,10 @@ class BlockLayout:
     def shards(self, device: int) -> tuple[int, ...]:
         """The devices among which the block is split, of those that have this one's requests."""
         return self.mesh.axis(SHARDS).of(device)
+
+    def experts(self, device: int) -> tuple[int, ...]:
+        """The devices that share the block's experts with this one, in the order of these."""
+        return self.mesh.axis(EXPERTS).of(device)
 
 
 @cache

@@ -147,7 +147,7 @@ def tokenizer_of(folder: str) -> Any:
 def _lines(path: str) -> list[str]:
     try:
         with open(path, encoding="utf-8") as file:
-            return file.read().splitlines()
+            return file.read().split("\n")  # and not where else Unicode has lines end, which texts may have inside
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 

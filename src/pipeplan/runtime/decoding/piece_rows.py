@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipeplan.files import Block, Cluster, PhaseRow, PlacedStage, Profile, parse, to_json
 from pipeplan.runtime.decoding.exchanges import SentBytes, StageExchange
+from pipeplan.runtime.decoding.lockstep import in_lockstep, steps_of
 from pipeplan.runtime.decoding.requests import Pass, Row
 from pipeplan.runtime.decoding.stage import DecodingStage, WrittenModel, lines_of
 from pipeplan.runtime.executor.process_groups import ProcessGroups
@@ -35,6 +36,11 @@ from pipeplan.runtime.profiling.instruments import blamed, spread_of, steady, ti
 from pipeplan.runtime.profiling.rounds import Progress as OnRun
 
 _CPU = torch.device("cpu")
+_AT_ONCE = (
+    "Measured by {0} processes of one machine at once. Decode steps that {0} devices share were measured between "
+    "them, in step with each other: waiting for each other is in their times, and of pieces of caches what exchanges "
+    "take beyond the links given."
+)
 _TIMEOUT_NS = 600 * 10**9
 
 
@@ -51,27 +57,46 @@ class MeasuredForwards:
 
     asked: InferenceRequest
     dcp: tuple[int, ...] = (1,)
+    expert: tuple[int, ...] = (1,)
     repeats: int = 10
     warmup: int = 3
     dtype: str = "float32"
     device: str = "cpu"
     seed: int = 0
 
-    def profile(self, model: Model, cluster: Cluster | None, progress: OnRun | None) -> Profile:
-        """The profile. Raises as :func:`measure_inference` does."""
+    def profile(
+        self, model: Model, cluster: Cluster | None, progress: OnRun | None, among: Progress | None = None
+    ) -> Profile:
+        """The profile; ``among`` several processes that all call this, steps that so many devices share are theirs.
+
+        Raises as :func:`measure_inference` does.
+        """
         found = measure_inference(
             model,
             self.asked,
             repeats=self.repeats,
             warmup=self.warmup,
             cluster=cluster,
+            expert=self.expert,
             dtype=dtype_of(self.dtype),
             device=self.device,
             seed=self.seed,
             progress=progress,
         )
-        counts = [each for each in sorted(set(self.dcp)) if each > 1]
-        return self._with_pieces(found, model, counts, progress) if counts else found
+        processes = 1 if among is None else dist.get_world_size()
+        counts = [each for each in sorted(set(self.dcp)) if each not in (1, processes)]
+        found = self._with_pieces(found, model, counts, progress) if counts else found
+        steps = [*steps_of(found, processes, pieces=processes in self.dcp)] if processes > 1 else []
+        if not steps or among is None or progress is None:
+            return found
+        how: dict[str, Any] = {
+            "repeats": self.repeats,
+            "warmup": self.warmup,
+            "seed": self.seed,
+            "dtype": dtype_of(self.dtype),
+        }
+        with steady(_CPU):
+            return in_lockstep(found, WrittenModel.of(model, 1), steps, cluster, among, progress, **how)
 
     def _with_pieces(self, found: Profile, model: Model, counts: Sequence[int], progress: OnRun | None) -> Profile:
         written = WrittenModel.of(model, 1)
@@ -221,7 +246,8 @@ def measure_job(job: Report, context: RankContext) -> None:
     """The job of a process; the first reports."""
     asked = {**job["asked"], **{name: tuple(job["asked"][name]) for name in ("batches", "contexts", "shards")}}
     names = ("repeats", "warmup", "dtype", "device", "seed")
-    how = MeasuredForwards(InferenceRequest(**asked), tuple(job["dcp"]), **{name: job[name] for name in names})
+    counts = tuple(job["dcp"]), tuple(job["expert"])
+    how = MeasuredForwards(InferenceRequest(**asked), *counts, **{name: job[name] for name in names})
     if job["threads"]:
         torch.set_num_threads(job["threads"])
     cluster = None if job["cluster"] is None else parse(job["cluster"], Cluster)
@@ -235,9 +261,9 @@ def measure_job(job: Report, context: RankContext) -> None:
             dist.barrier()
         context.progress.begin(Phase.RUNNING, 0)
 
-    profile = how.profile(model, cluster, together)
+    profile = how.profile(model, cluster, together, context.progress)
     if context.rank == 0:
-        said = f"{profile.source.notes} Measured by {dist.get_world_size()} processes of one machine at once."
+        said = f"{profile.source.notes} {_AT_ONCE.format(dist.get_world_size())}"
         profile = profile.model_copy(update={"source": profile.source.model_copy(update={"notes": said.strip()})})
         context.report({"event": "profile", "profile": to_json(profile)})
     context.progress.begin(Phase.DONE)

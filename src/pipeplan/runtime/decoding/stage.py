@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,8 @@ from pipeplan.runtime.launch.status import Progress
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import CausalDecoder, Model, placed
 from pipeplan.runtime.parallel import Share
-from pipeplan.runtime.parallel.sharding import WHOLE, Shards
+from pipeplan.runtime.parallel.experts import no_words
+from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.training.checkpoint import ParameterChunk
 from pipeplan.runtime.training.weights import WeightNames, read_weights
 
@@ -73,7 +75,7 @@ def lines_of(stage: Placed) -> set[tuple[int, ...]]:
     for number in range(len(stage.blocks)):
         layout = BlockLayout.of(stage, number)
         for device in range(len(stage.devices)):
-            for line in (layout.line(device), layout.shards(device)):
+            for line in (layout.line(device), layout.experts(device), layout.shards(device)):
                 found.add(tuple(stage.devices[each] for each in line))
     return {line for line in found if len(line) > 1}
 
@@ -183,17 +185,25 @@ class DecodingStage:
         taken = [self._converted(source, *values[source], wanted, rows.width) for source, _ in spec.inputs]
         here = self._here(rows, self.layouts[id_])
         splits = here.layout.pieces.size > 1
-        if not own and (not splits or here.is_idle):
+        if not own and (here.is_idle if splits else not self._gets_words(id_, wanted)):
             shape, dtype = self.form(id_, rows.width)
             return torch.empty((0, *shape), dtype=dtype)
-        if not own:  # others' requests have pieces of caches here: a row stands in, whose results nobody takes
+        if (
+            not own
+        ):  # pieces of caches, or experts, are for others' requests: a row stands in, whose results nobody takes
             taken = [each.new_zeros((1, *each.shape[1:])) for each in taken]
         samples = [self._sample(name, rows, own) for name in spec.samples]
         line = here.layout.line(self.device)
         self._mode.begin(self._caches(id_, rows.group), here, self._exchange(line) if len(line) > 1 else None)
-        with self._mode:
+        with self._mode, contextlib.nullcontext() if own else no_words():
             made: Tensor = self.modules[id_, rows.width](*taken, *samples)
         return made[: len(own)]
+
+    def _gets_words(self, id_: str, wanted: Sequence[range]) -> bool:
+        """Whether devices that have rows share the block's experts with this one."""
+        return bool(self.shares[id_].experts) and any(
+            wanted[device] for device in self.layouts[id_].experts(self.device)
+        )
 
     def _of_pass(self, rows: Pass) -> _KnownPass:
         if self._known is None or self._known.rows is not rows:
@@ -300,9 +310,15 @@ class DecodingStage:
     def _build(self, id_: str) -> None:
         """Modules for all widths, with one set of parameters."""
         layout = self.layouts[id_]
-        line = tuple(self.stage.devices[device] for device in layout.shards(self.device))
-        share = Share(id_, line.index(self.progress.rank), line) if len(line) > 1 else Share(id_)
-        shards = placed(share, self._along) if len(line) > 1 else WHOLE
+        line, experts = (
+            tuple(self.stage.devices[device] for device in of(self.device)) for of in (layout.shards, layout.experts)
+        )
+        share, rank = Share(id_), self.progress.rank
+        if len(line) > 1:
+            share = Share(id_, line.index(rank), line)
+        elif len(experts) > 1 and self.written.model.require_shared_experts(id_, len(experts), 1):
+            share = Share(id_, experts=experts, expert=experts.index(rank))
+        shards = placed(share, self._along)
         self.shares[id_] = share
         for width, model in self.written.widths.items():
             made = model.build_share(share, self.seed, shards, dtype=self.dtype).eval()

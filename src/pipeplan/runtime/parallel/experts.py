@@ -61,6 +61,9 @@ def routed(
     Returns:
         [words, width].
     """
+    given = words
+    if _stand_in.get():
+        words, chosen, shares = words[:0], chosen[:0], shares[:0]
     kept = chosen if capacity is None else _within(chosen, num_experts, capacity)
     shares = shares.to(words.dtype)
     own, each = num_experts // devices.count, chosen.shape[1]
@@ -88,7 +91,20 @@ def routed(
     made = _weighted(came, how[:, :each].detach().long(), how[:, each:], own, experts)
     if parts.count > 1:
         made = parts.routed(made, lengths, same).view(parts.count, same[0], words.shape[1]).sum(0)
-    return torch.zeros_like(words).index_add(0, word, devices.routed(made, get, give))
+    return torch.zeros_like(given).index_add(0, word, devices.routed(made, get, give))
+
+
+_stand_in: ContextVar[bool] = ContextVar("stand_in", default=False)
+
+
+@contextmanager
+def no_words() -> Iterator[None]:
+    """What a block is given meanwhile are no words of this device, which has none: none goes to an expert."""
+    token = _stand_in.set(True)
+    try:
+        yield
+    finally:
+        _stand_in.reset(token)
 
 
 def _within(chosen: Tensor, num_experts: int, capacity: int) -> Tensor:

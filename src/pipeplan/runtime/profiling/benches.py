@@ -29,6 +29,7 @@ from pipeplan.runtime.profiling.instruments import (
     storages,
     timed,
 )
+from pipeplan.runtime.profiling.ring_rows import AroundRing, MeasuredRing, RingTimes, timed_both_ways
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
 
 Time = Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"]
@@ -76,7 +77,8 @@ class RowKey:
 class KeptRow(FileModel):
     """Measurements of one kind of block in one case; ``times`` are of each timed run: F, B, I, W in ns.
 
-    ``core_times`` are those of its attention cores alone.
+    ``core_times`` are those of its attention cores alone; ``ring_times`` and ``ring_workspace_bytes`` what it takes
+    where devices that share sequences send keys and values around a ring.
     """
 
     block: Name
@@ -93,6 +95,8 @@ class KeptRow(FileModel):
     workspace_bytes: Bytes
     times: Items[tuple[Nanoseconds, Nanoseconds, Nanoseconds, Nanoseconds]] = ()
     core_times: Items[Nanoseconds] = ()
+    ring_times: Items[tuple[Nanoseconds, Nanoseconds, Nanoseconds, Nanoseconds]] = ()
+    ring_workspace_bytes: Bytes | None = None
 
     @property
     def key(self) -> RowKey:
@@ -106,9 +110,10 @@ class Bench:
     """One block at one micro-batch size, ready to run again and again.
 
     ``selective_bytes`` are held where backward computes attention cores again, None where there are none, and
-    ``core_times`` what these take. ``inputs`` are what it takes of its sources, ``needs_grad`` whether each gets a
-    gradient, ``gradients`` those of its outputs, by index. With ``recompute`` (in the key) F keeps only its inputs, and
-    B and I run it again first.
+    ``core_times`` what these take. ``ring_workspace_bytes`` and ``ring_times`` are taken where devices with other
+    pieces of sequences send keys and values around a ring, None where it has no such attention. ``inputs`` are what it
+    takes of its sources, ``needs_grad`` whether each gets a gradient, ``gradients`` those of its outputs, by index.
+    With ``recompute`` (in the key) F keeps only its inputs, and B and I run it again first.
     """
 
     key: RowKey
@@ -125,6 +130,8 @@ class Bench:
     times: list[tuple[int, int, int, int]] = field(default_factory=list)
     selective_bytes: int | None = None
     core_times: list[int] = field(default_factory=list)
+    ring_times: list[RingTimes] = field(default_factory=list)
+    ring_workspace_bytes: int | None = None
 
     def forward(self) -> _Roots:
         """F: what backward starts from; nothing if no gradient is needed. The outputs themselves are let go of."""
@@ -156,9 +163,11 @@ class Bench:
         with blamed(self.key.label):
             times = (*self._time_full(), *self._time_split())
             core = None if self.selective_bytes is None else self._time_cores()
+            around = None if self.ring_workspace_bytes is None else self._time_around()
         if keep:
             self.times.append(times)
             self.core_times += [] if core is None else [core]
+            self.ring_times += [] if around is None else [around]
 
     def _time_cores(self) -> int:
         """The block's attention cores alone, as backward computes them again."""
@@ -166,6 +175,13 @@ class Bench:
         with cores:
             self.forward()
         return timed(cores.run, self.device)[1]
+
+    def _time_around(self) -> RingTimes:
+        """Its cores alone, to gathered keys and values and around a ring."""
+        cores = GivenToCores()
+        with cores:
+            self.forward()
+        return timed_both_ways(cores.calls, self.device)
 
     def _time_full(self) -> tuple[int, int]:
         roots, forward_ns = timed(self.forward, self.device)
@@ -214,6 +230,8 @@ class Bench:
             weight_grad_bytes=self.weight_grad_bytes,
             workspace_bytes=self.workspace_bytes,
             core_times=tuple(self.core_times),
+            ring_times=tuple(self.ring_times),
+            ring_workspace_bytes=self.ring_workspace_bytes,
             times=tuple(self.times),
         )
 
@@ -223,6 +241,7 @@ class Bench:
         self.selective_bytes, self.core_times = kept.selective_activation_bytes, list(kept.core_times)
         self.weight_grad_bytes = kept.weight_grad_bytes
         self.workspace_bytes = kept.workspace_bytes
+        self.ring_workspace_bytes, self.ring_times = kept.ring_workspace_bytes, list(kept.ring_times)
         self.times = list(kept.times)
 
     def measure_memory(self) -> None:
@@ -230,7 +249,11 @@ class Bench:
         with blamed(self.key.label):
             given = self._measure_held()
             usage = self._measure_usage()
-        self.workspace_bytes = self.workspace(usage, given)
+            self.workspace_bytes = self.workspace(usage, given)
+            if self.selective_bytes is not None and self.key.context > 1:
+                with AroundRing():
+                    around = self._measure_usage()
+                self.ring_workspace_bytes = self.workspace(around, given)
 
     def _measure_held(self) -> int:
         """Fill in what waits for B, or for W; returns how much of the former the block was given."""
@@ -316,12 +339,19 @@ class Bench:
         medians: dict[str, Any] = {name: self.median(name) for name in TIMES}
         if self.selective_bytes is not None:
             medians["selective_ns"] = int(statistics.median(self.core_times or [0]))
+        own = {"block", "phase", "tokens", "times", "core_times", "ring_times", "ring_workspace_bytes"}
         return CostRow(
-            **self.kept().model_dump(exclude={"block", "phase", "tokens", "times", "core_times"}),
+            **self.kept().model_dump(exclude=own),
             **medians,
             repeats=len(self.times),
             spread={name: spread_of(self.series(name)) for name in TIMES},
         )
+
+    def ring(self) -> MeasuredRing | None:
+        """What a ring takes more; None where it has no attention of pieces."""
+        if self.ring_workspace_bytes is None or not self.ring_times:
+            return None
+        return MeasuredRing.of(self.ring_times, self.ring_workspace_bytes - self.workspace_bytes)
 
 
 class CountedCores(TorchFunctionMode):
@@ -343,7 +373,7 @@ class GivenToCores(RecomputedCores):
     def __init__(self) -> None:
         super().__init__()
         self.given: list[Tensor] = []
-        self.calls: list[Callable[[], object]] = []
+        self.calls: list[partial[Any]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

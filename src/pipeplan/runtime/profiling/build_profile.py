@@ -28,6 +28,7 @@ from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Sourc
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_per_sample
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
+from pipeplan.runtime.profiling.ring_rows import MeasuredRing
 from pipeplan.runtime.profiling.shared_sequences import alone_in_context
 
 Kind = tuple[int, int, int, str]
@@ -308,6 +309,8 @@ def splits_of(
             f"--context {parts[-1]} with --shards {counts[0]}: the cluster has {cluster.num_devices} devices; give "
             "less, or a larger --cluster"
         )
+    for part in parts[1:]:
+        _require_pieces(model, part)
     many = [] if cluster is None else [(p, n) for p in parts for n in counts if p * n > cluster.num_devices]
     if many:
         said = ", ".join(f"--context {part} with --shards {count}" for part, count in many)
@@ -326,15 +329,20 @@ def splits_of(
 
 def part_of(model: Model, parts: int, dtype: torch.dtype, expert: int = 1) -> ModelShare:
     """The model on a device that has one of so many parts of each sequence, and of all experts. Raises UsageError."""
-    part = _part_of(model, parts)
-    if expert > 1:
-        if part.spread is None:
-            raise UsageError(
-                f"--expert {expert}: experts of {model.name} cannot be measured apart; give a Hugging Face "
-                "configuration, or add --estimate --device PRESET"
-            )
-        part = part.spread(expert)
+    part = with_experts_of_one(_part_of(model, parts), expert)
     return ModelShare(1, part, _apart(block_graph_of(part, dtype), parts), parts, expert)
+
+
+def with_experts_of_one(model: Model, expert: int) -> Model:
+    """The model with the experts of one of so many devices. Raises UsageError where it does not say how."""
+    if expert == 1:
+        return model
+    if model.spread is None:
+        raise UsageError(
+            f"--expert {expert}: experts of {model.name} cannot be measured apart; give a Hugging Face "
+            "configuration, or add --estimate --device PRESET"
+        )
+    return model.spread(expert)
 
 
 def _part_of(model: Model, context: int) -> Model:
@@ -346,6 +354,17 @@ def _part_of(model: Model, context: int) -> Model:
             f"--context {context}: {model.name} makes samples of its own; give a model of the zoo or a configuration"
         )
     return model.parted(context)
+
+
+def _require_pieces(model: Model, context: int) -> None:
+    """Check that devices can have an early and a late piece of each sequence. Raises UsageError."""
+    for block in _part_of(model, context).blocks:
+        if (own := block.dimensions.get("sequence", 0)) % 2:
+            raise UsageError(
+                f"--context {context}: {model.name} has sequences of {own * context}, of which {context} devices "
+                "cannot have an early and a late piece each, all of one size; give a --sequence that is a multiple "
+                f"of {2 * context}, or another --context"
+            )
 
 
 def _apart(graph: BlockGraph, context: int) -> BlockGraph:
@@ -381,10 +400,11 @@ def profile_of_kinds(
     recipe: Recipe,
     step_bytes_per_s: int | None,
     more: Mapping[str, Sequence[CostRow]] | None = None,
+    rings: Mapping[tuple[Kind, int], MeasuredRing] | None = None,
 ) -> Profile:
     """The profile whose blocks have the rows of their kinds, with what collectives take, and ``more``.
 
-    Raises UsageError.
+    ``rings`` are those of kinds and micro-batch sizes, whether blocks are recomputed or not. Raises UsageError.
     """
     kinds, of_kind = kinds_of(splits), defaultdict[Kind, list[CostRow]](list)
     for kind, row in rows:
@@ -399,7 +419,8 @@ def profile_of_kinds(
                     "sequence_parallel": block.spec.divided,
                 }
                 own = row.model_copy(update=update)
-                whole = _with_collectives(own, block.spec.collectives, price)
+                ring = (rings or {}).get((kinds[block.likeness], row.microbatch_size))
+                whole = _with_collectives(own, block.spec.collectives, price, ring)
                 require_row(f"block {block.spec.id!r}", dict(whole))
                 costs[block.spec.id].append(whole)
     by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
@@ -444,20 +465,31 @@ def priced_by(prices: Prices | None, dtype: torch.dtype, cluster: Cluster | None
     return price
 
 
-def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: CollectivePrice) -> CostRow:
-    """The row with the time that its collectives take in F, in I and in W; in B those of both."""
-    forward, input_grad, weight_grad = (
-        sum(price(each, row.microbatch_size, *_among(each, row)) for each in collectives if each.phase == phase)
-        for phase in ("F", "I", "W")
-    )
-    again = forward * row.recompute
+def _with_collectives(
+    row: CostRow, collectives: Sequence[Collective], price: CollectivePrice, ring: MeasuredRing | None = None
+) -> CostRow:
+    """The row with the time that its collectives take in F, in I and in W; in B those of both.
+
+    Recomputed cores have keys and values exchanged again, of which a ``ring`` changes times and memory.
+    """
+
+    def taken(phase: str, of: Sequence[Collective]) -> int:
+        return sum(price(each, row.microbatch_size, *_among(each, row)) for each in of if each.phase == phase)
+
+    forward, input_grad, weight_grad = (taken(phase, collectives) for phase in ("F", "I", "W"))
+    between_parts = [each for each in collectives if each.over == "context"]
+    again, gathered = forward * row.recompute, taken("F", between_parts)
     times = {
         "forward_ns": row.forward_ns + forward,
         "backward_ns": (row.backward_ns or 0) + input_grad + weight_grad + again,
         "input_grad_ns": (row.input_grad_ns or 0) + input_grad + again,
         "weight_grad_ns": (row.weight_grad_ns or 0) + weight_grad,
+        "selective_ns": None if row.selective_ns is None else row.selective_ns + gathered,
     }
-    return row.model_copy(update=times)
+    whole = row.model_copy(update=times)
+    if ring is None:
+        return whole
+    return whole.model_copy(update={"ring": ring.beside(whole, gathered, taken("I", between_parts))})
 
 
 def _among(collective: Collective, row: CostRow) -> tuple[int, int]:

@@ -116,6 +116,20 @@ def difference(
     return f"it has no micro-batch size {missing[0]}" if missing else ""
 
 
+Output = tuple[str, int]
+"""A block's output, by its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class WiredGroup:
+    """A group as one module, which takes what is ``taken`` of others, and ``samples``, and gives what others take."""
+
+    module: GroupModule
+    taken: tuple[Output, ...]
+    samples: tuple[str, ...]
+    given: tuple[Output, ...]
+
+
 @dataclass(slots=True)
 class _BlockValues:
     """What the blocks of a model give at one micro-batch size, by the kind of block, and the samples."""
@@ -181,9 +195,43 @@ class GroupBenches:
         )
 
     @property
+    def order(self) -> tuple[str, ...]:
+        """All blocks, in an order in which they run."""
+        return tuple(self._nodes)
+
+    @property
+    def training(self) -> bool:
+        """Whether groups run backward, too."""
+        return self._training
+
+    @property
+    def device(self) -> torch.device:
+        """Where they run."""
+        return self._device
+
+    @property
+    def ends(self) -> frozenset[Output]:
+        """Outputs that no block takes: the model's results, and losses."""
+        every = ((id_, index) for id_, node in self._nodes.items() for index in node.roots)
+        return frozenset(each for each in every if each not in self._readers)
+
+    def batch(self, size: int) -> Mapping[str, Tensor]:
+        """The samples of a micro-batch."""
+        return self._of_size(size).batch
+
+    @property
     def versions(self) -> dict[str, str]:
         """{library: version} of what builds groups, beside torch."""
         return {name: version for each in self._builders.values() for name, version in each.versions.items()}
+
+    def built(self, wired: WiredGroup, values: Mapping[Output, Tensor], size: int, backend: str) -> BuiltGroup:
+        """The group as a backend runs it, compiled for such values. Raises ExecutionError where that fails."""
+        batch = self._of_size(size).batch
+        inputs = (*(values[each] for each in wired.taken), *(batch[name] for name in wired.samples))
+        try:
+            return self._builders[backend].build(wired.module, inputs, training=self._training)
+        except Exception as error:
+            raise ExecutionError(f"{backend}: {type(error).__name__}: {error}") from error
 
     def _of_size(self, size: int) -> _BlockValues:
         """The values of a size, held until those of another are asked for."""
@@ -234,8 +282,8 @@ class GroupBenches:
             raise ExecutionError(f"{type(error).__name__}: {error}") from error
         return bench.row().model_copy(update={"backend": backend, "compile_ns": compile_ns}), change
 
-    def _bench(self, blocks: Sequence[str], size: int, values: _BlockValues) -> tuple[GroupModule, Bench]:
-        """The group as one module, and the bench in which it runs."""
+    def wired(self, blocks: Sequence[str]) -> WiredGroup:
+        """A group as one module of its own; of blocks that have run once."""
         inside = {id_: number for number, id_ in enumerate(blocks)}
         nodes = [self._nodes[id_] for id_ in blocks]
         outside = dict.fromkeys(each for node in nodes for each in node.spec.inputs if each[0] not in inside)
@@ -247,13 +295,21 @@ class GroupBenches:
             for node in nodes
         ]
         given = [
-            (inside[node.spec.id], index)
+            (node.spec.id, index)
             for node in nodes
             for index in node.roots
             if not (readers := self._readers.get((node.spec.id, index))) or not readers <= inside.keys()
         ]
-        module = GroupModule([copy.deepcopy(self._modules[node.kind]) for node in nodes], calls, given)
+        modules = [copy.deepcopy(self._modules[node.kind]) for node in nodes]
+        module = GroupModule(modules, calls, [(inside[id_], index) for id_, index in given])
         module.train(self._modules[nodes[0].kind].training)
+        return WiredGroup(module, tuple(outside), tuple(names), tuple(given))
+
+    def _bench(self, blocks: Sequence[str], size: int, values: _BlockValues) -> tuple[GroupModule, Bench]:
+        """The group as one module, and the bench in which it runs."""
+        nodes = [self._nodes[id_] for id_ in blocks]
+        wired = self.wired(blocks)
+        module, outside, names = wired.module, wired.taken, wired.samples
         needs = {
             each: any(n for node in nodes for each_, n in zip(node.spec.inputs, node.input_needs_grad, strict=True)
                       if each_ == each)
@@ -265,8 +321,8 @@ class GroupBenches:
             made = outputs_of(module(*inputs, *samples))
         assert made is not None
         gradients = tuple(
-            (number, self._gradient(nodes[block], tensor))
-            for number, ((block, _), tensor) in enumerate(zip(given, made, strict=True))
+            (number, self._gradient(self._nodes[block], tensor))
+            for number, ((block, _), tensor) in enumerate(zip(wired.given, made, strict=True))
             if tensor.is_floating_point()
         )
         kind = _WholeBackwardBench if self._training else ForwardBench

@@ -31,12 +31,14 @@ from pipeplan.runtime.profiling.build_profile import (
     CollectivePrice,
     Kind,
     ModelShare,
+    block_graph_of,
     dtype_of,
     kinds_of,
     priced_by,
     source_of,
     splits_of,
     unsplit_of,
+    with_experts_of_one,
 )
 from pipeplan.runtime.profiling.caches import Attended
 from pipeplan.runtime.profiling.estimate import kernel_ns_of, links_of
@@ -192,8 +194,7 @@ def estimate_inference(
     splits = _split(model, asked, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
     spreads = spreads_of(model, unsplit.blocks, expert, load_factor)
-    if spreads and decoder is None:
-        raise UsageError("--expert is for prefill and decode of inference; give --context, too")
+    _require_phases(spreads, decoder)
     found = _Found()
     timing = _KernelPrices(dtype, weights, usual, in_fp8 if fp8 else usual, priced_by(prices, dtype), prices)
     for phase, tokens, own in _passes(model, asked, decoder):
@@ -328,6 +329,7 @@ def measure_inference(
     repeats: int = 10,
     warmup: int = 3,
     cluster: Cluster | None = None,
+    expert: Sequence[int] = (1,),
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -344,13 +346,15 @@ def measure_inference(
         repeats: timed runs of each block and size, at least 1.
         warmup: runs of each before them.
         cluster: whose links collectives of split blocks take; without, their times are left out.
+        expert: devices that share experts in prefill and decode, as in :func:`estimate_inference`; what one of them
+            does is measured alone, where it has as many words for its experts as it sends away.
         dtype: of weights, activations and cache.
         device: where to run.
         seed: of parameters and samples.
         progress: called before every run.
 
     Raises:
-        UsageError: sizes, shards or contexts make no sense, or a block cannot be built.
+        UsageError: sizes, shards, experts or contexts make no sense, or a block cannot be built.
         ExecutionError: a block failed.
         InfeasibleError: memory ran out at the smallest size.
     """
@@ -358,14 +362,16 @@ def measure_inference(
     where = require_usable(sorted(asked.batches), runs, device)
     splits = _split(model, asked, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
+    spreads = _measured_spreads(model, unsplit, expert, decoder, cluster)
     price = priced_by(None if cluster is None else prices_in(cluster), dtype)
     found = _Found()
     for phase, tokens, own in _passes(model, asked, decoder):
         shares_of = splits if phase is None else _split(own, asked, dtype, cluster)
+        of_one = tuple(_of_one(model, phase, tokens, spreads, dtype))
         if decoder is not None and phase is not None:
-            shares_of = _in_windows(shares_of, decoder)
+            shares_of, of_one = _in_windows(shares_of, decoder), _in_windows(of_one, decoder)
         case = case_of(ForwardBench, phase, tokens, decoder, dtype.itemsize)
-        benches = Benches(shares_of, False, dtype, where, seed, UnfinishedProfile(), bench=case)
+        benches = Benches((*shares_of, *of_one), False, dtype, where, seed, UnfinishedProfile(), bench=case)
         rounds = RunCounter(progress, benches.num_of_size * len(asked.batches) * (1 + warmup + repeats))
         with steady(where):
             missing = benches.fill(asked.batches, rounds)
@@ -373,11 +379,14 @@ def measure_inference(
         if missing is not None:
             raise UsageError(f"{missing}; choose a smaller --batch or --context")
         _add_measured(shares_of, benches, price, found)
+        for share, spread in zip(of_one, spreads, strict=bool(of_one)):
+            _add_spread(shares_of[0], share, spread, benches, cluster, dtype, found)
     links = "not among times" if cluster is None else "among times, by the links of the cluster given"
     notes = [_FORWARDS, f"Median of {repeats} runs after {warmup} to warm up, blocks and batches taking turns."]
     notes += [f"Split blocks: one device's share was measured alone; collectives are {links}."] * (
         max(asked.shards) > 1
     )
+    notes += [f"Shared experts: one device's were measured alone; what is exchanged is {links}."] * bool(spreads)
     notes += [_CACHED] if decoder is not None else []
     notes += [_LATENT] if decoder is not None and decoder.latent else []
     return _profile(model, unsplit, found, measured_source(dtype, where, " ".join(notes)), asked, decoder, None)
@@ -399,6 +408,61 @@ def _add_measured(splits: Sequence[ModelShare], benches: Benches, price: Collect
                     found.plain[block.spec.id].append(row.model_copy(update={"sequence_parallel": block.spec.divided}))
                 else:
                     found.phases[block.spec.id].append(row)
+
+
+def _measured_spreads(
+    model: Model, unsplit: BlockGraph, expert: Sequence[int], decoder: CausalDecoder | None, cluster: Cluster | None
+) -> list[Spread]:
+    """Experts on so many devices. Raises UsageError where that makes no sense."""
+    spreads = spreads_of(model, unsplit.blocks, expert, 1.0)
+    _require_phases(spreads, decoder)
+    if cluster is not None and spreads and spreads[-1].size > cluster.num_devices:
+        raise UsageError(
+            f"--expert {spreads[-1].size}: the cluster has {cluster.num_devices} devices; give at most that, or a "
+            "larger --cluster"
+        )
+    return spreads
+
+
+def _require_phases(spreads: Sequence[Spread], decoder: CausalDecoder | None) -> None:
+    if spreads and decoder is None:
+        raise UsageError("--expert is for prefill and decode of inference; give --context, too")
+
+
+def _of_one(
+    model: Model, phase: Phase | None, tokens: int, spreads: Sequence[Spread], dtype: torch.dtype
+) -> Iterator[ModelShare]:
+    """What writes texts on, with one device's experts. Raises UsageError where these are not known apart."""
+    for spread in spreads if phase is not None else ():
+        decoder = with_experts_of_one(model, spread.size).decoder
+        assert decoder is not None, "it is the model's, with fewer experts"
+        own = decoder.at(1 if phase == "decode" else tokens)
+        yield ModelShare(1, own, block_graph_of(own, dtype), expert=spread.size)
+
+
+def _add_spread(
+    whole: ModelShare,
+    share: ModelShare,
+    spread: Spread,
+    benches: Benches,
+    cluster: Cluster | None,
+    dtype: torch.dtype,
+    found: _Found,
+) -> None:
+    """Rows of blocks with experts, of which the ``share`` has one device's; ``whole`` has all."""
+    for block, own in zip(whole.graph.blocks, share.graph.blocks, strict=True):
+        for bench in benches.all if has_experts(block) else ():
+            if bench.key.kind != benches.kinds[own.likeness]:
+                continue
+            assert isinstance(bench, ForwardBench)
+            sent = 0.0
+            if cluster is not None:
+                links, prices = LinkPath.in_cluster(cluster, spread.size), prices_in(cluster)
+                sent = words_ns(block.spec, bench.key.size, dtype.itemsize, spread, links, prices)
+            row = bench.phase_row()
+            row = row.model_copy(update={"expert": spread.size, "forward_ns": row.forward_ns + round(sent)})
+            require_row(f"block {block.spec.id!r}", dict(row))
+            found.phases[block.spec.id].append(row)
 
 
 # The profile ------------------------------------------------------------------------------------------------------

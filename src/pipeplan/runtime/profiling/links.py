@@ -3,6 +3,10 @@
 A *task* is one operation among some ranks at one size. All ranks go through the same tasks in the same order, those
 not in a task wait, and rank 0 gathers the times. Sizes are as nccl-tests states them: of all-gather,
 reduce-scatter and all-to-all the whole array.
+
+What a plan needs to know is by how much an exchange makes its step longer, and its exchanges follow computing. So every
+rank computes before each call, and an exchange takes what computing and calls together take, less the computing alone:
+waiting for the rank that computed longer is part of it. Times of many exchanges add up to a step's, so they are means.
 """
 
 from __future__ import annotations
@@ -30,15 +34,20 @@ from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.launch.worker import under_torchrun
 from pipeplan.runtime.parallel.device import gathered, rank_device
 from pipeplan.runtime.profiling.build_profile import source_of
-from pipeplan.runtime.profiling.instruments import timed
+from pipeplan.runtime.profiling.computing import Computing
+from pipeplan.runtime.profiling.instruments import mean_of_middle, timed
+from pipeplan.units import format_ns
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 """What can be measured, in the order it is: ``send`` first, since latency and bandwidth come from it."""
 
 _ELEMENT_BYTES = 4
-_MAX_CALLS = 16
+_MAX_CALLS = 8
 _CALLS_BYTES = 1 << 20  # of calls that are timed together, lest small ones show the start's skew
 _MAX_NOTES = 8000
+
+Taken = tuple[int, int]
+"""Ns that a rank took for all calls of a run with the computing before them, and for that computing alone."""
 
 Key = tuple[Operation, str, int]
 """Operation, level and number of devices: what a curve is of."""
@@ -48,8 +57,9 @@ Key = tuple[Operation, str, int]
 class LinkOptions:
     """What to measure: sizes from ``smallest_bytes`` to ``largest_bytes``, each ``factor`` times the one before.
 
-    Each is the median of ``repeats`` timed runs, after ``warmup`` others. ``device``, ``backend``, ``timeout_ns`` as in
-    :class:`RunOptions`; one round over all sizes must end within the timeout. Raises UsageError.
+    Each is the mean of the middle half of ``repeats`` timed runs, after ``warmup`` others. Before each call all ranks
+    compute for ``compute_ns``; with 0 calls follow each other, as in nccl-tests. ``device``, ``backend``,
+    ``timeout_ns`` as in :class:`RunOptions`; one round over all sizes must end within the timeout. Raises UsageError.
     """
 
     smallest_bytes: int = 1 << 10
@@ -57,6 +67,7 @@ class LinkOptions:
     factor: int = 4
     repeats: int = 10
     warmup: int = 3
+    compute_ns: int = 5_000_000
     operations: tuple[Operation, ...] = OPERATIONS
     device: str = "cpu"
     backend: str = "auto"
@@ -115,7 +126,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class LinkPoint:
-    """A measured point: median time in ns, and its spread, interquartile range over median."""
+    """A measured point: mean time in ns, and its spread over runs, interquartile range over that."""
 
     operation: Operation
     level: str
@@ -289,6 +300,7 @@ class _Measuring:
     report: Callable[[Report], None]
     points: list[LinkPoint] = field(default_factory=list)
     missing: list[Operation] = field(default_factory=list)
+    computing: Computing = field(init=False)
 
     def run(self) -> None:
         """Measure everything."""
@@ -297,6 +309,7 @@ class _Measuring:
             hosts = gathered(socket.gethostname())
         base = self.given or _bare(hosts, device, self.options)
         tasks = tasks_of(base, len(hosts), self.options)
+        self._prepare(base, device)
         self.progress.board.programs = [tuple(map(str, tasks))] * len(hosts)
         groups = self._connect(tasks)
         last_send = max((index for index, task in enumerate(tasks) if task.operation == "send"), default=-1)
@@ -307,6 +320,19 @@ class _Measuring:
             if self.progress.rank == 0 and curve[-1][0] >= last_send:
                 cluster = self._so_far(base, len(set(hosts)))
                 self.report({"event": "cluster", "cluster": to_json(cluster)})
+
+    def _prepare(self, base: Cluster, device: torch.device) -> None:
+        """Find out how much to compute, as much for all devices of a kind."""
+        self.computing = Computing(device)
+        if not self.options.compute_ns:
+            return
+        kinds = [number for number, kind in enumerate(base.devices) for _ in range(kind.count)]
+        own = kinds[self.progress.rank]
+        with lost_others(self.progress):
+            dist.barrier()
+            found = gathered(self.computing.product_ns())
+        alike = [ns for ns, kind in zip(found, kinds, strict=False) if kind == own]
+        self.computing.take(self.options.compute_ns, statistics.median(alike))
 
     def _connect(self, tasks: Sequence[Task]) -> dict[tuple[int, ...], Any]:
         """A process group for each set of ranks, made by all ranks in the same order."""
@@ -325,7 +351,11 @@ class _Measuring:
             return
         self.progress.begin(Phase.WAITING, first)
         rank = self.progress.rank
-        calls = [(*each, _call(each[1], rank, group, device)) for each in numbered if rank in each[1].ranks]
+        calls = [
+            (*each, _call(each[1], rank, group, device, self.computing.run))
+            for each in numbered
+            if rank in each[1].ranks
+        ]
         rounds = []
         for _ in range(self.options.warmup + self.options.repeats):
             self.progress.begin(Phase.WAITING, first)
@@ -335,30 +365,38 @@ class _Measuring:
             if None in given:
                 self.missing.append(task.operation)
                 return
-            rounds.append([max(times) for times in zip(*given, strict=True)])
+            rounds.append(
+                [_exchange_ns(each, of) for (_, each), of in zip(numbered, zip(*given, strict=True), strict=True)]
+            )
         if rank == 0:
             for (_, task), times in zip(numbered, zip(*rounds[self.options.warmup :], strict=True), strict=True):
                 self._note(task, times)
 
     def _round(
         self, calls: Sequence[tuple[int, Task, Callable[[], object]]], group: Any, device: torch.device
-    ) -> list[int] | None:
-        """Times in ns of each size as this rank sees them; None if the transport does not have the operation."""
-        times = []
+    ) -> list[Taken] | None:
+        """Times of each size as this rank sees them; None if the transport does not have the operation."""
+        times = list[Taken]()
         for index, task, call in calls:
             self.progress.begin(Phase.WAITING, index)
             with lost_others(self.progress):
                 try:
-                    times.append(_time(call, task, group, device))
+                    times.append(self._time(call, task, group, device))
                 except RuntimeError as error:
                     if not _lacking(error):
                         raise
                     return None
         return times
 
-    def _note(self, task: Task, times: Sequence[int]) -> None:
+    def _time(self, call: Callable[[], object], task: Task, group: Any, device: torch.device) -> Taken:
+        """All ranks start together."""
+        dist.barrier(group)
+        _, whole = timed(lambda: [call() for _ in range(task.calls)], device)
+        return whole, self.computing.taken_ns()
+
+    def _note(self, task: Task, times: Sequence[float]) -> None:
         """Take a point; of several pairs the slowest counts."""
-        ns = max(1, round(statistics.median(times)))
+        ns = max(1, round(mean_of_middle(times)))
         low, _, high = statistics.quantiles(times, n=4, method="inclusive")
         self.points.append(LinkPoint(*task.key, task.size, ns, (high - low) / ns))
         self.report({"event": "point", "point": asdict(self.points[-1])})
@@ -372,6 +410,12 @@ class _Measuring:
         source = base.source.model_copy(update={"notes": notes} if len(notes) <= _MAX_NOTES else {})
         return base.model_copy(update={"levels": levels, "measured": tuple(curves.values()), "source": source})
 
+    @property
+    def _calls(self) -> str:
+        if not self.options.compute_ns:
+            return "one call right after the other"
+        return f"each call after {format_ns(self.options.compute_ns)} of computing on every rank, beyond that computing"
+
     def _notes(self, num_hosts: int) -> str:
         worst = max(self.points, key=lambda point: point.spread)
         typical = statistics.median(point.spread for point in self.points)
@@ -380,10 +424,10 @@ class _Measuring:
         left_out = f" {backend} has no {', '.join(self.missing)}." if self.missing else ""
         fitted = "" if self.given else " Latency and bandwidth are fitted to the sends."
         return (
-            f"Links measured with {backend} on {num_hosts} host{'s' if num_hosts > 1 else ''}{date}: medians of "
-            f"{self.options.repeats} runs, of collectives the slowest rank's, of sends the slowest pair's. Spread of a "
-            f"point {typical:.0%} in the median, {worst.spread:.0%} at most ({worst.operation} of {worst.size} "
-            f"bytes, {worst.num_devices} devices).{fitted}{left_out}"
+            f"Links measured with {backend} on {num_hosts} host{'s' if num_hosts > 1 else ''}{date}: means of the "
+            f"middle half of {self.options.repeats} runs, {self._calls}, of sends the slowest pair's. Spread of a "
+            f"point {typical:.0%} in the median, {worst.spread:.0%} at most ({worst.operation} of {worst.size} bytes, "
+            f"{worst.num_devices} devices).{fitted}{left_out}"
         )
 
 
@@ -403,11 +447,15 @@ def _fitted(level: LinkLevel, curves: Mapping[Key, MeasuredCurve]) -> LinkLevel:
     return level.model_copy(update={"latency_ns": latency, "bandwidth_bytes_per_s": bandwidth})
 
 
-def _time(call: Callable[[], object], task: Task, group: Any, device: torch.device) -> int:
-    """All ranks start together; a send's two ways are halved."""
-    dist.barrier(group)
-    _, ns = timed(lambda: [call() for _ in range(task.calls)], device)
-    return round(ns / task.calls / (2 if task.operation == "send" else 1))
+def _exchange_ns(task: Task, taken: Sequence[Taken]) -> float:
+    """Ns of one call beside computing, by what each rank took: all end with the last one.
+
+    They compute at the same time; of a send and the one back first one does, then the other.
+    """
+    whole, computed = max(each for each, _ in taken), [each for _, each in taken]
+    if task.operation == "send":
+        return (whole - sum(computed)) / task.calls / 2
+    return (whole - statistics.fmean(computed)) / task.calls
 
 
 def _lacking(error: RuntimeError) -> bool:
@@ -415,13 +463,13 @@ def _lacking(error: RuntimeError) -> bool:
     return isinstance(error, NotImplementedError) or "support" in str(error).lower()
 
 
-def _call(task: Task, rank: int, group: Any, device: torch.device) -> Callable[[], object]:
-    """What does the task's operation once."""
+def _call(task: Task, rank: int, group: Any, device: torch.device, compute: Callable[[], None]) -> Callable[[], object]:
+    """What computes and then does the task's operation once."""
     whole = torch.ones(task.size // _ELEMENT_BYTES, device=device)
     other = torch.ones_like(whole) if task.operation == "all_to_all" else whole
     share = torch.ones(max(1, len(whole) // len(task.ranks)), device=device)
     if task.operation == "send":
-        return partial(_ping_pong, whole, task.ranks.index(rank) == 0, sum(task.ranks) - rank, group)
+        return partial(_ping_pong, whole, task.ranks.index(rank) == 0, sum(task.ranks) - rank, group, compute)
     # torch 2.13 renames them and warns of the old names
     all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -432,10 +480,20 @@ def _call(task: Task, rank: int, group: Any, device: torch.device) -> Callable[[
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "broadcast": lambda: dist.broadcast(whole, task.ranks[0], group=group),
     }
-    return calls[task.operation]
+    exchange = calls[task.operation]
+
+    def call() -> None:
+        compute()
+        exchange()
+
+    return call
 
 
-def _ping_pong(tensor: torch.Tensor, first: bool, peer: int, group: Any) -> None:
-    """There and back again."""
+def _ping_pong(tensor: torch.Tensor, first: bool, peer: int, group: Any, compute: Callable[[], None]) -> None:
+    """There and back again, each time once the sender has computed."""
     for sends in (first, not first):
-        (dist.send if sends else dist.recv)(tensor, peer, group=group)
+        if sends:
+            compute()
+            dist.send(tensor, peer, group=group)
+        else:
+            dist.recv(tensor, peer, group=group)

@@ -143,7 +143,8 @@ def profile_model(
         of_kind[kind].append(row)
     more = measured_expert_rows(shares, splits, unsplit, spreads, of_kind, cluster, dtype)
     source = measured_source(dtype, where, " ".join(notes))
-    return profile_of_kinds(model, splits, unsplit, rows, price, source, recipe, rate, more)
+    rings = {(bench.key.kind, bench.key.size): ring for bench in benches.all if (ring := bench.ring()) is not None}
+    return profile_of_kinds(model, splits, unsplit, rows, price, source, recipe, rate, more, rings)
 
 
 def require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:
@@ -233,7 +234,8 @@ def _notes(
         links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
         yield (
             f"Sequences over {', '.join(map(str, contexts))} devices: an early and a late piece were measured alone, "
-            f"with attention over the whole; gathered keys and values, and their gradients, are {links}."
+            "with attention over the whole, and around a ring; gathered keys and values, and their gradients, or what "
+            f"attention waits for them in a ring, are {links}."
         )
     if experts := sorted({split.expert for split in splits} - {1}):
         links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"

@@ -35,6 +35,9 @@ _SOLVE_SECONDS = 0.02
 SECONDS_PER_QUESTION = 0.01
 """The charge for placing blocks once, whatever their number."""
 
+SECONDS_PER_CUT = 0.2
+"""The same where it is many blocks times devices, and what is placed is tested with true orders for whether it fits."""
+
 # What work outside the solver counts per action when seconds are deterministic:
 
 SECONDS_PER_LOOK = 5e-5

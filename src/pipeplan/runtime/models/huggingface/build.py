@@ -594,7 +594,9 @@ def _share(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
 
 
 def _spread(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
-    return _captured(whole, grain, with_experts_of_one(whole.module, num_devices))
+    one = replace(whole, module=with_experts_of_one(whole.module, num_devices))
+    model = _captured(one, grain)
+    return replace(model, decoder=_decoder(one, grain, model))
 
 
 def collectives_of(model: Model, share: LoadedModel) -> Model:

@@ -138,6 +138,10 @@ class GPTExpertsSize(GPTSize):
         """The model of this size, of which devices may share experts."""
         return replace(GPTSize.model(self, name), spread=lambda count: replace(self, spread=count).model(name))
 
+    def _writing(self, name: str, placed: bool, count: int) -> Model:
+        """Nothing is left out of texts that are written on, where it would depend on whose words come together."""
+        return GPTSize._writing(replace(self, capacity=0.0), name, placed, count)
+
     def _layers(self, source: str, shards: Shards) -> list[BlockSpec]:
         """The halves of its layers, the second of each its experts."""
         found = layers("layer", self.stack, (source,), shards=shards)

@@ -1,0 +1,97 @@
+"""Where groups lie in a tree: what is found against every assignment of groups to devices."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+import pipeplan
+from pipeplan.files import (
+    Block,
+    Cluster,
+    CostRow,
+    DeviceKind,
+    Edge,
+    LinkLevel,
+    PlacedStage,
+    Placement,
+    Plan,
+    Profile,
+    Source,
+)
+
+Group = tuple[int, ...]
+EIGHT = (("node", 2, 100, None), ("rack", 4, 10, 1.0), ("spine", 8, 10, None))
+
+
+def racks(ratio: float) -> Cluster:
+    """Two racks of two nodes of two devices."""
+    levels = tuple(
+        LinkLevel(
+            name=name,
+            group_size=size,
+            latency_ns=0,
+            bandwidth_bytes_per_s=rate * 10**9,
+            oversubscription=ratio if name == "spine" else its,
+        )
+        for name, size, rate, its in EIGHT
+    )
+    kind = DeviceKind(name="device", count=8)
+    return Cluster(name="racks", source=Source(method="estimated"), devices=(kind,), levels=levels)
+
+
+def line(sent: int, parameters: int) -> Profile:
+    """Four alike blocks."""
+    rows = tuple(CostRow(microbatch_size=m, forward_ns=m * 10**6, backward_ns=2 * m * 10**6) for m in (1, 2))
+    blocks = tuple(
+        Block(id=f"b{number}", operator="layer", parameter_bytes=parameters, gradient_bytes=parameters, costs=rows)
+        for number in range(4)
+    )
+    edges = tuple(Edge(source=f"b{n}", target=f"b{n + 1}", bytes_per_sample=sent) for n in range(3))
+    return Profile(name="line", source=Source(method="estimated"), blocks=blocks, edges=edges)
+
+
+def pairs(left: frozenset[int]) -> list[tuple[Group, ...]]:
+    """Every way to give pairs of devices to as many groups."""
+    if not left:
+        return [()]
+    return [(own, *rest) for own in combinations(sorted(left), 2) for rest in pairs(left - set(own))]
+
+
+def alike(groups: tuple[Group, ...]) -> object:
+    """What is equal where groups stand alike in the tree: devices of a node, nodes of a rack, and racks are unnamed."""
+    owner = {device: number for number, own in enumerate(groups) for device in own}
+    nodes = [tuple(sorted((owner[d], owner[d + 1]))) for d in range(0, 8, 2)]
+    return tuple(sorted(tuple(sorted(nodes[n : n + 2])) for n in (0, 2)))
+
+
+def placed(groups: tuple[Group, ...]) -> Placement:
+    stages = (PlacedStage(blocks=(f"b{n}",), devices=own, replicas=2) for n, own in enumerate(groups))
+    return Placement(strategy="one-to-one", num_devices=8, stages=tuple(stages))
+
+
+@pytest.mark.parametrize(("sent", "parameters"), [(2_000_000, 10_000_000), (4_000_000, 20_000_000)])
+def test_chosen_groups_avoid_the_slow_level_as_the_best_of_all_assignments_does(sent: int, parameters: int) -> None:
+    """Two replicas of four stages with 1F1B: at 1:1 sums cross the spine beside nothing, at 4:1 they stay in racks."""
+    asked: dict[str, Any] = {"mini_batch": 16, "microbatch_size": 2, "scheduler": "1f1b", "time_limit": "10s"}
+
+    def found(ratio: float, **others: Any) -> Plan:
+        result = pipeplan.search(line(sent, parameters), cluster=racks(ratio), deterministic=True, **asked, **others)
+        return result.plan
+
+    def in_both_racks(plan: Plan) -> int:
+        return sum(len({device // 4 for device in stage.devices}) > 1 for stage in plan.stages)
+
+    wide, chosen = (found(ratio, placement="one-to-one", replicas=2, pp=4) for ratio in (1.0, 4.0))
+    assert (in_both_racks(wide), in_both_racks(chosen)) == (4, 0)
+    every = {alike(groups): groups for groups in pairs(frozenset(range(8)))}
+    plans = [found(4.0, placement=placed(groups)) for groups in every.values()]
+    within, crossing = (
+        [each.predicted.iteration_ns for each in plans if (in_both_racks(each) > 0) == crosses]
+        for crosses in (False, True)
+    )
+    best, time = min(within), chosen.predicted.iteration_ns
+    assert best <= time < min(crossing), "every assignment with a stage in both racks is slower"
+    assert time <= 1.03 * best, "devices are chosen for the links' time, not for that of the schedule"
