@@ -551,7 +551,8 @@ class PlanSearch:
         return InfeasibleError(
             f"parameters, gradients and optimizer state take {format_bytes(state)}, each once, and "
             f"{request.num_devices} devices have {format_bytes(sum(limits))} together: nothing fits; raise --memory to "
-            f"more than {format_bytes(rounded_up(state // request.num_devices))}, or give more --devices"
+            f"more than {format_bytes(rounded_up(state // request.num_devices))}, or give more --devices, of this size "
+            f"at least {-(-state // max(limits))}"
         )
 
     def _bound(self) -> None:
