@@ -90,7 +90,7 @@ MODELS = {
         Model("gpt2-1.3b", GPT2, 1024, sizes="1,2,4,8,16"),
         Model("llama3-8b", "llama3-8b", 8192),
         Model("llama3-70b", "llama3-70b", 8192, context="1,2,4"),
-        Model("llama3-405b", "llama3-405b", 8192, sizes="1,2"),
+        Model("llama3-405b", "llama3-405b", 8192, sizes="1,2", context="1,2"),
         Model("gpt3-175b", GPT3, 2048),
         Model("mixtral-8x7b", "mixtral-8x7b", 8192, expert="1,2,4,8"),
         Model("mixtral-8x22b", "mixtral-8x22b", 8192, expert="1,2,4,8"),

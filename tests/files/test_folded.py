@@ -13,6 +13,7 @@ from pipeplan.checker import check
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Plan, parse, to_json
 from pipeplan.files.folded import folded_plan, folded_workload, unfolded
+from pipeplan.files.packed import packed, packed_starts, unpacked, unpacked_starts
 from pipeplan.interop.export import exported
 from pipeplan.simulator.recost import with_costs_of
 from pipeplan.simulator.simulation import simulate
@@ -170,3 +171,32 @@ def test_players_know_their_devices_and_places(devices: tuple[int, ...]) -> None
 @pytest.mark.parametrize("devices", [(1, 0), (0, 1, 3), (0, 4, 1, 5)])
 def test_devices_in_no_regular_steps_are_no_players(devices: tuple[int, ...]) -> None:
     assert Players.of(devices) is None
+
+
+def test_programs_and_starts_in_short_are_read_whole() -> None:
+    steady = [text for number in range(3, 40) for text in (f"0F{number}", f"1SEND_B{number - 3}@2", f"0B{number - 2}")]
+    program = ["0F0", "0F1", "0F2", "0B0", *steady, "0B38", "0B39"]
+    short = packed(program)
+    assert short is not None
+    assert short["repeats"] == [[3, 3, 37]]
+    assert len(short["order"]) == 9
+    assert unpacked([short]) == (tuple(program),)
+    starts = {"0F": [0, 5, 10, 15, 40, 45], "0B": [7]}
+    gaps = {id_: packed_starts(own) for id_, own in starts.items()}
+    assert gaps == {"0F": {"first": 0, "gaps": [[5, 3], [25, 1], [5, 1]]}, "0B": {"first": 7, "gaps": []}}
+    assert unpacked_starts(gaps) == {id_: tuple(own) for id_, own in starts.items()}
+    assert packed_starts([5, 3]) is None
+
+
+@pytest.mark.parametrize(
+    "repeats", [[[0, 99, 2]], [[0, 1, 10**9]], [[0, 1]], "no", [[1, 2, 2], [2, 1, 2]], [[0, 1, 0]]]
+)
+def test_repeats_of_letters_that_are_not_there_are_refused(repeats: Any) -> None:
+    with pytest.raises(ValueError, match=r"programs\[0\].repeats\[[01]\] is .*, and not three numbers"):
+        unpacked([{"words": ["0F", "0B"], "order": "aabb", "repeats": repeats}])
+
+
+@pytest.mark.parametrize("said", [{"first": 0, "gaps": [[1, 10**12]]}, {"first": 0}, {"first": 0, "gaps": [[1]]}])
+def test_starts_that_are_none_are_refused(said: Any) -> None:
+    with pytest.raises(ValueError, match=r"starts_ns\[0F\]"):
+        unpacked_starts({"0F": said})

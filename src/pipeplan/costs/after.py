@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipeplan.costs.communication import all_reduce_in_shards
+from pipeplan.costs.communication import Exchange, price_of_groups
 from pipeplan.costs.recipes import expert_state_of, state_of, states_of, step_bytes
 from pipeplan.costs.speeds import at_speed
-from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
+from pipeplan.costs.zero import WHOLE, Zero, cuts, price_of_exchange, updated_bytes
 from pipeplan.files import Cluster, Profile
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
+
+_Price = Callable[[int], int]
+"""Of bytes of gradients, ns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,7 @@ class AfterActions:
     sharing: Callable[[int], Zero | None] = lambda replicas: WHOLE
     speed: float = 1.0
     moved: dict[Zero, int] = field(default_factory=dict)
+    _prices: dict[tuple[int, int, Zero], _Price] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -61,14 +65,21 @@ class AfterActions:
         return self.profile.step_bytes_per_s is not None
 
     def __call__(self, size: int, replicas: int) -> int:
-        """The time for a stage with ``size`` bytes of gradients on each device, and this many replicas."""
-        return self.on(size, tuple(range(replicas * self.shards)))
+        """The time for a stage with ``size`` bytes of gradients on each device, and this many replicas.
+
+        Which links thousands of devices share is looked up once for all sizes.
+        """
+        zero = self.sharing(replicas) or WHOLE
+        key = self.shards, replicas, zero
+        if replicas > 1 and key not in self._prices:
+            self._prices[key] = self._price(tuple(range(replicas * self.shards)), zero)
+        return self._step_ns(size, zero) + (self._prices[key](size) if replicas > 1 else 0)
 
     def on(self, size: int, devices: tuple[int, ...]) -> int:
         """The same where these are the stage's devices, those of a replica next to each other."""
         replicas = len(devices) // self.shards
         zero = self.sharing(replicas) or WHOLE
-        return self._step_ns(size, zero) + (self._exchanged_ns(size, devices, zero) if replicas > 1 else 0)
+        return self._step_ns(size, zero) + (self._price(devices, zero)(size) if replicas > 1 else 0)
 
     def _step_ns(self, size: int, zero: Zero) -> int:
         recipe, rate = self.profile.recipe, self.profile.step_bytes_per_s
@@ -78,11 +89,12 @@ class AfterActions:
             self.moved[zero] = step_bytes(self.kept.share(cuts(recipe, zero)), recipe)
         return at_speed(10**9 * size * self.moved[zero] // (self.kept[GRADIENTS] * rate), self.speed)
 
-    def _exchanged_ns(self, size: int, devices: tuple[int, ...], zero: Zero) -> int:
+    def _price(self, devices: tuple[int, ...], zero: Zero) -> _Price:
+        """Ns of what these devices exchange, of any bytes of gradients."""
         if zero == WHOLE:
-            return all_reduce_in_shards(self.cluster, devices, self.shards, size)
+            sums = price_of_groups(self.cluster, [devices[shard :: self.shards] for shard in range(self.shards)])
+            return lambda size: round(sums(Exchange("all_reduce", size)))
         replicas = len(devices) // self.shards
-        share = {kind: size * own // max(1, self.kept[GRADIENTS]) for kind, own in self.kept.items()}
         stage = Stage(
             blocks=("",),
             devices=devices,
@@ -90,8 +102,14 @@ class AfterActions:
             replicas=replicas,
             microbatch_size=replicas,
             **zero.keys(replicas),
-        ).with_state(MemoryBytes(share))
-        return sum(exchange_ns(self.cluster, stage, [stage], size, updated_bytes(stage, self.profile.recipe)))
+        )
+        exchanged = price_of_exchange(self.cluster, stage, [stage])
+
+        def price(size: int) -> int:
+            share = {kind: size * own // max(1, self.kept[GRADIENTS]) for kind, own in self.kept.items()}
+            return sum(exchanged(size, updated_bytes(stage.with_state(MemoryBytes(share)), self.profile.recipe)))
+
+        return price
 
 
 def least_steps_ns(profile: Profile) -> int:

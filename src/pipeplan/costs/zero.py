@@ -255,17 +255,12 @@ def updated_bytes(stage: Stage, recipe: Recipe) -> int:
     return gradients * each[copy_held(recipe)] // each[GRADIENTS]
 
 
-def exchange_ns(
-    cluster: Cluster | None, stage: Stage, sharing: Sequence[Stage], size: int, updated: int
-) -> tuple[int, int]:
-    """Ns to sum ``size`` bytes of gradients over all that hold them, and to gather ``updated`` bytes after the step."""
-    return price_of_exchange(cluster, stage, sharing)(size, updated)
-
-
 def price_of_exchange(
     cluster: Cluster | None, stage: Stage, sharing: Sequence[Stage]
 ) -> Callable[[int, int], tuple[int, int]]:
-    """:func:`exchange_ns` of any bytes, of buckets by the thousand: which devices exchange is looked up once.
+    """Ns to sum bytes of gradients over all that hold them, and to gather what a step has updated, of any bytes.
+
+    Of buckets by the thousand, which devices exchange is looked up once.
 
     Each group reduces and scatters, so that a device has the sum of its part; parts are summed over the groups, also
     of the other stages that are ``sharing`` blocks, on other routes. After the step each group gathers the parameters.

@@ -1,7 +1,8 @@
 """A program in short: the words that its entries have besides their micro-batches, and a letter for each entry.
 
 A word is an entry's text with its micro-batch left out, such as ``0F`` or ``0SEND_F>2``: a device runs each for one
-micro-batch after another, so that which one it is need not be said. Exchanges of state are words as they are.
+micro-batch after another, so that which one it is need not be said. Exchanges of state are words as they are. Starts in
+short are the gaps between them, which are alike for most micro-batches.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import re
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, groupby, pairwise, repeat
 from typing import Annotated, Any
 
-from annotated_types import MinLen
+from annotated_types import MaxLen, MinLen
 
 from pipeplan.workload.action import NUMBER_PATTERN, StateAction
-from pipeplan.workload.elements import Element, Items, Meaning, Name, Text
+from pipeplan.workload.elements import Element, Index, Items, Meaning, Name, Nanoseconds, Text
+
+MOST_ENTRIES_IN_SHORT = 200_000
+"""Of a program: one that says more is not read."""
 
 LETTERS = string.ascii_letters + string.digits + "!#$%&()*+,-./:;<=>?@[]^_{|}~"
 """One for each word, in their order."""
@@ -30,6 +35,10 @@ class PackedProgram(Element):
 
     words: Annotated[Items[Name], MinLen(1), Meaning("what its entries are, without the micro-batch")]
     order: Annotated[Text, Meaning(f"a letter for each entry: of {LETTERS} the one in the place of its word")]
+    repeats: Annotated[
+        Items[Annotated[Items[Index], MinLen(3), MaxLen(3)]],
+        Meaning("letters of the order that stand for more of them: from which on, how many, and how many times"),
+    ] = ()
 
 
 def packed(program: Sequence[str]) -> dict[str, Any] | None:
@@ -46,7 +55,45 @@ def packed(program: Sequence[str]) -> dict[str, Any] | None:
         order.append(place)
     if not 0 < len(words) <= len(LETTERS):
         return None
-    return {"words": list(words), "order": "".join(LETTERS[place] for place in order)}
+    text, repeats = _shorter("".join(LETTERS[place] for place in order))
+    return {"words": list(words), "order": text} | ({"repeats": repeats} if repeats else {})
+
+
+_REPEATED = re.compile(r"(.{2,64}?)\1{3,}")
+_LEAST_SPARED = 24
+"""Letters that a repetition is not to be written for."""
+
+
+def _shorter(order: str) -> tuple[str, list[list[int]]]:
+    """An order with what repeats there once, and (begin, length, times) of each such place."""
+    parts, repeats, done, place = list[str](), list[list[int]](), 0, 0
+    for match in _REPEATED.finditer(order):
+        unit = match[1]
+        times = len(match[0]) // len(unit)
+        if (times - 1) * len(unit) < _LEAST_SPARED:
+            continue
+        before = order[done : match.start()]
+        repeats.append([place + len(before), len(unit), times])
+        parts += before, unit
+        place, done = place + len(before) + len(unit), match.end()
+    return "".join((*parts, order[done:])), repeats
+
+
+def _whole(order: str, repeats: object, where: str) -> str:
+    """An order with all that repeats. Raises ValueError where it says that of letters which are not there."""
+    parts, done, count = list[str](), 0, len(order)
+    for number, each in enumerate(repeats if isinstance(repeats, list | tuple) else (None,)):
+        told = isinstance(each, list | tuple) and len(each) == 3 and all(type(one) is int for one in each)
+        begin, length, times = each if told and each is not None else (-1, 0, 0)
+        count += length * (times - 1)
+        if not (done <= begin < begin + length <= len(order) and times > 0) or count > MOST_ENTRIES_IN_SHORT:
+            raise ValueError(
+                f"{where}.repeats[{number}] is {each!r}, and not three numbers: which of the {len(order)} letters, "
+                f"behind those before it, how many, and how many times; no more than {MOST_ENTRIES_IN_SHORT} in all"
+            )
+        parts += order[done:begin], order[begin : begin + length] * times
+        done = begin + length
+    return "".join((*parts, order[done:]))
 
 
 def _read(text: str) -> tuple[str, int | None]:
@@ -72,7 +119,11 @@ def _program(given: object, where: str) -> object:
 
 def _texts(said: dict[str, Any], where: str) -> Iterator[str]:
     words, order = said.get("words"), said.get("order")
-    if said.keys() != {"words", "order"} or not isinstance(words, list | tuple) or not isinstance(order, str):
+    if (
+        said.keys() - {"repeats"} != {"words", "order"}
+        or not isinstance(words, list | tuple)
+        or not isinstance(order, str)
+    ):
         raise ValueError(
             f"{where} has keys {', '.join(map(str, said)) or 'none'}; give words, a list, and order, a text"
         )
@@ -85,10 +136,65 @@ def _texts(said: dict[str, Any], where: str) -> Iterator[str]:
         ends.append(None if state or match is None else (match[1], match[3]))
     places = {letter: place for place, letter in enumerate(LETTERS[: len(words)])}
     counts = [0] * len(words)
-    for letter in order:
+    for letter in _whole(order, said.get("repeats", ()), where):
         place = places.get(letter)
         if place is None:
             raise ValueError(f"{where}.order has {letter!r}, which stands for none of its {len(words)} words")
         own = ends[place]
         yield str(words[place]) if own is None else f"{own[0]}{counts[place]}{own[1]}"
         counts[place] += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedStarts(Element):
+    """When an operation's actions start, by the time from each to the next."""
+
+    first: Annotated[Nanoseconds, Meaning("when the first starts")]
+    gaps: Annotated[
+        Items[Annotated[Items[Nanoseconds], MinLen(2), MaxLen(2)]],
+        Meaning("ns from one start to the next, and how many times in a row"),
+    ]
+
+
+MOST_STARTS = 4_000_000
+"""Of all operations together: a file that says more in short is not read."""
+
+
+def packed_starts(starts: Sequence[int]) -> dict[str, Any] | None:
+    """Starts in short; None where there are none, or one comes before another."""
+    gaps = [after - before for before, after in pairwise(starts)]
+    if not starts or min(gaps, default=0) < 0:
+        return None
+    return {"first": starts[0], "gaps": [[gap, len(list(alike))] for gap, alike in groupby(gaps)]}
+
+
+def unpacked_starts(given: object) -> object:
+    """Starts as they are read: those in short as numbers. Raises ValueError, with the place."""
+    if not isinstance(given, dict):
+        return given
+    found, left = dict[object, object](), MOST_STARTS
+    for id_, each in given.items():
+        if isinstance(each, dict):
+            starts = _starts(each, f"starts_ns[{id_}]", left)
+            left -= len(starts)
+            found[id_] = starts
+        else:
+            found[id_] = tuple(each) if isinstance(each, list) else each
+    return found
+
+
+def _starts(said: dict[str, Any], where: str, left: int) -> tuple[int, ...]:
+    first, gaps = said.get("first"), said.get("gaps")
+    if said.keys() != {"first", "gaps"} or type(first) is not int or not isinstance(gaps, list | tuple):
+        raise ValueError(
+            f"{where} has keys {', '.join(map(str, said)) or 'none'}; give first, a number, and gaps, a list"
+        )
+    for number, gap in enumerate(gaps):
+        if not (
+            isinstance(gap, list | tuple) and len(gap) == 2 and all(type(each) is int and each >= 0 for each in gap)
+        ):
+            raise ValueError(f"{where}.gaps[{number}] is none of two numbers: ns, and how many times in a row")
+    count = 1 + sum(times for _, times in gaps)
+    if count > left:
+        raise ValueError(f"{where} has {count} starts, and all in short may be {MOST_STARTS} together")
+    return tuple(accumulate(chain.from_iterable(repeat(gap, times) for gap, times in gaps), initial=first))

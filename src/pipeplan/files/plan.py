@@ -33,7 +33,7 @@ from pipeplan.files.base import (
     current_version,
     said_only,
 )
-from pipeplan.files.packed import PackedProgram, packed, unpacked
+from pipeplan.files.packed import PackedProgram, PackedStarts, packed, packed_starts, unpacked, unpacked_starts
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import EAGER, INFERENCE, TRAINING, FlopsPerSample, Mode, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
@@ -282,7 +282,11 @@ class Plan(File):
     ] = ()
     operations: Annotated[Items[Operation], Field(min_length=1)]
     dependencies: Items[Dependency]
-    starts_ns: Annotated[dict[OperationId, Items[TimeSum]], Field(description="start of each micro-batch's action")]
+    starts_ns: Annotated[
+        dict[OperationId, Items[TimeSum]],
+        BeforeValidator(unpacked_starts, json_schema_input_type=dict[OperationId, Items[TimeSum] | PackedStarts]),
+        Field(description="start of each micro-batch's action; with players in short, where that can be"),
+    ]
     split_overhead_ns: Annotated[Nanoseconds, Field(description="in each I and W beside the profile's time")] = 0
     launch_overhead_ns: Annotated[
         Nanoseconds,
@@ -321,6 +325,8 @@ class Plan(File):
             found.pop("loop", None)
         if self.players and "programs" in found:
             found["programs"] = [packed(program) or list(program) for program in self.programs]
+        if self.players and "starts_ns" in found:
+            found["starts_ns"] = {id_: packed_starts(own) or list(own) for id_, own in self.starts_ns.items()}
         if not self.sum_order:
             found.pop("sum_order", None)
         if not self.launch_overhead_ns:

@@ -381,7 +381,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
                 continue
             for chunks in _chunks(request, strategy, units)[: 1 if longest else None]:
                 most = min(units // replicas, blocks // (chunks or 1))
-                lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
+                lengths = _lengths(request, units, most)
                 for positions, (recompute, levels) in product(lengths[-1:] if longest else lengths, again):
                     if not _allows(request, strategy, positions, batch):
                         continue
@@ -389,6 +389,16 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
                         choice = Choice(*own, chunks=chunks, **split.rest)
                         yield from _directions(choice, uneven)
+
+
+def _lengths(request: Request, units: int, most: int) -> Sequence[int]:
+    """How many positions a pipeline may have, of ``most``: as asked; of very many groups of devices more than half.
+
+    Shorter ones leave half of the devices idle, and no bound of theirs is lower.
+    """
+    if request.positions is not None:
+        return [request.positions] * (request.positions <= most)
+    return range(1 if units <= MOST_IN_TURN else most // 2 + 1, most + 1)
 
 
 def _ways_again(request: Request) -> list[tuple[Again, tuple[Again, ...]]]:
@@ -415,7 +425,7 @@ CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 """How many stages a device may have in turn: virtual stages of interleaved schedules."""
 
 MOST_IN_TURN = 256
-"""Of more groups of devices each has two stages in turn, unless another number is asked for."""
+"""Of more groups of devices each has two stages in turn, unless another number is asked for, and pipelines are long."""
 
 
 def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]:
