@@ -151,7 +151,8 @@ class RunResult:
     trained model's, if that is known, and ``as_planned`` whether its sizes are the plan's. Of a decoding plan there are
     ``requests`` in the prompts' order, and by rank ``sent_bytes``, by ``BLOCK PURPOSE``, ``wire_bytes``, what its
     connections have sent meanwhile (None where that is not known), and ``cache_bytes``, the room for keys and values.
-    ``experts`` are of the blocks whose words choose among some, as far as they are counted.
+    ``experts`` are of the blocks whose words choose among some, as far as they are counted. ``stopped_by`` is the
+    number of the signal that asked some rank to end, 0 without one.
     """
 
     steps: tuple[StepResult, ...]
@@ -168,6 +169,7 @@ class RunResult:
     wire_bytes: tuple[int | None, ...] = ()
     cache_bytes: tuple[int, ...] = ()
     experts: tuple[ExpertLoad, ...] = ()
+    stopped_by: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; :meth:`from_json` reads them back."""
