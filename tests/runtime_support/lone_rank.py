@@ -23,6 +23,6 @@ def lone_rank() -> Iterator[None]:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
     said = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-    with mock.patch.dict(os.environ, said), mock.patch.object(worker, "_STORES", []):
-        with mock.patch.object(worker, "_leave", _raise):
-            yield
+    patched = mock.patch.multiple(worker, _STORES=[], _leave=_raise)
+    with mock.patch.dict(os.environ, said), patched:
+        yield
