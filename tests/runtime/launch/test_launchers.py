@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
 from pipeplan.cli.run_verb import run_command, run_options
 from pipeplan.errors import UsageError
 from pipeplan.files import write_file
 from pipeplan.runtime.launch.launchers import Launched, first_host, join, order_of
+from pipeplan.runtime.launch.stopping import SIGNALS
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.parallel.device import require_own_devices
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
@@ -229,10 +231,17 @@ def commands() -> list[list[str]]:
     """Every command of the page, as the words that a shell makes of it."""
     text = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
     found = [line for body in re.findall(r"```shell\n(.*?)```", text, re.DOTALL) for line in body.splitlines()]
-    for body in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
-        found += _commands_in(yaml.safe_load(body))
+    for file in yaml_files():
+        found += _commands_in(file)
     variables = re.compile(r"\$\([^)]*\)|\$\w+")
     return [shlex.split(variables.sub("1", line), comments=True) for line in found if "pipeplan run" in line]
+
+
+def yaml_files() -> list[Any]:
+    """Every file in YAML of the page."""
+    text = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
+    bodies = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    return [file for body in bodies for file in yaml.safe_load_all(body)]
 
 
 def _commands_in(value: Any) -> Iterator[str]:
@@ -264,4 +273,56 @@ def test_commands_of_the_page_are_understood() -> None:
             begin = words.index("torchrun")
             known = get_args_parser().parse_args(words[begin + 1 :])
             assert (known.module, known.training_script) == (True, "pipeplan")
+            handled = {signal.Signals[name] for name in known.signals_to_handle.split(",")}
+            assert handled == {*STOPS_TORCHRUN, *SIGNALS}
     assert sum("torchrun" in words for words in found) == 2
+
+
+STOPS_TORCHRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What it hands on to its ranks without being told to."""
+
+
+def _values(value: Any, key: str) -> Iterator[Any]:
+    """What stands by a key anywhere in a file in YAML; variables of containers are keys, too."""
+    if isinstance(value, Mapping):
+        own = {value["name"]: value["value"]} if {"name", "value"} == value.keys() else value
+        yield from (each for name, each in own.items() if name == key)
+        for each in value.values():
+            yield from _values(each, key)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _values(each, key)
+
+
+def test_recipes_leave_time_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun kills its ranks before Kubernetes kills torchrun, and neither after half a minute."""
+    files = yaml_files()
+    graces = [each for file in files for each in _values(file, "terminationGracePeriodSeconds")]
+    assert graces == [300, 300, 300], "a master, workers, and pods of torchrun"
+    waits = [int(each) for file in files for each in _values(file, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")]
+    assert len(waits) == 2
+    assert 240 <= min(waits) <= max(waits) < min(graces)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(waits[0]))
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
+    assert getattr(config, "shutdown_timeout", waits[0]) == waits[0], "torch 2.11 has no such option"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_torchrun_hands_on_what_it_is_told_to(tmp_path: Path) -> None:
+    """By the flag of the page; without it SIGUSR1 ends torchrun and no rank."""
+    words = next(words for words in commands() if "torchrun" in words)
+    flag = words.index("--signals-to-handle")
+    write_file(model_plan(load_model("gpt2-tiny"), [0], num_microbatches=2), str(tmp_path / "plan.json"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[flag : flag + 2]]
+    training = ["--steps", "100000", "--checkpoint", "saved", "--checkpoint-every", "100000"]
+    run = ["-m", "pipeplan", "run", "plan.json", "--model", "gpt2-tiny", *training]
+    with subprocess.Popen(
+        [*command, *run], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("step 0  loss ")
+        process.send_signal(signal.SIGUSR1)
+        _, said = process.communicate(timeout=120)
+    assert "pipeplan: ended by SIGUSR1" in said
+    assert len(CheckpointFolder(str(tmp_path / "saved")).whole()) == 1
