@@ -276,15 +276,14 @@ def losses(count: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as given:
         plan = model_plan(Path(given), count)
         here = json.loads(pipeplan("run", plan, "--local", *IN_FLOAT64))
-        return {"one": losses_of(here), "several": losses_on(count, plan)}
+        return {"one": losses_of(here), "several": losses_of(json.loads(train_on(count, plan).splitlines()[-1]))}
 
 
-def losses_on(count: int, plan: str) -> list[float]:
-    """Of the same training with this plan on several hosts."""
+def train_on(count: int, plan: str) -> str:
+    """What the first of several hosts prints of the same training with this plan, the figures last."""
     with tempfile.TemporaryDirectory() as given, Hosts(count) as hosts:
         folder = Path(given)
-        found = printed_by(start_on(hosts, folder, "run", plan, *IN_FLOAT64), folder)
-    return losses_of(json.loads(found.splitlines()[-1]))
+        return printed_by(start_on(hosts, folder, "run", plan, *IN_FLOAT64), folder)
 
 
 def losses_of(found: Mapping[str, Any]) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -52,13 +53,17 @@ def test_messages_come_and_take_their_latency(latency_s: float) -> None:
 
 
 def test_two_hosts_train_as_a_single_process_does(tmp_path: Path) -> None:
+    """And say that the plan has both on one node."""
     model, plan = load_model("gpt2-tiny"), str(tmp_path / "plan.json")
     made = model_plan(model, [0, 1], num_microbatches=4, microbatch_size=2)
+    made = made.model_copy(update={"provenance": made.provenance.model_copy(update={"node_size": 2})})
     write_file(made, plan)
     options = TrainOptions("gpt2-tiny", num_steps=3, dtype="float64", learning_rate=1e-3, weight_decay=0.01)
     unsplit = Unsplit(model, options)
     expected = [unsplit.step(step, made.mini_batch) for step in range(3)]
-    assert hosts.losses_on(2, plan) == pytest.approx(expected, rel=0, abs=1e-9)
+    printed = hosts.train_on(2, plan)
+    assert hosts.losses_of(json.loads(printed.splitlines()[-1])) == pytest.approx(expected, rel=0, abs=1e-9)
+    assert re.search(r"has ranks 0-1 on one node .* on 2 machines or containers here \(pipeplan-\d+-0, ", printed)
 
 
 @pytest.mark.long

@@ -12,16 +12,20 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
+from builders.chains import chain_profile
 from pipeplan.cli.run_verb import run_command, run_options
 from pipeplan.errors import UsageError
-from pipeplan.files import write_file
-from pipeplan.runtime.launch.launchers import Launched, first_host, join, order_of
+from pipeplan.files import Cluster, write_file
+from pipeplan.planning.build_plan import provenance_of
+from pipeplan.runtime.launch.job import RankContext, RunOptions, job_of, run_job
+from pipeplan.runtime.launch.launchers import Launched, apart, first_host, join, order_of
 from pipeplan.runtime.launch.stopping import SIGNALS
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.parallel.device import require_own_devices
@@ -169,6 +173,34 @@ def test_the_order_of_devices_is_compared_with_machines() -> None:
     assert order_of(["b", "b", "a", "a"]) == "4 ranks on 2 machines: b has ranks 0-1, a has ranks 2-3"
     assert "warning: 4 ranks on 2 machines: a has ranks 0, 2, b has ranks 1, 3; " in order_of(["a", "b", "a", "b"])
     assert "srun --distribution=block" in order_of(["a", "b", "a", "b"])
+
+
+def test_ranks_that_the_plan_has_on_one_node_and_that_are_apart_are_said() -> None:
+    pairs = ["a", "a", "b", "b", "c", "c"]
+    assert {apart(pairs, size) for size in (None, 1, 2)} == {""}
+    assert apart([], 4) == apart(["a"] * 6, 2) == apart(["a"] * 4 + ["b"] * 2, 2) == "", "larger nodes are no harm"
+    said = apart(pairs, 4)
+    assert said.startswith("warning: the plan has ranks 0-3 on one node of 4 devices, and they are on 2 machines")
+    assert "here (a, b): " in said
+    assert "Start 4 ranks on each machine, or search with a cluster file" in said
+    pods = apart([f"pod-{number}" for number in range(64)], 16)
+    assert "on 16 machines or containers here (pod-0, " in pods
+    assert "pod-7 and 8 more), and so for 3 more of its nodes: " in pods
+
+
+def test_a_run_compares_the_nodes_of_its_plan(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Rank 0 alone says it; plans have the nodes of their cluster."""
+    levels = [("node", 2, 0.0, "1GB"), ("network", 4, 0.0, "1GB")]
+    cluster = Cluster.of("two-nodes", 4, levels=levels)
+    profile = chain_profile(4)
+    made = provenance_of(profile, cluster, {})
+    assert (made.node_size, provenance_of(profile, Cluster.of("flat", 4, levels=levels[1:]), {}).node_size) == (2, None)
+    plan = model_plan(load_model("gpt2-tiny"), [0, 1, 2, 3]).model_copy(update={"provenance": made})
+    progress = MagicMock()
+    progress.board.machines = ["a", "b", "b", "b"]
+    for rank in (0, 1):
+        run_job(MagicMock(), RunOptions(), job_of(plan, RunOptions()), RankContext(rank, progress, MagicMock()))
+        assert ("the plan has ranks 0-1 on one node of 2" in capsys.readouterr().err) == (rank == 0)
 
 
 def test_ranks_of_one_device_are_refused_by_its_identity() -> None:

@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 
 from pipeplan.files import Plan, parse
 from pipeplan.files.folded import device_programs
-from pipeplan.runtime.launch.status import Progress
+from pipeplan.runtime.launch.launchers import apart
+from pipeplan.runtime.launch.status import Progress, tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +243,10 @@ def run_job(
 ) -> None:
     """Run the plan of a job, and let rank 0 report what happens and the result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
-    context.progress.board.programs = device_programs(plan)
+    board = context.progress.board
+    board.programs = device_programs(plan)
+    if context.rank == 0 and (said := apart(board.machines, plan.provenance.node_size)):
+        tell(said)
 
     def on_event(event: Event) -> None:
         if heard:
