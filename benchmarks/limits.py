@@ -288,6 +288,9 @@ ROWS = (
             "--placement bidirectional",
             "--vp 2",
             "--scheduler interleaved-1f1b",
+            "--scheduler kfkb",
+            "--planner graphpipe",
+            "--planner dapple",
         )
     ),
     *(

@@ -262,7 +262,7 @@ def longer(known: Profile) -> Profile:
 @pytest.mark.parametrize(("ring_ns", "ring_bytes"), [(-30, 200), (30, -200)])
 def test_a_pipeline_is_as_short_as_with_the_better_one_said(ring_ns: int, ring_bytes: int) -> None:
     known, taken = longer(open_profile(ring_ns, ring_bytes)), set[str]()
-    for limit in (720, 760, 880, 960, 1_000, 1_160):
+    for limit in (760, 800, 1_000):
         asked: dict[str, Any] = {"devices": 4, "pp": 2, "memory": STATE + limit, "zero": 0, "microbatch_size": 1}
         asked |= {"placement": "one-to-one", "scheduler": "1f1b"}
         fixed: dict[str, Plan] = {}

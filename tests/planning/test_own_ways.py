@@ -108,6 +108,22 @@ def test_searches_find_shorter_plans_with_ways_of_their_own() -> None:
     assert own.lower_bound_ns <= own.plan.predicted.iteration_ns
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_ten_different_plans_are_shown() -> None:
+    """Also where the first good one refutes most others before there is a plan of them; the answer is the same."""
+    request = asked(memory_bytes=10**9, time_limit=3.0)
+    found, fewer = (
+        search_plan(request, explain=True, steps=without(ALL_WIDTHS | off)) for off in (set(), {"different plans"})
+    )
+    assert found.explanation is not None
+    assert fewer.explanation is not None
+    shown = found.explanation.alternatives
+    assert len(fewer.explanation.alternatives) < len(shown) == len({each.what for each in shown}) == 10
+    assert [each.iteration_ns for each in shown] == sorted(each.iteration_ns for each in shown)
+    assert shown[0].iteration_ns == found.plan.predicted.iteration_ns <= fewer.plan.predicted.iteration_ns
+
+
 def test_stages_whose_blocks_are_tied_run_alike() -> None:
     """Here the first and the last, on two positions; and where nothing is gained nothing is changed."""
     profile = with_large_head()

@@ -9,6 +9,7 @@ import pytest
 
 import pipeplan
 from pipeplan.checker import check
+from pipeplan.costs.clusters import in_tree, named_cluster
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, FailureDomain, LinkLevel, Plan, Profile, Source
 from pipeplan.files.folded import unfolded
@@ -178,3 +179,24 @@ def test_compare_and_frontier_say_it_too() -> None:
     assert max(point.num_devices for point in points.points) <= 4
     assert points.spares.time_ns == min(point.time_ns for point in points.points)
     assert points.spares.failures[0].covered
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_eight_spares_of_512_cover_a_node() -> None:
+    """The plan for 504 devices, what it loses, and that with each of some nodes failed it still fits and checks."""
+    cluster = in_tree(named_cluster("cluster-h100", 512), [4], [4.0])
+    asked: dict[str, Any] = {"mini_batch": 4032, "time_limit": 3, "deterministic": True, "scheduler": "1f1b"}
+    result = pipeplan.search(line(72), cluster=cluster, spares=8, **asked)
+    plan, spares = unfolded(result.plan), result.spares
+    assert spares is not None
+    assert spares.loss is not None
+    assert (plan.num_devices, spares.failures[0].covered, spares.failures[0].by) == (504, True, tuple(range(504, 512)))
+    assert check(result.plan, line(72), cluster).valid
+    for node in (0, 31, 62):
+        where = list(range(512))
+        for place in range(8):
+            where[8 * node + place], where[504 + place] = 504 + place, 8 * node + place
+        other = renumbered(plan, cluster, where)
+        peaks = simulate(other, profile=line(72), cluster=cluster).memory
+        assert all(memory.peak_bytes <= (limit or 0) for memory, limit in zip(peaks, cluster.usable_bytes, strict=True))

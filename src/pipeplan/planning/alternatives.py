@@ -6,15 +6,18 @@ From what a search knows at its end: schedules it has found, and the table of un
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 
 from pipeplan.costs.zero import IN_ACTIONS
+from pipeplan.errors import PipeplanError
 from pipeplan.files import PlacedStage
 from pipeplan.files.plan import AlternativeFigures
-from pipeplan.planning.candidates import kept_choice, uniform_choices
-from pipeplan.planning.trials import PlanSearch, Trial
+from pipeplan.planning.candidates import PlacementCandidate, is_large, kept_choice, placed, uniform_choices
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, SECONDS_PER_LOOK
 from pipeplan.schedule.state import Schedule, scheduler_words
 from pipeplan.texts import counted, shortened
 from pipeplan.units import format_bytes, format_ns
@@ -60,6 +63,49 @@ class Alternative:
             full = f"memory {self.peak_bytes / self.memory_bytes:.0%}"
             said.append(f"{full}, {counted(self.recomputed, 'stage')} recomputed" if self.recomputed else full)
         return "; ".join(said)
+
+
+@dataclass(frozen=True)
+class DifferentPlans(PlanStep):
+    """As many different plans as an explanation shows: rows of the table, the best first, of at most ``rows``.
+
+    A good plan refutes most rows before there is a plan of them, and explains nothing by that.
+    """
+
+    share: float = 0.25
+    rows: int = 40
+    name = "different plans"
+    of = "what is left, each turn"
+    when = (
+        f"in turn with the search; --explain, until {MOST_ALTERNATIVES} different plans are known; a table of layouts"
+    )
+    in_turn = True
+
+    def run(self, search: PlanSearch) -> None:
+        """Look at them: they stand beside the others, and are not searched on."""
+        request = search.request
+        if not search.explains or search.best is None or request.scheduler != "auto" or request.dictates:
+            return
+        with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
+            every = [kept_choice(trial.candidate) for trial in (*search.done, *search.beside)]
+            known = {_shape(own) for own in every if own is not None}
+            others = (each.choice for each in uniform_choices(request) if _shape(each.choice) not in known)
+            for choice in islice(others, self.rows):
+                if share.expired or len(_best(search)) >= MOST_ALTERNATIVES:
+                    return
+                candidate = placed(request, choice) if search.is_first((self.name, _shape(choice))) else None
+                if isinstance(candidate, PlacementCandidate):
+                    with suppress(PipeplanError):  # it does not fit
+                        trial = Trial.of(request, candidate, search.steps)
+                        trial.look(usual=candidate.usual, others=False)
+                        share.charge(SECONDS_PER_CUT * is_large(request) + SECONDS_PER_LOOK * trial.num_actions)
+                        search.beside += [trial] * (trial.best is not None)
+
+
+def _shape(choice: Choice) -> tuple[object, ...]:
+    """What a layout is, but for its cut and schedule."""
+    split = choice.shards, choice.context, choice.expert, choice.expert_shards, choice.replicas, choice.zero.level
+    return choice.strategy, choice.positions, choice.per_position, choice.batch, *split
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +228,7 @@ _LONGEST_WHAT = 1_000
 def _best(search: PlanSearch) -> list[Trial]:
     """The best trials that differ in more than their schedules, the best first."""
     best: dict[str, Trial] = {}
-    known = search.done or ([] if search.answer is None else [search.answer])
+    known = [*search.done, *search.beside] or ([] if search.answer is None else [search.answer])
     for trial in sorted(known, key=lambda trial: trial.value_ns or 0):
         best.setdefault(_layout(trial), trial)
     return list(best.values())[:MOST_ALTERNATIVES]

@@ -169,7 +169,7 @@ class _Least:
         """Find both, each in half of the time."""
         whole = Budget(seconds, self._request.seed, self._request.deterministic)
         parts = [self._find_memory]
-        if not isinstance(self._request.placement, Placement):
+        if not _is_number_given(self._request):
             parts.append(self._find_devices)
         parts.append(self._find_others)
         for number, part in enumerate(parts, 1):
@@ -321,6 +321,12 @@ class _Least:
         return trial.best
 
 
+def _is_number_given(request: Request) -> bool:
+    """Whether a placement or sizes say how many devices there are."""
+    given = None not in (request.shards, request.positions, request.replicas)
+    return isinstance(request.placement, Placement) or given
+
+
 _OPENED = {
     "shards": "give --tp auto",
     "context": "give --cp auto",
@@ -389,7 +395,7 @@ def _text(request: Request, limit: int, least: _Least) -> str:
     if least.on_devices is not None:
         enough = f"{least.devices} devices of this size would do, or {count} of {memory}"
         remedies.append(f"raise --devices to {least.devices} ({least.on_devices.what})")
-    elif least.in_time and not isinstance(request.placement, Placement):
+    elif least.in_time and not _is_number_given(request):
         enough += f", and with {format_bytes(limit)} each no number of devices was found that does"
     remedies += least.others
     return (

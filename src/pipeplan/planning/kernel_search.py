@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise, product
-from typing import Any
+from typing import Any, get_args
 
 from pipeplan.costs.blocks import running_on
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
@@ -21,19 +21,25 @@ from pipeplan.files import PlacedStage, Placement
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import CandidateCounts, Result
 from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.planning.kernel_stages import StageKernels, may_cover
+from pipeplan.planning.kernel_stages import By, StageKernels, may_cover
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.targeted import TimeParts
 from pipeplan.planning.trials import Trial
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_ns
+from pipeplan.workload.elements import Segment
 
 CUT, LOOKED = 0.3, 0.8
 """Parts of the time: for the plan of either cut; until when variants are looked at."""
 
-FEW_STAGES, FEW_CUTS = 6, 200
-"""Of so many stages each set is run by backends; of so few ways to cut them and to run them, all."""
+LAST_SECONDS = 0.5
+"""For the plan of the best variant, however late it is."""
+
+MOST_WAYS, FEW_STAGES, FEW_CUTS = 64, 6, 200
+"""Of so few ways to run stages all, else of so many stages each set; of so few ways to cut and run them all."""
+
+Segments = tuple[Segment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +111,29 @@ class _KernelSearch:
     def variants(self, placement: Placement, batch: Batch) -> Iterator[_Variant]:
         """Of one placement: every set of stages by backends, or where there are many, first or last ones."""
         stages = placement.stages
-        covers = [self._cover(stage, batch) for stage in stages]
-        if any(cover is None for cover in covers) and self.kernels.asked.cover is not None:
+        covers = [self._covers(stage, batch) for stage in stages]
+        given = self.kernels.asked.cover is not None
+        if given and not all(covers):
             return
-        able = [number for number, cover in enumerate(covers) if cover]
-        for chosen in [able] if self.kernels.asked.cover is not None else _sets(able):
+        for chosen in [[own[0] for own in covers]] if given else _choices(covers):
             changed = tuple(
-                stage.model_copy(update=_covered(covers[number] or ()))
-                if number in chosen
-                else stage.model_copy(update={"segments": ()})
-                for number, stage in enumerate(stages)
+                stage.model_copy(update=_covered(segments) if segments else {"segments": ()})
+                for stage, segments in zip(stages, chosen, strict=True)
             )
             yield _Variant(placement.model_copy(update={"stages": changed}), batch)
 
-    def _cover(self, stage: PlacedStage, batch: Batch) -> Any:
+    def _covers(self, stage: PlacedStage, batch: Batch) -> list[Segments]:
+        """The cheapest covers of a stage, by forward and backward together first; none where nothing may cover it.
+
+        Of a cover that was asked for what it has, which may be eager torch alone.
+        """
+        given = self.kernels.asked.cover is not None
         if not may_cover(stage):
-            return None if self.kernels.asked.cover is not None else ()
+            return []
         size = (stage.microbatch_size or batch.microbatch_size) // stage.replicas
-        found = self.kernels.segments(stage.blocks, size)
-        return found if found is not None or self.kernels.asked.cover is not None else ()
+        ways: tuple[By, ...] = ("both",) if given or self.request.profile.is_inference else get_args(By)
+        found = [self.kernels.segments(stage.blocks, size, by) for by in ways]
+        return list(dict.fromkeys(each for each in found if each or (given and each is not None)))
 
     def all_of(self, placement: Placement, batch: Batch) -> None:
         """Look at the placement's variants, and those of others with its stages cut otherwise, as long as it pays."""
@@ -157,7 +167,7 @@ class _KernelSearch:
 
     def _look_at(self, placement: Placement, batch: Batch) -> None:
         for variant in self.variants(placement, batch):
-            if self.may_look:
+            if self.may_look or not (self.trials or self.parts.interrupted):  # one, however late it is
                 self.look(variant)
 
     def searched(self, best: Result | None) -> Result | None:
@@ -165,15 +175,31 @@ class _KernelSearch:
         known = sorted(self.trials.items(), key=lambda each: each[1].value_ns or math.inf)
         for number, (variant, trial) in enumerate(known):
             most = None if best is None else best.plan.predicted.iteration_ns
-            if self.parts.interrupted or self.parts.left <= 0:
+            late = self.parts.left <= 0 and (number > 0 or trial.value_ns is None)
+            if self.parts.interrupted or late:
                 break
             if most is not None and trial.bound_ns >= most:
                 continue
-            seconds = max(self.parts.left / 2, 0.05) if number < len(known) - 1 else self.parts.left
+            seconds = self.parts.left / 2 if number < len(known) - 1 else self.parts.left
+            seconds = max(seconds, LAST_SECONDS)
             found = self.parts.search(variant.request(self.request), seconds)
             if found is not None and (most is None or found.plan.predicted.iteration_ns < most):
                 best = found
         return best
+
+
+def _choices(covers: Sequence[Sequence[Segments]]) -> Iterator[Sequence[Segments]]:
+    """[stage] what runs it: the cheapest covers of all first.
+
+    Where there are few ways in all each stage is run by each of its covers or by eager torch; else by the cheapest of
+    them or not, all sets of few stages, of more those from one end.
+    """
+    if math.prod(1 + len(own) for own in covers) <= MOST_WAYS:
+        yield from product(*([*own, ()] for own in covers))
+        return
+    able = [number for number, own in enumerate(covers) if own]
+    for chosen in _sets(able):
+        yield [own[0] if number in chosen else () for number, own in enumerate(covers)]
 
 
 def _sets(able: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -189,7 +215,7 @@ def _sets(able: Sequence[int]) -> Iterator[Sequence[int]]:
     yield []
 
 
-def _covered(segments: Any) -> dict[str, Any]:
+def _covered(segments: Segments) -> dict[str, Any]:
     """What a stage says that backends run, with blocks in the order of its segments."""
     return {"segments": segments, "blocks": tuple(block for each in segments for block in each.blocks)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from pipeplan.costs import block_costs
 from pipeplan.costs.segments import change_ns, no_row
@@ -17,6 +17,15 @@ from pipeplan.kernels.operators import GraphOperator, OperatorDag
 from pipeplan.workload.elements import Segment
 
 AUTO = "auto"
+
+By = Literal["both", "forward", "backward"]
+
+_NS: dict[By, Callable[[CostRow], int]] = {
+    "both": row_ns,
+    "forward": lambda row: row.forward_ns,
+    "backward": lambda row: row.whole_backward_ns,
+}
+"""What a cover is cheapest by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +86,8 @@ class StageKernels:
 
     profile: Profile
     asked: KernelsAsked
-    _matches: dict[int, tuple[KernelMatch, ...]] = field(default_factory=dict)
-    _covers: dict[tuple[tuple[str, ...], int], tuple[Segment, ...] | None] = field(default_factory=dict)
+    _matches: dict[tuple[int, By], tuple[KernelMatch, ...]] = field(default_factory=dict)
+    _covers: dict[tuple[tuple[str, ...], int, By], tuple[Segment, ...] | None] = field(default_factory=dict)
     _graph: OperatorDag = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,36 +101,37 @@ class StageKernels:
         rows = (row for own in self.profile.kernels.rows.values() for row in own)
         return tuple(sorted({row.microbatch_size for row in rows if _allowed(self.asked, row.backend)}))
 
-    def segments(self, blocks: Sequence[str], samples: int) -> tuple[Segment, ...] | None:
+    def segments(self, blocks: Sequence[str], samples: int, by: By = "both") -> tuple[Segment, ...] | None:
         """The cheapest cover of a stage's blocks for so many samples; none where eager torch is, None without any.
 
-        Of a cover that was asked for it is what that has of them, and None where the stage has a part of a group.
+        ``by`` forward and backward together, or one of them, as the first fills a pipeline and the other drains it. Of
+        a cover that was asked for it is what that has of them, and None where the stage has a part of a group.
         """
-        key = tuple(blocks), samples
+        key = tuple(blocks), samples, by
         if key not in self._covers:
             self._covers[key] = self._segments(*key)
         return self._covers[key]
 
-    def _segments(self, blocks: tuple[str, ...], samples: int) -> tuple[Segment, ...] | None:
+    def _segments(self, blocks: tuple[str, ...], samples: int, by: By) -> tuple[Segment, ...] | None:
         inside = frozenset(blocks)
         graph = OperatorDag(
             _within(self._graph, id_, inside) for id_ in sorted(blocks, key=self._graph.place.__getitem__)
         )
         own = [
             match
-            for match in self.matches(samples)
+            for match in self.matches(samples, by)
             if inside.issuperset(match.blocks) and (len(match.blocks) in (1, len(blocks)) or self._is_apart(match))
         ]
         try:
-            cover = algorithm_1(graph, own, change_ns(self.profile))
+            cover = algorithm_1(graph, own, 0 if by == "backward" else change_ns(self.profile))
         except InfeasibleError:
             return None
         return tuple(_joined(cover.as_runs(graph)))
 
-    def matches(self, samples: int) -> tuple[KernelMatch, ...]:
-        """What may run at once of so many samples, with ns of forward and backward."""
-        if samples not in self._matches:
-            found = [*self._eager(samples), *self._of_backends(samples)]
+    def matches(self, samples: int, by: By = "both") -> tuple[KernelMatch, ...]:
+        """What may run at once of so many samples, with ns of forward and backward, or one of them."""
+        if (samples, by) not in self._matches:
+            found = [*self._eager(samples, by), *self._of_backends(samples, by)]
             cover = self.asked.cover
             if cover is not None:
                 allowed = {(group.blocks, group.backend) for group in cover.cover}
@@ -132,8 +142,8 @@ class StageKernels:
                     if (match.blocks, match.backend) in allowed or (match.backend == EAGER and match.blocks[0] in alone)
                 ]
                 self._require_rows(cover, found, samples)
-            self._matches[samples] = tuple(found)
-        return self._matches[samples]
+            self._matches[samples, by] = tuple(found)
+        return self._matches[samples, by]
 
     @staticmethod
     def _require_rows(cover: Cover, found: Collection[KernelMatch], samples: int) -> None:
@@ -142,20 +152,20 @@ class StageKernels:
             if group.backend != EAGER and (group.blocks, group.backend) not in there:
                 raise UsageError(no_row(Segment(blocks=group.blocks, backend=group.backend), samples))
 
-    def _eager(self, samples: int) -> list[KernelMatch]:
+    def _eager(self, samples: int, by: By) -> list[KernelMatch]:
         found = []
         for block in self.profile.blocks:
             try:
                 row = block_costs(block, samples)
             except UsageError:
                 continue
-            found.append(KernelMatch((block.id,), EAGER, row_ns(row)))
+            found.append(KernelMatch((block.id,), EAGER, _NS[by](row)))
         return found
 
-    def _of_backends(self, samples: int) -> list[KernelMatch]:
+    def _of_backends(self, samples: int, by: By = "both") -> list[KernelMatch]:
         assert self.profile.kernels is not None
         return [
-            KernelMatch(blocks, row.backend, row_ns(row))
+            KernelMatch(blocks, row.backend, _NS[by](row))
             for blocks, rows in self.profile.kernels.rows.items()
             for row in rows
             if _allowed(self.asked, row.backend) and row is plain_row(rows, samples, row.backend)

@@ -34,7 +34,7 @@ from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of, first_counts
-from pipeplan.planning.alternatives import explained, kept_alternatives, tied_with
+from pipeplan.planning.alternatives import DifferentPlans, explained, kept_alternatives, tied_with
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
 from pipeplan.planning.candidates import (
@@ -941,6 +941,7 @@ STEPS: tuple[SearchStep, ...] = (
     KeepAll(),
     OwnWays(),
     Moves(),
+    DifferentPlans(),
     EveryWidth(),
     RecomputedBlocks(),
     StageGraphs(),
@@ -1015,7 +1016,7 @@ def search_plan(
     if request.start is not None:
         require_start(request, request.start)
     with request.reserve_said():
-        search = PlanSearch(request, budget, progress, steps)
+        search = PlanSearch(request, budget, progress, steps, explains=explain)
         with _workers_of(search, workers, executor):
             search.run(lambda asked: _candidates(asked, steps, looking))
         best = search.answer

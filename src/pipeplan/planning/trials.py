@@ -454,7 +454,8 @@ class PlanSearch:
     last, by which it is known how long that takes: that much time is reserved for it. ``making_seconds`` is what
     making plans has taken; the first was ``given_up`` if there was no time. The ``spare`` trial is for want of any
     other: its replicas divide more than they do by default. One that ``stands_in`` is cut evenly, and known as long as
-    the planner that was asked for has none.
+    the planner that was asked for has none. Where the search ``explains`` what it found, ``beside`` are trials that
+    only stand beside the best.
     """
 
     request: Request
@@ -481,6 +482,8 @@ class PlanSearch:
     made: MadePlan | None = None
     given_up: bool = False
     spare: Trial | None = None
+    explains: bool = False
+    beside: list[Trial] = field(default_factory=list)
     stands_in: Trial | None = None
     ahead: Ahead[LookAhead, LookedAt] | None = None
     _looked: LookedAt | None = None
@@ -551,7 +554,8 @@ class PlanSearch:
         return InfeasibleError(
             f"parameters, gradients and optimizer state take {format_bytes(state)}, each once, and "
             f"{request.num_devices} devices have {format_bytes(sum(limits))} together: nothing fits; raise --memory to "
-            f"more than {format_bytes(rounded_up(state // request.num_devices))}, or give more --devices"
+            f"more than {format_bytes(rounded_up(state // request.num_devices))}, or give more --devices, of this size "
+            f"at least {-(-state // max(limits))}"
         )
 
     def _bound(self) -> None:

@@ -15,7 +15,17 @@ from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
-from runtime_support.plans import PLACEMENTS, Case, Reports, assert_as_unsplit, four_devices, model_plan, reports_of
+from runtime_support.plans import (
+    PLACEMENTS,
+    Case,
+    Reports,
+    assert_as_unsplit,
+    four_devices,
+    model_plan,
+    placed_plan,
+    reports_of,
+    split_stage,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
 
@@ -37,7 +47,10 @@ NEAR = 0.1
 
 @functools.cache
 def cases() -> dict[str, Case]:
-    """In fp64 the placements, full and split, branches and recomputation; in bfloat16 and under autocast a v-shape."""
+    """In fp64 the placements, full and split, branches and recomputation; in bfloat16 and under autocast a v-shape.
+
+    Sequences over four devices, of which torch's kernels are in bfloat16 alone.
+    """
     tiny, branches, found = load_model("gpt2-tiny"), runtime_models.branches(), {}
     for split in (False, True):
         kind = "split" if split else "full"
@@ -49,6 +62,11 @@ def cases() -> dict[str, Case]:
     for name in ("tessel-mt5-tiny", "tessel-flava-tiny", "dlrm-tiny"):
         found[name] = (model_plan(load_model(name), [0, 1, 2, 3], split=True), replace(OPTIONS, model=name))
     vshape = model_plan(tiny, PLACEMENTS["v-shape"], split=True)
+    whole = " ".join(block.id for block in tiny.blocks)
+    for way in ("gathered", "ring"):
+        shared = placed_plan(tiny, [split_stage(whole, (0, 1, 2, 3), 1, context=4, context_exchange=way)], split=True)
+        found[f"sequences {way}"] = (shared, OPTIONS)
+        found[f"near {way} bfloat16"] = (shared, replace(OPTIONS, dtype="bfloat16"))
     found["near bfloat16"] = (vshape, replace(OPTIONS, dtype="bfloat16"))
     found["near autocast"] = (vshape, replace(OPTIONS, dtype="float32", precision="bf16-autocast"))
     return found

@@ -25,7 +25,7 @@ from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.device import Autocast
-from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, routed
+from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, no_words, routed
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.compatibility import require_splittable
@@ -136,9 +136,10 @@ def test_words_beyond_a_capacity_are_left_out_of_each_devices_own() -> None:
     assert abs(without.loss - found.loss) > 1e-6, "something is left out"
 
 
-@pytest.mark.parametrize("capacity", [None, 3])
-def test_rows_go_to_their_experts_and_come_back(capacity: int | None) -> None:
-    """What each word's experts make, by hand: expert e of one weight multiplies by that; one device has no words."""
+@pytest.mark.parametrize(("capacity", "stands_in"), [(None, False), (3, False), (None, True)])
+def test_rows_go_to_their_experts_and_come_back(capacity: int | None, stands_in: bool) -> None:
+    """What each word's experts make, by hand: expert e of one weight multiplies by that; one device has no words, or a
+    row that stands in for them, which goes nowhere."""
     count, num_experts = 4, 8
     torch.manual_seed(1)
     weights = torch.randn(num_experts, 3, 3, dtype=torch.float64)
@@ -154,11 +155,13 @@ def test_rows_go_to_their_experts_and_come_back(capacity: int | None) -> None:
     def one(devices: Shards) -> torch.Tensor:
         at = devices.index
         own = weights[2 * at : 2 * at + 2]
-        with counting(counts[at], "block"):
+        given = words[at], chosen[at], shares[at]
+        none = stands_in and not sizes[at]
+        if none:
+            given = words[0][:1], chosen[0][:1], shares[0][:1]
+        with counting(counts[at], "block"), no_words() if none else nullcontext():
             return routed(
-                words[at],
-                chosen[at],
-                shares[at],
+                *given,
                 num_experts,
                 devices,
                 lambda rows, ends: grouped(rows, own, ends),
@@ -167,7 +170,7 @@ def test_rows_go_to_their_experts_and_come_back(capacity: int | None) -> None:
 
     for at, made in enumerate(together(count, one)):
         taken = [0] * num_experts
-        expected = torch.zeros_like(words[at])
+        expected = torch.zeros_like(words[at] if sizes[at] or not stands_in else words[0][:1])
         for word in range(sizes[at]):
             for expert, share in zip(chosen[at][word].tolist(), shares[at][word], strict=True):
                 if capacity is None or taken[expert] < capacity:
@@ -226,7 +229,7 @@ CASES: dict[str, Callable[[], Plan]] = {
     "uneven zero 3": lambda: one_stage("uneven", expert=2, shards=2, zero=3),
     "uneven pipeline recomputed": lambda: two_stages("uneven", recompute=True),
     "mixtral two": lambda: one_stage("mixtral", expert=2, split=True),
-    "uneven context": lambda: one_stage("uneven", expert=4, context=2, split=True),
+    "uneven context": lambda: one_stage("uneven", expert=4, context=2, split=True, context_exchange="ring"),
     "even context two": lambda: one_stage("even", expert=2, context=2, zero=1),
     "mixtral context": lambda: one_stage("mixtral", expert=2, context=2, split=True),
     "mixtral two stages": lambda: two_stages("mixtral", split=True),

@@ -118,6 +118,8 @@ def test_measured_rows_are_of_attention_over_whole_sequences(name: str, kv_heads
         assert {(row.shards, row.context) for row in block.costs} == {(1, 1), (2, 1), (1, 2), (2, 2)}
         around = {(row.shards, row.context) for row in block.costs if row.ring is not None}
         assert around == ({(1, 2), (2, 2)} if "attention" in block.operator else set())
+        kept = {row.context: row.activation_bytes for row in block.costs if row.shards == 1}
+        assert 2 * kept[2] == pytest.approx(kept[1], rel=0.01), "half of the places, and nothing of the other half"
     assert with_exchanges(profile, "ring").rings == {(1, 2), (2, 2)}
     assert "an early and a late piece were measured alone" in profile.source.notes
     (plain, part) = splits_of(load_model(name, sequence=16), (2,), torch.float32, None, (2,), alone=True)
@@ -179,6 +181,8 @@ def test_what_cannot_share_sequences_is_refused() -> None:
     how = {"device": "h100-80gb", "microbatch": 1}
     with pytest.raises(UsageError, match="sequences of 2048, which 3 devices cannot share evenly"):
         pipeplan.estimate(CONFIG, sequence=PART, context=3, **how)
+    with pytest.raises(UsageError, match=r"16 devices cannot have an early and a late piece each.* multiple of 32, or"):
+        pipeplan.estimate("gpt2-tiny", context=16, **how)
     with pytest.raises(UsageError, match=r"measures blocks as they run.*does not say how 2 devices share"):
         pipeplan.profile("gpt2-tiny-operators", microbatch=1, context=2, repeats=1, warmup=0)
     with pytest.raises(UsageError, match="makes samples of its own"):

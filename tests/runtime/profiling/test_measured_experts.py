@@ -11,9 +11,9 @@ from torch import nn
 
 import pipeplan
 from pipeplan.checker import check
-from pipeplan.costs.communication import LinkPath, dispatch_ns
+from pipeplan.costs.communication import LinkPath, dispatch_ns, places_reached
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, CostRow
+from pipeplan.files import Cluster, CostRow, DeviceKind, LinkLevel, Source
 from pipeplan.runtime.models.huggingface.families import with_experts_of_one
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.build_profile import block_graph_of, kinds_of, splits_of
@@ -28,6 +28,27 @@ MIXTRAL = text("mixtral", num_hidden_layers=1)
 
 def experts_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in module.named_parameters() if each.ndim == 3 and each.shape[0] <= EXPERTS}
+
+
+@pytest.mark.parametrize("name", ["gpt2-experts-tiny", pytest.param(MIXTRAL, marks=pytest.mark.slow)])
+def test_steps_of_inference_have_rows_of_shared_experts(name: str) -> None:
+    """In decode and prefill, with what is exchanged over the cluster's links: at a byte a second that is nearly all."""
+    level = LinkLevel(name="wire", group_size=2, latency_ns=0, bandwidth_bytes_per_s=1)
+    kinds = (DeviceKind(name="x", count=2),)
+    cluster = Cluster(name="slow", source=Source(method="estimated"), devices=kinds, levels=(level,))
+    asked: dict[str, Any] = {"inference": True, "batch": "1,2", "context": "4", "expert": "2", "warmup": 0}
+    profile = pipeplan.profile(name, **asked, repeats=1, threads=1, cluster=cluster)
+    assert "one device's were measured alone; what is exchanged is among times" in profile.source.notes
+    for block in profile.kinds:
+        assert {row.expert for row in block.phases} == ({1, 2} if block.operator == "moe" else {1})
+        for row in (each for each in block.phases if each.expert == 2):
+            words = row.microbatch_size * (1 if row.phase == "decode" else 4)
+            sent = words * HIDDEN * 4 * places_reached(2, 2)
+            assert row.forward_ns == pytest.approx(2e9 * sent, abs=1e9)
+    with pytest.raises(UsageError, match="cluster has 2 devices; give at most that"):
+        pipeplan.profile(name, **(asked | {"expert": "4"}), cluster=cluster)
+    with pytest.raises(UsageError, match="expert is for prefill and decode of inference; give context"):
+        pipeplan.profile(name, inference=True, expert="2")
 
 
 @slow_but("name", SPARSE, lambda name: name in ("mixtral", "llama4_text"))

@@ -309,6 +309,8 @@ def splits_of(
             f"--context {parts[-1]} with --shards {counts[0]}: the cluster has {cluster.num_devices} devices; give "
             "less, or a larger --cluster"
         )
+    for part in parts[1:]:
+        _require_pieces(model, part)
     many = [] if cluster is None else [(p, n) for p in parts for n in counts if p * n > cluster.num_devices]
     if many:
         said = ", ".join(f"--context {part} with --shards {count}" for part, count in many)
@@ -352,6 +354,17 @@ def _part_of(model: Model, context: int) -> Model:
             f"--context {context}: {model.name} makes samples of its own; give a model of the zoo or a configuration"
         )
     return model.parted(context)
+
+
+def _require_pieces(model: Model, context: int) -> None:
+    """Check that devices can have an early and a late piece of each sequence. Raises UsageError."""
+    for block in _part_of(model, context).blocks:
+        if (own := block.dimensions.get("sequence", 0)) % 2:
+            raise UsageError(
+                f"--context {context}: {model.name} has sequences of {own * context}, of which {context} devices "
+                "cannot have an early and a late piece each, all of one size; give a --sequence that is a multiple "
+                f"of {2 * context}, or another --context"
+            )
 
 
 def _apart(graph: BlockGraph, context: int) -> BlockGraph:
