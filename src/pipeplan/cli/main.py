@@ -85,9 +85,9 @@ def cli() -> None:
 
 def main(began: float | None = None) -> None:
     """Run the command line; time limits count from when the process ``began``, by ``time.monotonic``, or from now."""
-    _open_closed_streams()
     try:
         try:
+            _open_closed_streams()
             code = _flushed(_exit_code(time.monotonic() if began is None else began))
         finally:  # the command has ended, and torch takes a moment to leave: another Ctrl-C would only show where it is
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -133,7 +133,6 @@ def test_what_devices_send_each_other_takes_the_links_of_the_cluster() -> None:
         (MIXTRAL, {"expert": 2, "granularity": "operator"}, "has no experts"),
         (MIXTRAL, {"expert": 2, "granularity": "layer", "shards": 2}, "attention beside experts"),
         (MIXTRAL, {"expert": 4, "cluster": Cluster.of("two", 2)}, "the cluster has 2 devices"),
-        (MIXTRAL, {"expert": 2, "inference": True}, "of estimates"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(model: str, how: dict[str, Any], message: str) -> None:
