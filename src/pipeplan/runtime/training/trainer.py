@@ -330,7 +330,8 @@ class Trainer:
 
     def asked_to_stop(self) -> int:
         """The signal that has come to some rank until now, after the last step, too; 0 if none has. Collective."""
-        return max(self.stopping, *self.all_ranks.gather(STOPPING.take()))
+        asked: list[int] = self.all_ranks.gather(STOPPING.take())
+        return max(self.stopping, *asked)
 
     def build_segments(self) -> None:
         """Have kernel backends build what they run of this rank's stages, all ranks in turns; collective.
