@@ -22,10 +22,14 @@ import hosts
 
 pytestmark = pytest.mark.slow
 
-SERVER = "import socket; s = socket.create_server(('', 5000)); print(flush=True); c, _ = s.accept(); c.send(c.recv(1))"
+BYTES, BYTES_PER_S = 2_000_000, 20_000_000
+SERVER = (
+    "import socket; s = socket.create_server(('', 5000)); print(flush=True); c, _ = s.accept(); "
+    f"c.recv({BYTES}, socket.MSG_WAITALL); c.send(b'x')"
+)
 CLIENT = (
     "import socket, time; c = socket.create_connection(({!r}, 5000), 20); "
-    "begin = time.monotonic(); c.send(b'x'); assert c.recv(1) == b'x'; print(time.monotonic() - begin)"
+    f"begin = time.monotonic(); c.sendall(bytes({BYTES})); assert c.recv(1) == b'x'; print(time.monotonic() - begin)"
 )
 
 
@@ -40,15 +44,16 @@ def names() -> str:
 
 
 @pytest.mark.parametrize("latency_s", [0.0, 0.05])
-def test_messages_come_and_take_their_latency(latency_s: float) -> None:
-    with hosts.Hosts(2, 20_000_000, latency_s) as two:
+def test_messages_come_and_take_as_long_as_links_are_limited_to(latency_s: float) -> None:
+    with hosts.Hosts(2, BYTES_PER_S, latency_s) as two:
         run = ["ip", "netns", "exec"]
         with subprocess.Popen([*run, two.names[1], sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as server:
             assert server.stdout is not None
             server.stdout.readline()
             client = [*run, two.names[0], sys.executable, "-c", CLIENT.format(two.address(1))]
             taken = float(subprocess.run(client, capture_output=True, text=True, check=True, timeout=60).stdout)
-        assert taken >= 2 * latency_s, "there and back"
+        limited = (BYTES - 2 * hosts.BURST) / BYTES_PER_S
+        assert taken >= limited + 2 * latency_s, "there, and a byte back"
     assert two.names[0] not in names()
 
 
