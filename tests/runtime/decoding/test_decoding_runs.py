@@ -33,6 +33,14 @@ LLAMA = (
 )
 QWEN2 = LLAMA.replace("Llama", "Qwen2")
 MIXTRAL = LLAMA.replace("Llama", "Mixtral").replace(")", ", num_local_experts=8, num_experts_per_tok=2)")
+DEEPSEEK = (
+    "DeepseekV3Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, "
+    "num_key_value_heads=4, vocab_size=50, q_lora_rank=16, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, "
+    "v_head_dim=8, n_routed_experts=4, n_shared_experts=2, num_experts_per_tok=2, n_group=2, topk_group=1, "
+    "moe_intermediate_size=24, first_k_dense_replace=1)"
+)
+"""Its values are narrower than its queries."""
+
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [5, 4], [9, 8, 7, 3, 1], [11], [3] * 9, [2, 1, 2]]
 """More than there are slots, so that some join when others have left; no length is another's, nor a multiple of 4."""
 
@@ -55,6 +63,7 @@ QUICK = {
         MIXTRAL, [""], ALL, sizes=(3,), prompts=PROMPTS[:4], mixed=("samples4", "cache4", "experts4")
     ),
     "cp": of_four("cache4", "gpt2-tiny"),
+    "cp of latents": of_four("cache4", DEEPSEEK),
     "cp-q": of_four("cacheq4", dtype="float32"),
     "cp before tp": of_pairs(["cacheq2", "shards2"]),
     "drawn, to a last word": of_pairs(
