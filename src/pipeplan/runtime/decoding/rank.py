@@ -303,8 +303,8 @@ class DecodingRank:
                 at = place - len(self.queue.prompts[row.request])
                 if not bool(logits[number].isfinite().all()):  # NaN is the likeliest of all, and would be word 0
                     raise StageError(
-                        f"request {row.request + 1}, new token {at + 1}: its logits are not all finite numbers, so that "
-                        "no token can be chosen; look at the weights, or run in a wider --dtype"
+                        f"request {row.request + 1}, new token {at + 1}: its logits are not all finite numbers, so "
+                        "that no token can be chosen; look at the weights, or run in a wider --dtype"
                     )
                 found[number] = word = self.choice.of(logits[number], row.request, place)
                 self.words.append(WrittenWord(row.request, at, word, self.clock()))
