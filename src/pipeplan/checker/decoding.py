@@ -97,12 +97,14 @@ def _check_words(plan: Plan, decode: Decode, profile: Profile, findings: Finding
 
 def _check_chunk(plan: Plan, decode: Decode, profile: Profile, operation: Operation, findings: Findings) -> None:
     """A chunk of a prompt as long as texts are by the last step: its time and bytes by the prefill rows."""
-    stage, tokens = plan.stages[operation.attributes["stage"]], operation.attributes["tokens"]
-    where = f"operations[{operation.id}]"
-    if tokens != decode.prefill_tokens:
-        findings.add(
-            "profile", f"{where}.tokens", f"is {tokens}, the plan's prefill_tokens are {decode.prefill_tokens}"
-        )
+    where, number = f"operations[{operation.id}]", operation.attributes.get("stage")
+    if not isinstance(number, int) or not 0 <= number < len(plan.stages) or not plan.stages[number].blocks:
+        findings.add("profile", f"{where}.stage", f"is {number}, which is no stage with blocks")
+        return
+    stage, tokens = plan.stages[number], operation.attributes.get("tokens")
+    if not isinstance(tokens, int) or tokens != decode.prefill_tokens:
+        text = f"is {tokens}, the plan's prefill_tokens are {decode.prefill_tokens}"
+        findings.add("profile", f"{where}.tokens", text)
         return
     blocks = [(profile.by_id[name], way.shards) for name, way in zip(stage.blocks, ways_of(stage), strict=True)]
     try:
