@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -67,12 +67,16 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What is known before the first step: its number, and what a :class:`RunResult` has by these names."""
+    """What is known before the first step: its number, and what a :class:`RunResult` has by these names.
+
+    ``remarks`` are what the user is to be warned of.
+    """
 
     first: int
     versions: Mapping[str, str] = field(default_factory=dict)
     tokens_per_sample: int | None = None
     as_planned: bool = True
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
