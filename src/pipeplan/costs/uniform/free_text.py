@@ -172,7 +172,7 @@ _NO_NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class NamedSchedule:
     """A schedule, how many chunks it says a stage has, or 2 where it only says that they are several, else 1.
 
     ``named`` is whether the text names any schedule.
@@ -183,7 +183,7 @@ class Schedule:
     named: bool
 
 
-def schedule_meant(text: str) -> Schedule:
+def schedule_meant(text: str) -> NamedSchedule:
     """The schedule that free text names.
 
     Raises:
@@ -194,15 +194,15 @@ def schedule_meant(text: str) -> Schedule:
         raise Unsaid(f"schedule {text!r} is not one with a known closed form")
     for word, name in _ZERO_BUBBLE:
         if said(words, word):
-            return Schedule(name, 2 if name == "zb-v" else 1, True)
+            return NamedSchedule(name, 2 if name == "zb-v" else 1, True)
     several = any(
         _stands(words, place) and not _ONLY_IF.match(words, place.end()) for place in re.finditer(_INTERLEAVED, words)
     )
     if said(words, _PLAIN) or several or said(words, _INTERLEAVED):
-        return Schedule("1f1b", _chunks(words) if several else 1, True)
+        return NamedSchedule("1f1b", _chunks(words) if several else 1, True)
     denied = said(words, f"{_INTERLEAVED}|zb|zero[-\\s]?bubble") is False
     if denied or unprinted(words) or _NOTHING.match(words) or _NO_NAME.fullmatch(re.sub(r"[^a-z0-9]", "", words)):
-        return Schedule("1f1b", 1, denied)
+        return NamedSchedule("1f1b", 1, denied)
     raise Unsaid(f"schedule {text!r} is not one with a known closed form")
 
 
