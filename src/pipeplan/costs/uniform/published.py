@@ -228,6 +228,8 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
     schedule, chunks = _schedule(row, pipeline)
     if pipeline > model.layers:
         raise Unsaid(f"pp is {pipeline}, more than {model.layers} layers")
+    if pipeline * chunks > model.layers + 2:  # the embedding and the head may be chunks of their own
+        raise Unsaid(f"pp {pipeline} x vp {chunks} are more chunks than {model.layers} layers")
     divided = row.flag("sequence_parallel", True)
     zero, group = _zero(row, data * context)
     recipe, again = _recipe(row, device), _again(row, model.layers / pipeline)
@@ -299,8 +301,8 @@ def _schedule(row: _Fields, pipeline: int) -> tuple[str, int]:
     if not meant.named:
         row.assumed.append("schedule")
     chunks = row.count("vp", meant.chunks)
-    if meant.name in ("zb-1p", "zb-2p") and chunks > 1:
-        raise Unsaid(f"vp is {chunks}; {meant.name} has a closed form for one chunk of a stage alone")
+    if meant.name != "1f1b" and chunks != meant.chunks:
+        raise Unsaid(f"vp is {chunks}; {meant.name} has a closed form for {meant.chunks} of a stage alone")
     return meant.name, chunks
 
 
