@@ -749,8 +749,6 @@ def run_as_rank(
     heard = on_event if os.environ["RANK"] == "0" else lambda event: None
     with STOPPING.heeded() if saves else nullcontext():
         result = run_under_torchrun(options.job, kept, _with_kernels(options), heard)
-        if result.stopped_by:  # to be told once is enough
-            STOPPING.take()
     return _outcome(plans[-1], _settled(options, plans[-1]), result)
 
 
