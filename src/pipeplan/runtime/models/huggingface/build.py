@@ -259,6 +259,8 @@ def load(
             _require_known_ways(family, config, where)
         _require_even(_counts(config), where, shards)
         family.contents(config, family.words(config), length)
+        if misfit := family.misfit(config):
+            raise UsageError(f"configuration {where}: {misfit}")
         shapes = _module(family, config, where, True, 0) if meta or max(shards, default=1) > 1 else None
         if shapes is not None:
             _require_even(even_widths(shapes, split_weights(shapes, _plan(family, config))), where, shards)
