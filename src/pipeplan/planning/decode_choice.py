@@ -20,7 +20,7 @@ from pipeplan.costs.communication import transfer_time
 from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepWay
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile
-from pipeplan.planning.decode_room import fits, most_requests
+from pipeplan.planning.decode_room import fits, most_requests, with_rows_of_few
 from pipeplan.planning.decoding import ServingAsked
 from pipeplan.sharding.decode_graph import TOKEN_BYTES, DecodeRuns, StepChoice, chain_of
 from pipeplan.sharding.table import FloatArray, IntArray
@@ -266,7 +266,7 @@ class DecodeSearch:
         """Why there is no choice: costs are missing, or the cache does not fit, and how many requests would."""
         if self.limit is None or not self._priced():
             return self._no_costs()
-        fit, known = most_requests(self)
+        fit, known = most_requests(replace(self, profile=with_rows_of_few(self.profile), failures=[], least_ns={}))
         room = f"room for {'' if known else 'at most '}{fit} such requests"
         weights = "" if fit else f": {format_bytes(self.limit)} per device hold not even one"
         rows = "" if not fit or self._fits(fit) else " (and profile blocks with fewer requests, too: --batch 1)"

@@ -8,27 +8,57 @@ fewest that they have rows of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeplan.costs.decode_splits import DecodeAt
 from pipeplan.files import Block, PhaseRow, Profile
+from pipeplan.sharding.decode_graph import DecodeRuns
 from pipeplan.time_limit import TimeUpError, checkpoint
-
-if TYPE_CHECKING:
-    from pipeplan.planning.decode_choice import DecodeSearch
-    from pipeplan.sharding.decode_graph import DecodeRuns
 
 Fits = npt.NDArray[np.bool_]
 
 
-def most_requests(search: DecodeSearch) -> tuple[int, bool]:
-    """The most requests, fewer than those asked for, that some choice has memory for; or at most, if time is up."""
-    search = replace(search, profile=_of_few(search.profile), failures=[], least_ns={})
+class RoomSought(Protocol):
+    """What is asked, as :class:`.DecodeSearch` has it."""
+
+    devices: int
+    batch: int
+    context: int
+    limit: int | None
+    positions: int | None
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The chain."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Devices of a group."""
+        ...
+
+    def may_fit(self, batch: int) -> bool:
+        """Whether all devices together have memory for so many."""
+        ...
+
+    def numbers_of_groups(self, batch: int) -> list[int]:
+        """Of so many requests."""
+        ...
+
+    def runs(self, size: int, at: DecodeAt) -> DecodeRuns:
+        """All runs of blocks on so many devices."""
+        ...
+
+
+def most_requests(search: RoomSought) -> tuple[int, bool]:
+    """The most requests, fewer than those asked for, that some choice has memory for; or at most, if time is up.
+
+    Its profile is one :func:`with_rows_of_few`.
+    """
     low, high = 0, search.batch - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -43,7 +73,7 @@ def most_requests(search: DecodeSearch) -> tuple[int, bool]:
     return low, True
 
 
-def fits(search: DecodeSearch, batch: int) -> bool:
+def fits(search: RoomSought, batch: int) -> bool:
     """Whether some choice has memory for so many requests; without a limit, whether some has costs."""
     failed = dict[int, list[tuple[int, ...]]]()
     for groups in search.numbers_of_groups(batch):
@@ -59,7 +89,7 @@ def fits(search: DecodeSearch, batch: int) -> bool:
     return False
 
 
-def _holds(search: DecodeSearch, at: DecodeAt) -> bool:
+def _holds(search: RoomSought, at: DecodeAt) -> bool:
     """Whether runs that fit use up all blocks and all devices, in as many stages as are asked for."""
     count = len(search.order)
     fitting = {size: _runs_that_fit(search.runs(size, at), search.limit) for size in search.sizes}
@@ -105,7 +135,7 @@ def _kept(runs: DecodeRuns, name: str, level: int) -> Iterator[int]:
     return (each.kept_bytes for each in runs.ways[name] if each.working_bytes <= level)
 
 
-def _of_few(profile: Profile) -> Profile:
+def with_rows_of_few(profile: Profile) -> Profile:
     """The profile with rows of one request, where it has none, as those of the fewest."""
 
     def more(block: Block) -> Block:
