@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import os
 from contextlib import nullcontext
-from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -740,14 +739,17 @@ def run_as_rank(
     from pipeplan.runtime.launch.worker import run_under_torchrun
     from pipeplan.runtime.training.options import TrainOptions
 
-    plan = cache(read)
+    plans: list[Plan] = []
+
+    def kept() -> Plan:
+        plans.append(read())
+        return plans[-1]
+
     saves = isinstance(options, TrainOptions) and options.checkpoint is not None
     heard = on_event if os.environ["RANK"] == "0" else lambda event: None
     with STOPPING.heeded() if saves else nullcontext():
-        result = run_under_torchrun(options.job, plan, _with_kernels(options), heard)
-        if result.stopped_by:  # to be told once is enough
-            STOPPING.take()
-    return _outcome(plan(), _settled(options, plan()), result)
+        result = run_under_torchrun(options.job, kept, _with_kernels(options), heard)
+    return _outcome(plans[-1], _settled(options, plans[-1]), result)
 
 
 def join_launcher() -> bool:

@@ -331,7 +331,9 @@ class Trainer:
     def asked_to_stop(self) -> int:
         """The signal that has come to some rank until now, after the last step, too; 0 if none has. Collective."""
         asked: list[int] = self.all_ranks.gather(STOPPING.take())
-        return max(self.stopping, *asked)
+        stopped = max(self.stopping, *asked)
+        STOPPING.ended = stopped > 0
+        return stopped
 
     def build_segments(self) -> None:
         """Have kernel backends build what they run of this rank's stages, all ranks in turns; collective.
