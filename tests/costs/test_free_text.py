@@ -27,12 +27,25 @@ RECIPES = {
         *("BF16 (FP8 disabled)", "BF16 (FP8 not used)", "bf16; fp8=None", "BF16 rather than FP8", "BF16 w/o FP8"),
         *("BF16 (fp32 grad accumulation, unsharded)", "BF16 params, FP32 master weights", "BF16 (default)"),
         *("BF16 with FP8 all-gather", "Megatron BF16 (megatron_amp_O2: true)", "BF16, not using fp16", "bf16_mixed"),
-        *("BF16 compute, FP32 optimizer states", "BF16 (int8 optimizer states)", "BF16: FP8 turned off"),
+        *(
+            "BF16 compute, FP32 optimizer states",
+            "BF16 (int8 optimizer states)",
+            "BF16: FP8 turned off",
+            "bf 16, no FP8/FP4",
+            "BF16 by default",
+        ),
         *("BF16-only (FP8 available but unused)", "BF16 (FP8 results are in another table)", "BF16 excluding FP8"),
     ],
     "bf16-autocast": [
         *("BF16 (amp_bf16, FSDP mixed_precision DEFAULT)", "FSDP mixed_precision DEFAULT", "FSDP DEFAULT", "DEFAULT"),
-        *("amp_bf16", "torch.autocast bfloat16", "BF16 autocast", "mixed_precision: DEFAULT", "BF16, FSDP DEFAULT"),
+        *(
+            "amp_bf16",
+            "torch.autocast bfloat16",
+            "BF16 autocast",
+            "mixed_precision: DEFAULT",
+            "BF16, FSDP DEFAULT",
+            "BF16 DEFAULT",
+        ),
     ],
     "bf16": [
         *("BF16 (amp_bf16, FSDP mixed_precision PURE)", "FSDP mixed_precision PURE", "FSDP PURE", "PURE", "pure bf16"),
@@ -168,6 +181,10 @@ AGAIN = {
             "selective recomputation disabled",
             "neither selective nor full recomputation",
             "no (fits in memory)",
+            "activation_checkpointing.mode=none",
+            "none/disabled",
+            "not applicable",
+            "deactivated",
             "recompute nothing",
             "doesn't recompute",
             "checkpoint-activations off",
@@ -180,7 +197,12 @@ AGAIN = {
         *("selective", "selective (attention core) with sequence parallelism", "selective, not full", "core attention"),
         *("selective+sp", "no full recompute, selective only", "selective (no full recompute)", "selective only"),
         "yaml says activations_checkpoint_granularity: selective (attention core); NVTE_FUSED_ATTN=0 set",
-        *("recompute_modules: core_attn", "--recompute-granularity selective", "attention recompute only"),
+        *(
+            "recompute_modules: core_attn",
+            "--recompute-granularity selective",
+            "attention recompute only",
+            "recompute attention",
+        ),
     ],
     EVERYTHING: [
         *("full", "full, every layer", "remat policy full", "FSDP activation checkpointing per block", "every layer"),
@@ -194,6 +216,8 @@ AGAIN = {
         *(
             "selective layer",
             "every other layer",
+            "selective, every 2 layers",
+            "selective_ac_option '2'",
             "every 2nd layer",
             "selective (per-block fraction; ratio not stated)",
         ),
@@ -249,9 +273,19 @@ def test_shares_that_are_not_printed_are_guessed(text: str, guessed: bool) -> No
         *((text, "adamw") for text in ("AdamW", "Adam", "distributed_fused_adam (ZeRO-1)", "FusedAdam", "LAMB")),
         *(
             (text, "momentum")
-            for text in ("SGD with momentum", "momentum", "SGD, Nesterov", "Lion", "SGD momentum 0.9")
+            for text in ("SGD with momentum", "momentum", "SGD, Nesterov", "SGDM", "Lion", "SGD momentum 0.9")
         ),
-        *((text, "sgd") for text in ("SGD", "plain SGD", "SGD without momentum", "SGD (no momentum)", "SGD, not Adam")),
+        *(
+            (text, "sgd")
+            for text in (
+                "SGD",
+                "plain SGD",
+                "SGD without momentum",
+                "SGD (no momentum)",
+                "SGD, not Adam",
+                "SGD (momentum=0.0)",
+            )
+        ),
         *((text, None) for text in ("", "DeepSpeed ZeRO-1", "FSDP2", "8-bit Adam", "Adafactor", "Muon", "none")),
     ],
 )

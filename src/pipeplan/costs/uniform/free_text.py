@@ -20,7 +20,7 @@ class Unsaid(Exception):
 
 _CLAUSE = re.compile(r"[,;()\[\]{}+|]|\.\s|\b(?:and|but|then)\b")
 _FEW = (
-    r"(?:(?:a|an|the|any|use|used|using|of|in|with|is|was|it|be|do|does|did|run|running|enabled?|enabling|explicit|"
+    r"(?:fp-?[48]\s?(?:/|or\b|nor\b)\s?|(?:a|an|the|any|use|used|using|of|in|with|is|was|it|be|do|does|did|run|running|enabled?|enabling|explicit|"
     r"activations?|act|gradients?|grad|full|selective|attention|core|layers?|pipeline|tensor|transformer|te|engine|"
     r"training|mixed|virtual|other|fp32|float32)[-\s/]+){0,3}"
 )
@@ -29,12 +29,12 @@ _DENIED_BEFORE = re.compile(
     r"except|exclud\w*|\w+n['’]t|un|skip\w*|turn\w* off|switch\w* off)[-\s:]*" + _FEW + "$"
 )
 _DENIED_AFTER = re.compile(
-    r"(?:[-\s:=(\[]|is\b|was\b|are\b|were\b|has\b|been\b|set\b|to\b|turned\b|switched\b|kept\b|left\b|currently\b|"
+    r"(?:[-\s:=(\[]|\.(?=\w)|is\b|was\b|are\b|were\b|has\b|been\b|set\b|to\b|turned\b|switched\b|kept\b|left\b|currently\b|"
     r"training\b|mode\b|recipe\b|gemms?\b|compute\b|schedules?\b|scheduling\b|method\b|policy\b|granularity\b|"
     r"layers?\b|num\b|1f1b\b|stages?\b|pipelin\w+|flag\b|option\b|mixed\b|precision\b|parallelism\b|"
     r"att\w*|activations?\b|userbuffers?\b|overlap\w*|comm\b|checkpoint\w*|recomput\w*|"
     r"available but\b|supported but\b)*+"
-    r"(?:off|false|disabled|none|null|nothing|unused|unsupported|unavailable|inactive|deactivated|0(?![.\d])|"
+    r"(?:off|false|disabled|none|null|nothing|unused|unsupported|unavailable|inactive|deactivated|0(?:\.0+)?(?![.\d])|"
     r"no(?=\s*(?:$|[,;)\]]))|not (?:used|enabled|applied|active|available|in use|supported|on|set|needed|performed))\b"
 )
 _UNPRINTED = re.compile(
@@ -79,10 +79,10 @@ _BESIDE = (
 )
 """What is not products."""
 
-_EIGHT = r"(?:fp-?8|float-?8|e4m3|e5m2|8-bit float)"
+_EIGHT = r"(?:fp[-\s]?8|float[-\s]?8|e4m3|e5m2|8-bit float)"
 _FEWER = r"(?:(?:fp|int|float|nf)-?4(?!\d)|fp-?6\b|int-?8|4-bit)"
-_BFLOAT = r"bf-?16|bfloat-?16|brain ?float"
-_FLOAT16 = r"(?<!b)(?:fp|float)-?16|\bf16|\bhalf\b"
+_BFLOAT = r"bf[-\s]?16|bfloat[-\s]?16|brain ?float"
+_FLOAT16 = r"(?<!b)(?:fp|float)[-\s]?16|\bf16|\bhalf\b"
 _SIXTEEN = r"16[-\s]?bits?\b|\bmixed\b|16-mixed|\bamp\b|\bo[12]\b"
 _WIDER = r"(?:fp|float|tf)-?(?:32|64)|32[-\s]?bit|single precision|full precision"
 
@@ -103,7 +103,8 @@ def recipe_meant(text: str, usual: str = "bf16-mixed") -> tuple[str, bool]:
         return "fp16-mixed", False
     if said(words, r"\bpure\b|bf16[-\s]true") or (bfloat and said(words, r"\bmaster\b") is False):
         return "bf16", False
-    default = said(words, r"\bdefault\b") and (re.search(r"fsdp|mixed|\bamp\b", words) or not bfloat)
+    default = said(words, r"(?<!by )(?<!\()\bdefault\b(?! precision| dtype| setting)")
+    default = default or (said(words, r"\bdefault\b") and re.search(r"fsdp|mixed|\bamp\b", words))
     if default or said(words, r"autocast|\bamp bf16|bf16 amp|torch\W?amp"):
         return "bf16-autocast", False
     if bfloat:
@@ -126,7 +127,7 @@ def optimizer_meant(text: str) -> str | None:
         return None
     if said(words, r"adam|\blamb\b|\badan\b"):
         return "adamw"
-    if said(words, r"moment(?:um)?\b|nesterov|\blion\b|signum|\blars\b"):
+    if said(words, r"moment(?:um)?\b|nesterov|\bsgd-?m\b|\blion\b|signum|\blars\b"):
         return "momentum"
     return "sgd" if said(words, r"\bsgd|stochastic gradient|gradient descent") else None
 
@@ -220,8 +221,8 @@ _FULL = r"\bfull\w*|\buniform"
 _SOME = r"\bevery\b|\beach\b|\bentire\b|\bwhole\b|\bblocks?\b|\ball\b|\blayers?\b|\byes\b|\bon\b|\benabled\b|\btrue\b"
 _NOTHING = re.compile(
     r"(?:none|nothing|nil|never|no|off|turned off|switched off|false|disabled|null|0|"
-    r"not (?:used|enabled|applied|needed|necessary|recomputed|checkpointed))"
-    r"(?:\s*$|\s*[(\[,;.:]|\s+(?:for|in|is|at|on|by|recomputed|used|layers?)\b)"
+    r"deactivated|not (?:used|enabled|applied|applicable|needed|necessary|recomputed|checkpointed))"
+    r"(?:\s*$|\s*[(\[,;.:/]|\s+(?:for|in|is|at|on|by|recomputed|used|layers?)\b)"
 )
 
 
@@ -273,6 +274,9 @@ def recomputed(text: str, layers_of_stage: float) -> Again:
         return Again(elementwise=1.0)
     if said(words, r"selective|\bcore\b|attention\b[^,;]*\bonly\b|only (?:the )?attention"):
         return Again(core=1.0)
+    attention = re.search(rf"(?:{_AGAIN})(?: of)?(?: the)? attention\b(?!.*(?:mlp|ffn|feed))", words)
+    if attention and said(words, _AGAIN) and not said(words, _FULL):
+        return Again(core=1.0)
     if said(words, _FULL) or said(words, _AGAIN):
         return _again(1.0)
     if False in (said(words, each) for each in (_AGAIN, _FULL, r"selective|\bcore\b", _SOME)):
@@ -287,6 +291,9 @@ _ORDINALS: Mapping[str, int] = {"second": 2, "other": 2, "third": 3, "fourth": 4
 
 def _fraction(words: str, layers_of_stage: float) -> float | None:
     """The share of layers that are computed again, where it is said in numbers."""
+    found = re.search(r"selective\b.*\bevery ([1-9]\d?)\b|selective\b[^,;]*\b(?:option|ac)\W+([1-9]\d?)\b", words)
+    if found:
+        return 1 / int(found.group(1) or found.group(2))
     if found := re.search(r"\bevery (second|other|third|fourth|[1-9]\d{0,2}(?:nd|rd|th))\b", words):
         each = found.group(1)
         return 1 / (_ORDINALS.get(each) or int(re.sub(r"\D", "", each)))
