@@ -103,8 +103,8 @@ def recipe_meant(text: str, usual: str = "bf16-mixed") -> tuple[str, bool]:
         return "fp16-mixed", False
     if said(words, r"\bpure\b|bf16[-\s]true") or (bfloat and said(words, r"\bmaster\b") is False):
         return "bf16", False
-    default = said(words, r"(?<!by )(?<!\()\bdefault\b(?! precision| dtype| setting)")
-    default = default or (said(words, r"\bdefault\b") and re.search(r"fsdp|mixed|\bamp\b", words))
+    default = said(words, r"\bdefault\b") and re.search(r"fsdp|mixed|\bamp\b", words) is not None
+    default = default or said(words, r"(?<!by )(?<!\()\bdefault\b(?! precision| dtype| setting)")
     if default or said(words, r"autocast|\bamp bf16|bf16 amp|torch\W?amp"):
         return "bf16-autocast", False
     if bfloat:
