@@ -1,6 +1,6 @@
 """What torch's own classes for sharded state and shards keep, when they reduce, and what they take.
 
-    python benchmarks/torch_sharding.py         # prints the tables of docs/benchmarks/runs.md; seconds
+    python benchmarks/torch_sharding.py         # prints the tables of docs/benchmarks/runs.md; a minute
 
 *State*: two processes on gloo; four linear layers, and a table with a head that share their weight, under
 ``fully_shard``; ``ZeroRedundancyOptimizer`` on a table and a linear layer; a chain of blocks under pipeplan. Bytes,
