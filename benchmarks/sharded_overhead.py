@@ -135,15 +135,14 @@ class Sharded:
                 module.set_reshard_after_backward(self.level == GATHERED or last)
             self.loss(batch, number, predictions).backward()
 
-    def loss(self, batch: Mapping[str, Tensor], number: int, predictions: float) -> Tensor:
+    def loss(self, batch: Mapping[str, Tensor], number: int, predictions: float) -> Any:
         """A micro-batch's forward."""
         rows = slice(number * self.size, (number + 1) * self.size)
         (first,) = self.model.blocks[0].samples
         made = batch[first][rows]
         for block in self.model.blocks[:-1]:
             made = self.modules[block.id](made)
-        result: Tensor = self.modules[self.model.blocks[-1].id](made, batch["targets"][rows]) / predictions
-        return result
+        return self.modules[self.model.blocks[-1].id](made, batch["targets"][rows]) / predictions
 
     def clear(self) -> None:
         for module in self.modules.values():
@@ -172,7 +171,7 @@ class Driven(Sharded):
     def step(self, batch: Mapping[str, Tensor], predictions: float) -> None:
         """The program's actions, in order; gradients stay."""
         self.clear()
-        losses: dict[int, Tensor] = {}
+        losses: dict[int, Any] = {}
         queues: dict[int, WeightGradQueue] = {}
         if self.level < GATHERED:  # whole during the program
             for module in self.modules.values():
@@ -188,7 +187,7 @@ class Driven(Sharded):
             else:
                 queues.pop(each.microbatch).run()
         for module in self.modules.values():
-            for group in fully_shard.state(module)._fsdp_param_groups:
+            for group in groups_of(module):
                 group.finalize_backward()
             if self.level < GATHERED:
                 module.reshard()
@@ -208,9 +207,16 @@ def exchange(kind: str, modules: Sequence[Any]) -> None:
 def reduce_grad(module: Any) -> None:
     """What ``perform_reduce_grad`` of torch's pipeline stages calls; there is nothing public for it."""
     module.set_requires_gradient_sync(True)
-    for group in fully_shard.state(module)._fsdp_param_groups:
+    for group in groups_of(module):
         group.post_backward()
     module.set_requires_gradient_sync(False)
+
+
+def groups_of(module: Any) -> Sequence[Any]:
+    """Parameters that ``fully_shard`` exchanges together."""
+    sharded: Any = fully_shard
+    groups: Sequence[Any] = sharded.state(module)._fsdp_param_groups
+    return groups
 
 
 def beside_fully_shard(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
@@ -257,9 +263,8 @@ def model_of(job: Mapping[str, Any]) -> Model:
     if not job["model"]:
         return chain(job["width"], job["length"], job["layers"])
     size: Any = ZOO[job["model"]]
-    return replace(
-        replace(size, tied=False, sequence=min(job["length"], size.longest)).model(job["model"]), loss_of="samples"
-    )
+    model: Model = replace(size, tied=False, sequence=min(job["length"], size.longest)).model(job["model"])
+    return replace(model, loss_of="samples")
 
 
 def row(level: int, given: argparse.Namespace, *, width: int = 0, model: str = "") -> list[str]:

@@ -76,7 +76,7 @@ def counted(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
     }
 
 
-def through(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
+def through(modules: Iterable[nn.Module], x: Any) -> Any:
     """What a chain makes."""
     for module in modules:
         x = module(x)
@@ -148,7 +148,7 @@ def ready(modules: Iterable[nn.Module]) -> int:
     return sum(isinstance(parameter, DTensor) and parameter.grad is not None for parameter in each)
 
 
-def apart(modules: Iterable[Any], plain: Sequence[nn.Module], rank: int) -> float:
+def apart(modules: Iterable[Any], plain: Sequence[Any], rank: int) -> float:
     """The largest difference of this rank's rows of a gradient from those of one process with all samples."""
     for number in range(2):
         through(plain, torch.full((1, WIDTH), 1.0 + number, dtype=torch.float64)).square().sum().backward()
@@ -171,7 +171,7 @@ def ties(mesh: Any) -> list[int]:
     return [len({id(module.weight) for module in found}) for found in (pair(), one_by_one, group)]
 
 
-def kept(job: Mapping[str, Any], context: RankContext) -> float:
+def kept(job: Mapping[str, Any], context: RankContext) -> dict[str, float]:
     """What a rank of pipeplan holds of parameters while they are whole, in their own bytes."""
     model, plan = chain(WIDTH, 1, 1), parse(job["plan"], Plan)
     trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), context.progress)
@@ -183,7 +183,7 @@ def kept(job: Mapping[str, Any], context: RankContext) -> float:
     held = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
     whole = sum(row.whole.nbytes for unit in trainer.sharded.units for row in unit.rows)
     trainer.close()
-    return held / whole
+    return {"held": held / whole}
 
 
 def elements_of_ranks() -> list[int]:
@@ -252,7 +252,8 @@ def operators(repeats: int) -> list[list[str]]:
 def held_by_pipeplan(level: int) -> float:
     """By a chain of blocks whose parameters two ranks divide."""
     plan = plan_of(chain(WIDTH, 1, 1), level, 1)
-    return told_by("torch_sharding:kept", {"plan": plan.model_dump_json()}, plan.programs)
+    held: float = told_by("torch_sharding:kept", {"plan": plan.model_dump_json()}, plan.programs)["held"]
+    return held
 
 
 def shown(numbers: Iterable[int]) -> str:
