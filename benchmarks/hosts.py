@@ -37,6 +37,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tables import machine, markdown, note
 
@@ -267,15 +268,26 @@ def model_plan(folder: Path, count: int) -> str:
     return str(plan)
 
 
+IN_FLOAT64 = ("--model", "gpt2-tiny", "--dtype", "float64", "--steps", "3", "--json")
+
+
 def losses(count: int) -> dict[str, list[float]]:
     """Of a training on one host, and on several."""
+    with tempfile.TemporaryDirectory() as given:
+        plan = model_plan(Path(given), count)
+        here = json.loads(pipeplan("run", plan, "--local", *IN_FLOAT64))
+        return {"one": losses_of(here), "several": losses_of(json.loads(train_on(count, plan).splitlines()[-1]))}
+
+
+def train_on(count: int, plan: str) -> str:
+    """What the first of several hosts prints of the same training with this plan, the figures last."""
     with tempfile.TemporaryDirectory() as given, Hosts(count) as hosts:
         folder = Path(given)
-        plan = model_plan(folder, count)
-        how = ("--model", "gpt2-tiny", "--dtype", "float64", "--steps", "3", "--json")
-        here = json.loads(pipeplan("run", plan, "--local", *how))
-        there = json.loads(printed_by(start_on(hosts, folder, "run", plan, *how), folder).splitlines()[-1])
-    return {name: [step["loss"] for step in found["steps"]] for name, found in (("one", here), ("several", there))}
+        return printed_by(start_on(hosts, folder, "run", plan, *IN_FLOAT64), folder)
+
+
+def losses_of(found: Mapping[str, Any]) -> list[float]:
+    return [step["loss"] for step in found["steps"]]
 
 
 BLOCK_MS, MESSAGE_MS, BYTES_PER_S = 20.0, 15.0, 13_000_000

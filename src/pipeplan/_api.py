@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -732,7 +733,7 @@ def run_as_rank(
     """Be one of the ranks that a launcher has started, each of which has the result; ``on_event`` is rank 0's.
 
     A rank that fails says so, and its process ends with the error's exit code. A training that writes checkpoints ends
-    with one after the step in which SIGTERM or SIGUSR1 came: see :func:`stopped_by`.
+    with one after the step in which SIGTERM or SIGUSR1 came, which the outcome's ``stopped_by`` says.
     """
     from pipeplan.runtime.launch.stopping import STOPPING
     from pipeplan.runtime.launch.worker import run_under_torchrun
@@ -744,10 +745,10 @@ def run_as_rank(
         plans.append(read())
         return plans[-1]
 
-    if isinstance(options, TrainOptions) and options.checkpoint is not None:
-        STOPPING.heed()
+    saves = isinstance(options, TrainOptions) and options.checkpoint is not None
     heard = on_event if os.environ["RANK"] == "0" else lambda event: None
-    result = run_under_torchrun(options.job, kept, _with_kernels(options), heard)
+    with STOPPING.heeded() if saves else nullcontext():
+        result = run_under_torchrun(options.job, kept, _with_kernels(options), heard)
     return _outcome(plans[-1], _settled(options, plans[-1]), result)
 
 
@@ -756,13 +757,6 @@ def join_launcher() -> bool:
     from pipeplan.runtime.launch.launchers import join
 
     return join() is not None
-
-
-def stopped_by() -> int:
-    """The number of the signal that ended the training of this rank; 0 if none did."""
-    from pipeplan.runtime.launch.stopping import STOPPING
-
-    return STOPPING.ended
 
 
 def last_checkpoint(folder: str) -> int | None:

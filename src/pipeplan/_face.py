@@ -1331,6 +1331,9 @@ def _heard(
             on_step(event)
         elif isinstance(event, _api.Evaluated):
             on_evaluation(event)
+        else:
+            for remark in event.remarks:
+                _warn(remark)
 
     return on_event
 

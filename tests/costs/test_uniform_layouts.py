@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 
 from pipeplan.costs.communication import Exchange
+from pipeplan.costs.recipes import OPTIMIZERS, RECIPES, bytes_per_parameter, step_bytes
 from pipeplan.costs.uniform.layer import collective_ns, layer_of, product_ns, ring_rate
 from pipeplan.costs.uniform.memory import memory, microbatches_in_flight
+from pipeplan.costs.uniform.state import parameter_bytes
 from pipeplan.costs.uniform.step import chunk_layers, layers_of_stages, step_time
 from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout, stacked
+from pipeplan.files import Recipe
 from pipeplan.planning.uniform import pipeline_ns
 
 GPT = Transformer(
@@ -127,6 +130,30 @@ def test_latent_attention_has_products_down_and_up() -> None:
     assert layer.up.parameters == 256 * 8 * (64 + 32) + 128 * 8 * (64 + 64)
     attention = 1024 * 256 + 1024 * (128 + 32) + 8 * 64 * 1024
     assert layer.products.parameters == attention + 2 * 1024 * 4096
+
+
+def test_in_fp8_products_with_weights_are_quicker_and_attention_is_not() -> None:
+    able = replace(UNBOUNDED, fp8_flops_per_s=2e14)
+    wide, eight = (layer_of(GPT, replace(ONE, recipe=each), able) for each in ("bf16-mixed", "fp8-mixed"))
+    assert eight.products.forward_ns == pytest.approx(wide.products.forward_ns / 2)
+    assert eight.core == wide.core
+    apart = [
+        layer_of(GPT, replace(ONE, recipe=each, attention="unfused"), able).core for each in ("bf16-mixed", "fp8-mixed")
+    ]
+    assert apart[0] == apart[1]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_step_moves_what_recipe_and_optimizer_keep(name: str, optimizer: str) -> None:
+    layout, recipe = replace(ONE, recipe=name, optimizer=optimizer), Recipe(name=name, optimizer=optimizer)
+    moved, kept = step_bytes(bytes_per_parameter(recipe), recipe), bytes_per_parameter(recipe)
+    model, slow = replace(GPT, vocabulary=50_000, tied=1), replace(UNBOUNDED, bandwidth_bytes_per_s=1e12)
+    parameters = 8 * layer_of(model, layout, slow).whole.parameters + 1024 * 50_000
+    assert step_time(model, layout, slow).optimizer_ns == pytest.approx(moved * parameters / 1e3)
+    assert memory(model, layout, slow).state_bytes == kept.total * parameters
+    both = parameter_bytes(stacked([layout, replace(ONE, recipe="bf16")]))
+    assert both.step.tolist() == [moved, step_bytes(bytes_per_parameter(Recipe(name="bf16")), Recipe(name="bf16"))]
 
 
 def test_unfused_attention_computes_the_whole_square_and_moves_scores() -> None:

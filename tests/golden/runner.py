@@ -133,6 +133,7 @@ def _is_masked(key: str) -> bool:
 _UNSTABLE = (
     *("versions", "date", "command", "method", "problems", "remarks", "why", "what", "notes", "choices"),
     "alternatives",  # of a plan: other plans, in figures
+    "node_size",  # what plans say of their cluster since
 )
 
 

@@ -98,6 +98,55 @@ def test_experts_lie_on_devices_that_share_requests() -> None:
         BlockLayout.of(split, 0)
 
 
+def with_less_cache(plan: Plan, cached: int) -> Plan:
+    """A plan of one stage that says so much of its cache, and of its peaks as much as goes with it."""
+    [stage] = plan.stages
+    less = stage.cached.total - cached
+    memory = (
+        replace(each, cache_bytes=each.cache_bytes - less, peak_bytes=each.peak_bytes - less)
+        for each in plan.predicted.memory
+    )
+    predicted = plan.predicted.model_copy(update={"memory": tuple(memory)})
+    return plan.model_copy(update={"stages": (stage.with_cache(cached),), "predicted": predicted})
+
+
+def test_check_counts_the_cache_of_the_fullest_device_again() -> None:
+    """One head of keys is on all four devices; of five requests one of four has two; the longest piece counts."""
+    profile = drawn_decoder(5)
+    alone = profile.model_copy(
+        update={
+            "blocks": tuple(
+                each.model_copy(update={"cache_heads": 1}) if each.cache_bytes_per_token else each
+                for each in profile.blocks
+            )
+        }
+    )
+    token = 2 * 4 * 16
+    for own, asked, most, least in (
+        (alone, {"kv": "tp"}, 8 * 400 * token, 2 * 400 * token),
+        (profile, {"kv": "dp", "batch": 5}, 2 * 400 * token, 5 * 100 * token),
+        (profile, {"kv": "cp", "context": 398}, 8 * 100 * token, 8 * 398 * token // 4),
+    ):
+        plan = searched(own, pp=1, memory=10**9, **asked).plan
+        assert plan.stages[0].cached.total == most
+        wrong = face.check(with_less_cache(plan, least), profile=own).problems
+        assert [each.place for each in wrong if f"cache {most} bytes" in each.message] == ["stages[0].cache_bytes"]
+
+
+def test_check_counts_words_of_a_decode_plan_again() -> None:
+    """How caches are shared, and for how many requests there is memory: not one more, not one less."""
+    profile = drawn_decoder(5)
+    limit = 300_000
+    plan = searched(profile, kv="cp", memory=limit, pp=2).plan
+    assert plan.decode is not None
+    most = plan.decode.max_requests
+    assert most is not None
+    for wrong in ({"kv": "tp"}, {"kv": "pp"}, {"max_requests": most + 1}, {"max_requests": most - 1}):
+        other = plan.model_copy(update={"decode": plan.decode.model_copy(update=wrong)})
+        found = face.check(other, profile=profile).problems
+        assert [each.place for each in found] == [f"decode.{next(iter(wrong))}"], wrong
+
+
 def test_figures_have_what_is_asked_for() -> None:
     figures = searched(drawn_decoder(5), kv="cp").figures()
     assert figures["kv"] == "cp"

@@ -126,6 +126,10 @@ PAIRS: dict[str, Callable[[], tuple[str, list[Plan]]]] = {
         UNTIED,
         [untied_on(3, 2), untied_on(1, 4, group=2), untied_on(0, 1)],
     ),
+    "whole, then gradients divided, then parameters": lambda: (
+        UNTIED,
+        [untied_on(0, 1), untied_on(2, 4), untied_on(3, 2)],
+    ),
     "shares divided, then stages, then whole": lambda: (
         WORDED,
         [

@@ -306,6 +306,28 @@ def with_prompts(profile: Profile) -> Profile:
     return profile.model_copy(update={"blocks": tuple(blocks)})
 
 
+def test_check_prices_chunks_of_prompts_again() -> None:
+    """Each of their times and bytes, of whole prompts and of parts of them."""
+    profile = with_prompts(drawn_decoder(2, 2, shards=(1,)))
+    for tokens in (100, 400):
+        plan = face.search(
+            profile, devices=2, pp=2, batch=8, context=400, prefill=tokens, time_limit=5, deterministic=True
+        ).plan
+        assert check(plan, profile).valid
+        chunks = [number for number, each in enumerate(plan.operations) if each.kind == PREFILL]
+        assert len(chunks) == 2
+        for number in chunks:
+            for key in ("duration_ns", "acquire_bytes", "workspace_bytes"):
+                chunk = plan.operations[number]
+                changes: dict[str, Any] = {key: getattr(chunk, key) + 1}
+                operations = (*plan.operations[:number], replace(chunk, **changes), *plan.operations[number + 1 :])
+                found = check(plan.model_copy(update={"operations": operations}), profile).problems
+                assert any(
+                    each.place == f"operations[{chunk.id}].{key}" and "prefill rows give" in each.message
+                    for each in found
+                )
+
+
 def test_a_chunk_takes_its_tokens_and_their_attention_to_all_before() -> None:
     profile = with_prompts(drawn_decoder(0, 1))
     stages = [[("embedding", 1)], [("layer0.attention", 1), ("layer0.ffn", 1), ("head", 1)]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,35 @@ def test_megatron(simulation: Simulation, tmp_path: Path) -> None:
     print_measured(simulation, found, text, 100)
     assert "Megatron-LM, 2 steps by the time of steps; first (warm-up) step excluded" in text.getvalue()
     assert "+12.5%" in text.getvalue()  # 27 ms for 24
+
+
+ACROSS = """
+ [2030-01-01 02:55:45] iteration        2/     100 | elapsed time per iteration (ms): 41.5 | lm loss: 2 |
+(min, max) time across ranks (ms):
+    forward-backward ...............................: (40.00, 41.00)
+    forward-compute ................................: (8.25, 9.75)
+    backward-compute ...............................: (24.00, 27.00)
+    optimizer ......................................: (3.00, 3.10)
+"""
+
+
+def test_megatrons_timers_as_it_prints_them_by_default(simulation: Simulation, tmp_path: Path) -> None:
+    found = _compared(simulation, _written(tmp_path, ACROSS))
+    assert found.devices == ()
+    assert [(each.role, each.predicted_ns, each.measured_ns) for each in found.across_ranks] == [
+        ("forward", (8 * MS, 8 * MS), (8.25 * MS, 9.75 * MS)),
+        ("backward", (24 * MS, 24 * MS), (24 * MS, 27 * MS)),
+    ]
+    assert found.figures()["across_ranks"] == [asdict(each) for each in found.across_ranks]
+    text = io.StringIO()
+    print_measured(simulation, found, text, 100)
+    assert "backward, most of all ranks" in text.getvalue()
+    assert "+12.5%" in text.getvalue()
+    only_most = ACROSS.replace("(min, max)", "max").replace("(8.25, 9.75)", "9.75").replace("(24.00, 27.00)", "27.00")
+    found = _compared(simulation, _written(tmp_path, only_most))
+    assert [each.measured_ns for each in found.across_ranks] == [(9.75 * MS, 9.75 * MS), (27 * MS, 27 * MS)]
+    print_measured(simulation, found, text := io.StringIO(), 100)
+    assert "least" not in text.getvalue()
 
 
 def _trace(rank: int, steps: int, actions: list[tuple[str, float, float]], **more: Any) -> str:

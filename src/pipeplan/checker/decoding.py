@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pipeplan.checker.facts import Findings
-from pipeplan.checker.step_times import Links, links_of, step_ns
+from pipeplan.checker.step_memory import cached_on_each, has_room, said_ways, ways_of
+from pipeplan.checker.step_times import Links, chunk_costs_of, links_of, step_ns
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.decoding import bytes_between, cached_bytes, phase_costs
+from pipeplan.costs.decoding import bytes_between, phase_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.files.plan import Decode
+from pipeplan.texts import counted
 from pipeplan.units import format_bytes
-from pipeplan.workload.elements import Dependency, Stage
+from pipeplan.workload.elements import Dependency, Operation, Stage
+from pipeplan.workload.kinds import PREFILL
 
 _TOKEN_BYTES = 8
 
@@ -43,20 +46,23 @@ def of_tokens(profile: Profile) -> Profile:
 def check_decode_costs(
     plan: Plan, decode: Decode, profile: Profile, cluster: Cluster | None, findings: Findings, *, timed: bool
 ) -> None:
-    """Times of steps are what the blocks' decode rows give, and all that requests cache is on some device.
+    """Times of steps and chunks are what the blocks' rows give, and so are bytes that requests cache on devices.
 
     What devices of a stage exchange takes time by ``cluster``'s links, which are known if it is ``timed``.
     """
-    blocks, links = profile.by_id, links_of(profile, cluster)
+    links = links_of(profile, cluster)
+    _check_words(plan, decode, profile, findings)
+    for operation in plan.operations:
+        if operation.kind == PREFILL:
+            _check_chunk(plan, decode, profile, operation, findings)
     for number, stage in enumerate(plan.stages):
-        own = [blocks[name] for name in stage.blocks]
-        if not own:
+        if not stage.blocks:
             continue
-        whole = decode.batch * sum(cached_bytes(block, decode.context_tokens) for block in own)
-        if stage.cached.total * len(stage.devices) < whole:
+        cached = cached_on_each(stage, decode, profile, decode.batch)
+        if stage.cached.total != cached:
             text = (
-                f"is {stage.cached.total} on each of {len(stage.devices)} devices; {decode.batch} requests with "
-                f"{decode.context_tokens} tokens cache {whole} bytes ({format_bytes(whole)}) in its blocks"
+                f"is {stage.cached.total} on each of {counted(len(stage.devices), 'device')}; {decode.batch} requests "
+                f"with {decode.context_tokens} tokens cache {cached} bytes ({format_bytes(cached)}) on the fullest"
             )
             findings.add("profile", f"stages[{number}].cache_bytes", text)
         if stage.configurations and not timed:
@@ -69,6 +75,48 @@ def check_decode_costs(
         if stage.speed == 1 and plan.operation(f"{number}F").duration_ns != time:
             text = f"is {plan.operation(f'{number}F').duration_ns}, the profile's decode rows give {time}"
             findings.add("profile", f"operations[{number}F].duration_ns", text)
+
+
+def _check_words(plan: Plan, decode: Decode, profile: Profile, findings: Findings) -> None:
+    """How caches are shared is what the stages say, and no more requests fit than it says, and no fewer."""
+    ways = said_ways(plan, profile)
+    if ways is not None and decode.kv not in ways:
+        findings.add(
+            "profile", "decode.kv", f"is {decode.kv!r}, its stages share caches by {' or '.join(sorted(ways))}"
+        )
+    most = decode.max_requests
+    if most is None:
+        return
+    if all(device.usable_bytes is None for device in plan.devices):
+        findings.add("profile", "decode.max_requests", f"is {most}, and no device has a memory limit")
+    elif not has_room(plan, decode, profile, most):
+        findings.add("profile", "decode.max_requests", f"is {most}, for which there is no memory on every device")
+    elif has_room(plan, decode, profile, most + 1):
+        findings.add("profile", "decode.max_requests", f"is {most}, and there is memory for more")
+
+
+def _check_chunk(plan: Plan, decode: Decode, profile: Profile, operation: Operation, findings: Findings) -> None:
+    """A chunk of a prompt as long as texts are by the last step: its time and bytes by the prefill rows."""
+    where, number = f"operations[{operation.id}]", operation.attributes.get("stage")
+    if not isinstance(number, int) or not 0 <= number < len(plan.stages) or not plan.stages[number].blocks:
+        findings.add("profile", f"{where}.stage", f"is {number}, which is no stage with blocks")
+        return
+    stage, tokens = plan.stages[number], operation.attributes.get("tokens")
+    if not isinstance(tokens, int) or tokens != decode.prefill_tokens:
+        text = f"is {tokens}, the plan's prefill_tokens are {decode.prefill_tokens}"
+        findings.add("profile", f"{where}.tokens", text)
+        return
+    blocks = [(profile.by_id[name], way.shards) for name, way in zip(stage.blocks, ways_of(stage), strict=True)]
+    try:
+        time, given, work = chunk_costs_of(blocks, profile, tokens, decode.context_tokens)
+    except UsageError as error:
+        findings.add("profile", where, str(error))
+        return
+    expected = {"acquire_bytes": given, "workspace_bytes": work} | ({"duration_ns": time} if stage.speed == 1 else {})
+    for key, value in expected.items():
+        if getattr(operation, key) != value:
+            text = f"is {getattr(operation, key)}, the profile's prefill rows give {value}"
+            findings.add("profile", f"{where}.{key}", text)
 
 
 def _step_ns(stage: Stage, decode: Decode, profile: Profile, links: Links) -> int:

@@ -30,7 +30,7 @@ Links = Callable[[Combining, int, Sequence[Sequence[int]]], float]
 """Ns in which groups of devices all run a collective about so many bytes."""
 
 
-class _Ways(NamedTuple):
+class Ways(NamedTuple):
     """How a configuration shares a block: requests among ``samples`` x ``pieces`` x ``experts`` devices, heads among
     ``shards``."""
 
@@ -42,15 +42,34 @@ class _Ways(NamedTuple):
     experts: int
 
     @classmethod
-    def of(cls, text: str) -> _Ways:
+    def of(cls, text: str) -> Ways:
+        """As a configuration says."""
         mesh = Mesh.parse(text)
         by_queries = mesh.size_of(CACHE_BY_QUERIES) > 1
         pieces = mesh.size_of(CACHE_BY_QUERIES if by_queries else CACHE)
         return cls(mesh, mesh.size_of(SAMPLES), pieces, mesh.size_of(SHARDS), by_queries, mesh.size_of(EXPERTS))
 
+    @classmethod
+    def plain(cls, samples: int, shards: int) -> Ways:
+        """Of a stage without configurations."""
+        return cls(Mesh(((SAMPLES, samples), (SHARDS, shards))), samples, 1, shards, False, 1)
+
     @property
     def owners(self) -> int:
+        """Devices, or groups of shards, that have requests of their own."""
         return self.samples * self.pieces * self.experts
+
+    @property
+    def sharers(self) -> int:
+        """Devices, or groups of shards and of pieces, among which caches are shared out."""
+        return self.samples * self.experts
+
+    @property
+    def name(self) -> str:
+        """The plain way that it is, or its mesh."""
+        split = [name for name, size in self.mesh.axes if size > 1]
+        plain = {SAMPLES: "dp", CACHE: "cp", CACHE_BY_QUERIES: "cp-q", SHARDS: "tp"}
+        return plain[split[0]] if len(split) == 1 and split[0] in plain else str(self.mesh)
 
 
 def links_of(profile: Profile, cluster: Cluster | None) -> Links:
@@ -73,7 +92,7 @@ def step_ns(stage: Stage, decode: Decode, profile: Profile, links: Links) -> int
     Raises:
         UsageError: the profile has no rows for it.
     """
-    ways = [_Ways.of(text) for text in stage.configurations]
+    ways = [Ways.of(text) for text in stage.configurations]
     largest, total = stage.microbatch_size, 0
     into: Mapping[str, Sequence[Edge]] = profile.edges_into
     for place, (name, way) in enumerate(zip(stage.blocks, ways, strict=True)):
@@ -86,7 +105,7 @@ def step_ns(stage: Stage, decode: Decode, profile: Profile, links: Links) -> int
     return max(1, total + _gathered_ns(ways[-1], 1, size, links))
 
 
-def _block_ns(block: Block, way: _Ways, largest: int, context: int, links: Links) -> int:
+def _block_ns(block: Block, way: Ways, largest: int, context: int, links: Links) -> int:
     own = -(-largest // way.owners)
     row = phase_costs(block, "decode", own, context, shards=way.shards, expert=way.experts)
     if way.pieces == 1:
@@ -97,7 +116,30 @@ def _block_ns(block: Block, way: _Ways, largest: int, context: int, links: Links
     return _piece_ns(block, row, way, own, together, context) + round(waits)
 
 
-def _piece_ns(block: Block, row: PhaseRow, way: _Ways, own: int, together: int, context: int) -> int:
+def chunk_costs_of(
+    blocks: Sequence[tuple[Block, int]], profile: Profile, chunk: int, prompt: int
+) -> tuple[int, int, int]:
+    """Ns of a prompt's last chunk on a stage of ``blocks``, each with its shards; bytes it gives on, and works in.
+
+    That is a prompt of the chunk's length, and its tokens' attention to those before them: the whole prompt's less that
+    of a prompt of these, which is at least in proportion to the square of its length.
+
+    Raises:
+        UsageError: the profile has no rows for it.
+    """
+    time = work = 0
+    for block, shards in blocks:
+        whole = phase_costs(block, "prefill", 1, prompt, shards=shards)
+        row = phase_costs(block, "prefill", 1, chunk, shards=shards)
+        before = whole.core_ns * (prompt - chunk) ** 2 // prompt**2
+        time += row.forward_ns + (max(0, whole.core_ns - before - row.core_ns) if chunk < prompt else 0)
+        work = max(work, whole.workspace_bytes)
+    last = blocks[-1][0].id
+    given = max((bytes_between(profile, edge, chunk) for edge in profile.edges if edge.source == last), default=0)
+    return max(1, time), given, work
+
+
+def _piece_ns(block: Block, row: PhaseRow, way: Ways, own: int, together: int, context: int) -> int:
     """A block whose core is of a piece of every cache: as it was measured, or by the rows of shorter texts."""
     rows = [each for each in block.phases if each.phase == "decode" and each.shards == way.shards]
     if any((each.dcp, each.by_queries) == (way.pieces, way.by_queries) for each in rows):
@@ -114,7 +156,7 @@ def _piece_ns(block: Block, row: PhaseRow, way: _Ways, own: int, together: int, 
     return row.forward_ns - row.core_ns + core
 
 
-def _sent(block: Block, way: _Ways, together: int) -> tuple[int, int]:
+def _sent(block: Block, way: Ways, together: int) -> tuple[int, int]:
     """Bytes of what goes to the others before attention, and of what each has found for them after it."""
     queries, mixture = (each // way.shards for each in (block.query_bytes_per_token, block.mixture_bytes_per_token))
     written = cached_bytes(block, 1, way.shards)
@@ -123,7 +165,7 @@ def _sent(block: Block, way: _Ways, together: int) -> tuple[int, int]:
     return together * queries + kept * written, together * (mixture + heads * _LOGARITHM_BYTES)
 
 
-def _gathered_ns(way: _Ways, into: int, size: int, links: Links) -> int:
+def _gathered_ns(way: Ways, into: int, size: int, links: Links) -> int:
     """Ns until what is shared out among owners lies with ``into`` others, each with all of its own; what is more is
     dropped."""
     if into % way.owners == 0:

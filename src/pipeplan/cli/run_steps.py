@@ -62,6 +62,8 @@ class Steps:
         self._erase()
         if isinstance(event, _api.Started):
             self._known, self._began = event, [self._clock()]
+            for remark in event.remarks:
+                say(f"pipeplan: warning: {remark}", err=True)
         elif isinstance(event, _api.Evaluated):
             self._evaluated(event)
         else:

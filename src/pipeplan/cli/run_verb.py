@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -253,9 +252,9 @@ def run_command(
     if first:
         tokenizer = how["tokenizer"]
         _tell(outcome, plan_path, outputs, trace_path, as_json=as_json, local=local, tokenizer=tokenizer)
-    if stopped := _api.stopped_by():
+    if (stopped := outcome.stopped_by) is not None:
         if first:
-            say(f"pipeplan: ended by {signal.Signals(stopped).name}", err=True)
+            say(f"pipeplan: ended by {stopped.name}", err=True)
             _say_where_to_resume(options)
         click.get_current_context().exit(128 + stopped)
 

@@ -284,9 +284,14 @@ class Cluster(File):
         return any(level.rails or level.oversubscription is not None for level in self.levels)
 
     @property
+    def node_size(self) -> int | None:
+        """Devices of a node, which the innermost of several levels joins; None where there is no more than one."""
+        return self.levels[0].group_size if len(self.levels) > 1 else None
+
+    @property
     def domains(self) -> tuple[FailureDomain, ...]:
         """What fails together, smallest first: as said, else a node where there are several levels, else a device."""
-        size = self.levels[0].group_size if len(self.levels) > 1 else 1
+        size = self.node_size or 1
         return self.failure_domains or (FailureDomain(name="node" if size > 1 else "device", group_size=size),)
 
     def first(self, num_devices: int) -> Cluster:

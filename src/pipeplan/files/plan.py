@@ -170,6 +170,10 @@ class Provenance(FileModel):
     profile: Text = ""
     profile_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     cluster_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    node_size: Annotated[
+        Count | None,
+        said_only(None, "devices that the cluster has on one node, one after another; null: not known, or no nodes"),
+    ] = None
     device: Annotated[str, Printable(512), Field(description="device the profile's numbers are for")] = ""
     dtype: Annotated[str, Printable(64), Field(description="the profile's number format, such as float32")] = ""
     method: Annotated[

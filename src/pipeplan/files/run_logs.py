@@ -32,7 +32,8 @@ class RunLog:
 
     ``steps_ns`` {rank: times of its steps, the first left out where there are several}. ``tokens_per_s`` {rank: tokens
     per second and device of those steps}, where times are not printed. ``forward_ns`` and ``backward_ns`` {rank: of one
-    step}; ``actions_ns`` {text of an action: its times}; ``timeline`` {rank: its steps, of ranges of a pipeline: their
+    step}; ``across_ns`` {"forward" or "backward": the least and the most of all ranks}, where it is not said by rank;
+    ``actions_ns`` {text of an action: its times}; ``timeline`` {rank: its steps, of ranges of a pipeline: their
     names, starts and ends in ns of some clock}; ``peak_bytes`` {rank: most memory}, of the ``memory`` that is
     counted. Times of actions are of the device where the trace has them, and include waiting for their inputs.
     """
@@ -42,6 +43,7 @@ class RunLog:
     tokens_per_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     forward_ns: dict[int, float] = field(default_factory=dict)
     backward_ns: dict[int, float] = field(default_factory=dict)
+    across_ns: dict[str, tuple[float, float]] = field(default_factory=dict)
     actions_ns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     timeline: dict[int, list[list[TimedText]]] = field(default_factory=dict)
     peak_bytes: dict[int, int] = field(default_factory=dict)
@@ -190,10 +192,14 @@ _MEGATRON_STEP = re.compile(rf"iteration\s+([0-9]{{1,12}})\s*/.*?elapsed time pe
 _MEGATRON_MEMORY = re.compile(rf"\[Rank\s+([0-9]{{1,5}})\].*memory \(MB\).*?max allocated:\s*{_NUMBER}")
 _MEGATRON_TIMER = re.compile(r"^\s*(forward-compute|backward-compute)[\s.]*:\s*$")
 _MEGATRON_TIME_OF_RANK = re.compile(rf"^\s*rank\s+([0-9]{{1,5}}):\s*{_NUMBER}\s*$")
+_MEGATRON_ACROSS = re.compile(
+    rf"^\s*(forward|backward)-compute[\s.]*:\s*(?:\(\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)|{_NUMBER})\s*$"
+)
+"""Of ``(min, max) time across ranks (ms):``, its default, and of ``max time across ranks (ms):``."""
 
 
 def _of_megatron(lines: Iterable[str], log: RunLog) -> RunLog:
-    """Lines of ``elapsed time per iteration (ms)``, of memory, of each rank's timers (``--timing-log-option all``)."""
+    """Lines of ``elapsed time per iteration (ms)``, of memory, of timers by any ``--timing-log-option``."""
     log.memory = "allocated"
     timer: dict[int, float] | None = None
     steps: list[float] = []
@@ -204,6 +210,9 @@ def _of_megatron(lines: Iterable[str], log: RunLog) -> RunLog:
             steps.append(_number(step[2]) * _MS)
         elif memory is not None:
             log.holds(int(memory[1]), _number(memory[2]) * _MIB)
+        if (across := _MEGATRON_ACROSS.match(plain)) is not None:
+            least, most = across[2] or across[4], across[3] or across[4]
+            log.across_ns[across[1]] = _number(least) * _MS, _number(most) * _MS
         if (begins := _MEGATRON_TIMER.match(plain)) is not None:
             timer = log.forward_ns if begins[1] == "forward-compute" else log.backward_ns
         elif (own := _MEGATRON_TIME_OF_RANK.match(plain)) is not None and timer is not None:

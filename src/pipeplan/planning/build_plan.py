@@ -261,6 +261,7 @@ def provenance_of(
         tokens_per_sample=profile.tokens_per_sample,
         forward_flops_per_sample=profile.forward_flops_per_sample,
         cluster_sha256=sha256_of(cluster) if cluster is not None else "",
+        node_size=None if cluster is None else cluster.node_size,
         profiles={
             kind: KindSource(sha256=sha256_of(own), device=own.source.device, dtype=own.source.dtype)
             for kind, own in profile.of_kinds.items()

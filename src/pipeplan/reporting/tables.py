@@ -294,6 +294,13 @@ def _logged(simulation: Simulation, comparison: LoggedComparison, width: int) ->
         ("predicted", format_ns(comparison.predicted_ns)),
         ("measured", f"{format_ns(comparison.measured_ns)}  {_percent(comparison.ratio)}{spread}"),
     ]
+    for each in comparison.across_ranks:
+        for limit, own, found in zip(("least", "most"), each.predicted_ns, each.measured_ns, strict=True):
+            if limit == "most" or each.measured_ns[0] < each.measured_ns[1]:
+                beside = f"  {_percent(found / own)}" if own else ""
+                rows.append(
+                    (f"{each.role}, {limit} of all ranks", f"{format_ns(found)}{beside}, predicted {format_ns(own)}")
+                )
     yield labelled(rows, width)
     if comparison.kinds:
         yield from _kinds(comparison.kinds, width)

@@ -17,6 +17,7 @@ from pipeplan.files import Plan, sha256_of
 from pipeplan.files.run_logs import RunLog
 from pipeplan.files.trace import MeasuredTrace, TimedText
 from pipeplan.simulator.measured_times import (
+    AcrossRanks,
     DeviceTimes,
     KindTimes,
     LoggedComparison,
@@ -85,6 +86,7 @@ def compared_with_log(simulation: Simulation, log: RunLog) -> LoggedComparison:
         iterations_ns=iterations,
         kinds=tuple(_logged_kinds(simulation, log)),
         devices=tuple(_logged_device(simulation, log, device) for device in log.ranks if _says_more(log, device)),
+        across_ranks=tuple(_across_ranks(simulation, log)),
     )
 
 
@@ -110,12 +112,27 @@ def _says_more(log: RunLog, device: int) -> bool:
     return any(device in part for part in (log.forward_ns, log.backward_ns, log.peak_bytes))
 
 
-def _logged_device(simulation: Simulation, log: RunLog, device: int) -> LoggedDevice:
+def _across_ranks(simulation: Simulation, log: RunLog) -> Iterator[AcrossRanks]:
+    if not log.across_ns:
+        return
+    predicted = [_work_of(simulation, device) for device in range(len(simulation.plan.devices))]
+    for role, measured in sorted(log.across_ns.items(), reverse=True):
+        own = [each[role == "forward"] for each in predicted]
+        yield AcrossRanks(role, (max(own) if measured[0] == measured[1] else min(own), max(own)), measured)
+
+
+def _work_of(simulation: Simulation, device: int) -> dict[bool, int]:
+    """Ns of a device's forwards in a step (True), and of its backwards."""
     workload = simulation.workload
     parts = {True: 0, False: 0}
     for item, operation in enumerate(workload.operations):
         if device in workload.resources[item] and operation.kind in COMPUTE_KINDS:
             parts[operation.role is Role.FORWARD] += workload.work_of(item)
+    return parts
+
+
+def _logged_device(simulation: Simulation, log: RunLog, device: int) -> LoggedDevice:
+    parts = _work_of(simulation, device)
     return LoggedDevice(
         device,
         parts[True],

@@ -151,12 +151,24 @@ class LoggedDevice:
 
 
 @dataclass(frozen=True, slots=True)
+class AcrossRanks:
+    """The least and the most that devices take for forward or backward in one step, in ns, where a log says no more.
+
+    Of a log that has the most alone, both are that.
+    """
+
+    role: str
+    predicted_ns: tuple[int, int]
+    measured_ns: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
 class LoggedComparison(BesidePrediction):
     """Predicted beside what another trainer's log or a profiler's trace says: iterations, and devices by rank.
 
     ``iterations_ns`` are those that count, ``by`` says what they were read from. ``memory`` is what the log's memory is
     of: what the allocator had ``reserved``, or what was ``allocated``. ``kinds`` are of actions, where the trace has
-    them.
+    them, ``across_ranks`` what is not said by rank.
     """
 
     tool: str
@@ -167,6 +179,7 @@ class LoggedComparison(BesidePrediction):
     iterations_ns: tuple[float, ...]
     kinds: tuple[KindTimes, ...]
     devices: tuple[LoggedDevice, ...]
+    across_ranks: tuple[AcrossRanks, ...] = ()
 
     def figures(self) -> dict[str, object]:
         """What ``simulate --measured --json`` has under ``measured``."""
@@ -181,4 +194,5 @@ class LoggedComparison(BesidePrediction):
             "memory": self.memory,
             "kinds": [{**asdict(kind), "ratio": kind.ratio} for kind in self.kinds],
             "devices": [asdict(device) for device in self.devices],
+            "across_ranks": [asdict(each) for each in self.across_ranks],
         }

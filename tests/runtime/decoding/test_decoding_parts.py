@@ -41,17 +41,18 @@ def whole(query: Tensor, key: Tensor, value: Tensor, first: int, window: int | N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("wide", [SIZE, SIZE - 1])  # torch's operator is for values as wide as queries
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("count", [1, 3, 5])
 @pytest.mark.parametrize("lengths", [(7, 2, 5), (6, 6, 6), (1, 1, 1)])
 def test_pieces_of_any_number_are_merged_into_all(
-    lengths: tuple[int, ...], count: int, window: int | None, dtype: torch.dtype
+    lengths: tuple[int, ...], count: int, window: int | None, wide: int, dtype: torch.dtype
 ) -> None:
     """Prompts in one pass, then one word each; pieces of short texts are empty, and one slot is left out."""
     torch.manual_seed(0)
     total = [length + 1 for length in lengths]
     slots = [0, 1, 3]
-    keys, values = ([torch.randn(KEY_HEADS, each, SIZE, dtype=dtype) for each in total] for _ in range(2))
+    keys, values = ([torch.randn(KEY_HEADS, each, size, dtype=dtype) for each in total] for size in (SIZE, wide))
     queries = [torch.randn(HEADS, each, SIZE, dtype=dtype) for each in total]
     pieces = [CachePiece(4, -(-max(total) // count)) for _ in range(count)]
     for width in (max(lengths), 1):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +17,9 @@ from safetensors.torch import save_file
 from builders.chains import chain_plan
 from pipeplan import UsageError, _api
 from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
+from pipeplan.files.placement import PlacedStage
 from pipeplan.runtime.decoding.options import DecodeOptions
+from pipeplan.runtime.decoding.room import cache_room, room_remarks
 from pipeplan.runtime.executor.message_graph import Message
 from pipeplan.runtime.executor.rank_program import planned_programs
 from pipeplan.runtime.models.load import load_model
@@ -24,7 +27,7 @@ from pipeplan.runtime.models.zoo import mixture
 from pipeplan.runtime.parallel.experts import routed
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.weights import WeightNames
-from runtime_support.decoding_rank import Case, Found, case, distance, logits_of, plan_of, unsplit, written_by
+from runtime_support.decoding_rank import Case, Found, case, distance, logits_of, model_of, plan_of, unsplit, written_by
 from runtime_support.warm import warm_ranks
 
 LLAMA = (
@@ -33,6 +36,14 @@ LLAMA = (
 )
 QWEN2 = LLAMA.replace("Llama", "Qwen2")
 MIXTRAL = LLAMA.replace("Llama", "Mixtral").replace(")", ", num_local_experts=8, num_experts_per_tok=2)")
+DEEPSEEK = (
+    "DeepseekV3Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, "
+    "num_key_value_heads=4, vocab_size=50, q_lora_rank=16, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, "
+    "v_head_dim=8, n_routed_experts=4, n_shared_experts=2, num_experts_per_tok=2, n_group=2, topk_group=1, "
+    "moe_intermediate_size=24, first_k_dense_replace=2)"
+)
+"""Its values are narrower than its queries. Layers are dense, as its router has no float64."""
+
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [5, 4], [9, 8, 7, 3, 1], [11], [3] * 9, [2, 1, 2]]
 """More than there are slots, so that some join when others have left; no length is another's, nor a multiple of 4."""
 
@@ -55,6 +66,7 @@ QUICK = {
         MIXTRAL, [""], ALL, sizes=(3,), prompts=PROMPTS[:4], mixed=("samples4", "cache4", "experts4")
     ),
     "cp": of_four("cache4", "gpt2-tiny"),
+    "cp of latents": of_four("cache4", DEEPSEEK),
     "cp-q": of_four("cacheq4", dtype="float32"),
     "cp before tp": of_pairs(["cacheq2", "shards2"]),
     "drawn, to a last word": of_pairs(
@@ -105,6 +117,28 @@ def right(cases: dict[str, Case]) -> None:
     for (name, each), found in zip(cases.items(), written_by([*cases.values()], 4), strict=True):
         off = distance(found.texts(), unsplit(each))
         assert off <= TOLERANCE[each["options"]["dtype"]], name
+        if each["model"] == DEEPSEEK:
+            assert found.cached == room_of(each), name
+
+
+def room_of(each: Case) -> Mapping[int, int]:
+    """What it is said that caches take."""
+    options, decoder = DecodeOptions(model=each["model"], **each["options"]), model_of(each["model"]).decoder
+    placed = [PlacedStage.model_validate_json(json.dumps(stage)) for stage in each["stages"]]
+    assert decoder is not None
+    return cache_room(placed, each["sizes"], options.longest, decoder, getattr(torch, each["options"]["dtype"]))
+
+
+def test_more_cache_than_the_plan_counts_is_said() -> None:
+    """Of a token a head has a key of 12 numbers and a value of 8, and the plan counts nothing."""
+    plan = plan_of(DEEPSEEK, ["samples2"], [[0, 1]], batch=2, groups=1, context=13)
+    asked = model_of(DEEPSEEK), 13, torch.float32
+    (remark,) = room_remarks(plan, *asked)
+    whole = 2 * 13 * 4 * (12 + 8) * 4  # layers, words, heads, numbers, bytes
+    assert f"({whole} bytes) on rank 0, and the plan counts 0 (0 bytes) there" in remark
+    enough = plan.model_copy(update={"stages": tuple(each.with_cache(whole) for each in plan.stages)})
+    assert room_remarks(enough, *asked) == ()
+    assert room_remarks(plan, model_of(LLAMA), 13, torch.float32) == ()
 
 
 @pytest.mark.slow

@@ -27,10 +27,12 @@ from pipeplan.runtime.launch.status import (
     Failure,
     Phase,
     Progress,
+    RankError,
     cause_of,
     culprit,
     death,
     first_failure,
+    lost_others,
     verdict,
 )
 from pipeplan.runtime.training.options import TrainOptions
@@ -250,6 +252,25 @@ def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> No
     assert str(verdict(lost, board, SECOND)) == f"rank 2 ended {where}; rank 0 lost the others"
     board.write(2, Phase.FAILED, 0, -1, -1)
     assert str(verdict(lost, board, SECOND)) == "rank 0 lost the others", "rank 2 left because it lost another, too"
+
+
+def test_who_loses_all_others_names_their_machines(board: Board) -> None:
+    progress = Progress(board, 1)
+    progress.begin(Phase.REPORTING)
+
+    def said() -> str:
+        with pytest.raises(RankError) as caught, lost_others(progress):
+            raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
+        assert caught.value.cause is Cause.TIMEOUT
+        return str(caught.value).partition(" in step 0, ")[0]
+
+    assert said() == "rank 1 lost the others"
+    board.machines = ["node-a", "node-a", "node-b", "node-b"]
+    assert said() == "rank 1 lost the others on machine node-b"
+    board.machines = ["node-c", "node-a", "node-b", "node-b"]
+    assert said() == "rank 1 lost the others on machines node-c, node-b"
+    board.machines = ["node-a", "node-a", *(f"node-{number}" for number in range(10))]
+    assert said().endswith("node-6, node-7 and 2 more")
 
 
 def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -> None:

@@ -12,15 +12,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
+from builders.chains import chain_profile
 from pipeplan.cli.run_verb import run_command, run_options
 from pipeplan.errors import UsageError
-from pipeplan.files import write_file
-from pipeplan.runtime.launch.launchers import Launched, first_host, join, order_of
+from pipeplan.files import Cluster, write_file
+from pipeplan.planning.build_plan import provenance_of
+from pipeplan.runtime.launch.job import RankContext, RunOptions, job_of, run_job
+from pipeplan.runtime.launch.launchers import Launched, apart, first_host, join, order_of
+from pipeplan.runtime.launch.stopping import SIGNALS
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.parallel.device import require_own_devices
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
@@ -169,6 +175,34 @@ def test_the_order_of_devices_is_compared_with_machines() -> None:
     assert "srun --distribution=block" in order_of(["a", "b", "a", "b"])
 
 
+def test_ranks_that_the_plan_has_on_one_node_and_that_are_apart_are_said() -> None:
+    pairs = ["a", "a", "b", "b", "c", "c"]
+    assert {apart(pairs, size) for size in (None, 1, 2)} == {""}
+    assert apart([], 4) == apart(["a"] * 6, 2) == apart(["a"] * 4 + ["b"] * 2, 2) == "", "larger nodes are no harm"
+    said = apart(pairs, 4)
+    assert said.startswith("warning: the plan has ranks 0-3 on one node of 4 devices, and they are on 2 machines")
+    assert "here (a, b): " in said
+    assert "Start 4 ranks on each machine, or search with a cluster file" in said
+    pods = apart([f"pod-{number}" for number in range(64)], 16)
+    assert "on 16 machines or containers here (pod-0, " in pods
+    assert "pod-7 and 8 more), and so for 3 more of its nodes: " in pods
+
+
+def test_a_run_compares_the_nodes_of_its_plan(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Rank 0 alone says it; plans have the nodes of their cluster."""
+    levels = [("node", 2, 0.0, "1GB"), ("network", 4, 0.0, "1GB")]
+    cluster = Cluster.of("two-nodes", 4, levels=levels)
+    profile = chain_profile(4)
+    made = provenance_of(profile, cluster, {})
+    assert (made.node_size, provenance_of(profile, Cluster.of("flat", 4, levels=levels[1:]), {}).node_size) == (2, None)
+    plan = model_plan(load_model("gpt2-tiny"), [0, 1, 2, 3]).model_copy(update={"provenance": made})
+    progress = MagicMock()
+    progress.board.machines = ["a", "b", "b", "b"]
+    for rank in (0, 1):
+        run_job(MagicMock(), RunOptions(), job_of(plan, RunOptions()), RankContext(rank, progress, MagicMock()))
+        assert ("the plan has ranks 0-1 on one node of 2" in capsys.readouterr().err) == (rank == 0)
+
+
 def test_ranks_of_one_device_are_refused_by_its_identity() -> None:
     require_own_devices(["x", "y"], "nccl")
     require_own_devices(["x", "x"], "gloo")
@@ -229,10 +263,17 @@ def commands() -> list[list[str]]:
     """Every command of the page, as the words that a shell makes of it."""
     text = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
     found = [line for body in re.findall(r"```shell\n(.*?)```", text, re.DOTALL) for line in body.splitlines()]
-    for body in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
-        found += _commands_in(yaml.safe_load(body))
+    for file in yaml_files():
+        found += _commands_in(file)
     variables = re.compile(r"\$\([^)]*\)|\$\w+")
     return [shlex.split(variables.sub("1", line), comments=True) for line in found if "pipeplan run" in line]
+
+
+def yaml_files() -> list[Any]:
+    """Every file in YAML of the page."""
+    text = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
+    bodies = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    return [file for body in bodies for file in yaml.safe_load_all(body)]
 
 
 def _commands_in(value: Any) -> Iterator[str]:
@@ -264,4 +305,56 @@ def test_commands_of_the_page_are_understood() -> None:
             begin = words.index("torchrun")
             known = get_args_parser().parse_args(words[begin + 1 :])
             assert (known.module, known.training_script) == (True, "pipeplan")
+            handled = {signal.Signals[name] for name in known.signals_to_handle.split(",")}
+            assert handled == {*STOPS_TORCHRUN, *SIGNALS}
     assert sum("torchrun" in words for words in found) == 2
+
+
+STOPS_TORCHRUN = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What it hands on to its ranks without being told to."""
+
+
+def _values(value: Any, key: str) -> Iterator[Any]:
+    """What stands by a key anywhere in a file in YAML; variables of containers are keys, too."""
+    if isinstance(value, Mapping):
+        own = {value["name"]: value["value"]} if {"name", "value"} == value.keys() else value
+        yield from (each for name, each in own.items() if name == key)
+        for each in value.values():
+            yield from _values(each, key)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _values(each, key)
+
+
+def test_recipes_leave_time_for_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun kills its ranks before Kubernetes kills torchrun, and neither after half a minute."""
+    files = yaml_files()
+    graces = [each for file in files for each in _values(file, "terminationGracePeriodSeconds")]
+    assert graces == [300, 300, 300], "a master, workers, and pods of torchrun"
+    waits = [int(each) for file in files for each in _values(file, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")]
+    assert len(waits) == 2
+    assert 240 <= min(waits) <= max(waits) < min(graces)
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(waits[0]))
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1)
+    assert getattr(config, "shutdown_timeout", waits[0]) == waits[0], "torch 2.11 has no such option"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_torchrun_hands_on_what_it_is_told_to(tmp_path: Path) -> None:
+    """By the flag of the page; without it SIGUSR1 ends torchrun and no rank."""
+    words = next(words for words in commands() if "torchrun" in words)
+    flag = words.index("--signals-to-handle")
+    write_file(model_plan(load_model("gpt2-tiny"), [0], num_microbatches=2), str(tmp_path / "plan.json"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[flag : flag + 2]]
+    training = ["--steps", "100000", "--checkpoint", "saved", "--checkpoint-every", "100000"]
+    run = ["-m", "pipeplan", "run", "plan.json", "--model", "gpt2-tiny", *training]
+    with subprocess.Popen(
+        [*command, *run], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("step 0  loss ")
+        process.send_signal(signal.SIGUSR1)
+        _, said = process.communicate(timeout=120)
+    assert "pipeplan: ended by SIGUSR1" in said
+    assert len(CheckpointFolder(str(tmp_path / "saved")).whole()) == 1

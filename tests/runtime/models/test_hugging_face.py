@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,26 @@ def test_what_cannot_be_is_refused_before_anything_is_built(
     monkeypatch.setattr("pipeplan.runtime.models.huggingface.build._module", None)
     with pytest.raises(UsageError, match=said):
         load(text("mixtral", **changes), sequence=SEQUENCE, meta=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("Llama4Config()", "vision_config.intermediate_size=5632 is not 3072, which is hidden_size=768 over"),
+        (
+            "Llama4Config(vision_config={'hidden_size': 1408})",
+            "projector_input_dim=4096, projector_output_dim=4096 and vision_output_dim=7680 differ",
+        ),
+        ("Gemma3Config()", "mm_tokens_per_image=256 cannot be averages of squares of an image's 14 by 14 patches"),
+        ("Gemma3Config(mm_tokens_per_image=50)", "mm_tokens_per_image=50 cannot"),
+    ],
+)
+def test_nested_sizes_that_do_not_go_together_are_refused_before_anything_is_built(
+    said: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeplan.runtime.models.huggingface.build._module", None)
+    with pytest.raises(UsageError, match=re.escape(reason)):
+        load(said, meta=True)
 
 
 def test_heads_that_do_not_divide_are_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def reports(request: pytest.FixtureRequest) -> Reports:
     return reports_of({name: case_of(name) for name in asked_for(request, CASES)})
 
 
-LONG = ("llama full", "qwen2 full", "qwen2 split", "mixtral full")
+LONG = ("llama full", "qwen2 full", "gpt2 full", "mixtral full")
 QUICK = ("mixtral split", "gpt2 split", "llama zero 1")
 
 
@@ -155,6 +155,36 @@ def test_what_has_no_plan_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
     llama = type(captured_config("llama"))
     monkeypatch.setattr(llama, "base_model_tp_plan", {"layers.*.mlp.up_proj": "sideways"})
     refused(r"splits model\.model\.layers\.\*\.mlp\.up_proj as 'sideways'", "llama")
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (
+            None,
+            "lm_head is split only as 'colwise_gather_output', and LlamaForCausalLM._tp_plan does not have it",
+        ),
+        ({"lm_head": "colwise"}, r"and LlamaForCausalLM\._tp_plan has it as 'colwise'; leave --shards out"),
+        ({"lm_head": "sideways"}, r"splits model\.lm_head as 'sideways', which pipeplan does not know"),
+    ],
+)
+def test_the_plan_of_the_models_class_decides_about_its_head(
+    plan: dict[str, str] | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not so where the notation is one of ours."""
+    import transformers
+
+    def ways(name: str) -> dict[str, str]:
+        found = load(text(name), sequence=SEQUENCE, meta=True).ways
+        return {key: way for key, way in found.items() if key.startswith("model.lm_head")}
+
+    assert ways("llama") == {"model.lm_head.weight": "words"}
+    for name in ("LlamaForCausalLM", "GPT2LMHeadModel"):
+        monkeypatch.setattr(getattr(transformers, name), "_tp_plan", plan)
+    assert "words" not in ways("llama").values()
+    refused(told, "llama")
+    assert set(ways("gpt2").values()) <= {"words"}
+    load(text("gpt2"), sequence=SEQUENCE, meta=True, shards=[2])
 
 
 def refused(told: str, name: str) -> None:

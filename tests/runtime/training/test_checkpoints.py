@@ -39,10 +39,10 @@ Leg = tuple[Plan, TrainOptions, int]
 SLOW = (
     "replicas come and go",
     "parameters divided, then optimizers, then whole",
+    "whole, then gradients divided, then parameters",
     "tiles, then other tiles, then stages",
     "and the other way round",
     "whole, then split over three",
-    "a configuration's shares in stages, then divided, then whole",
     "experts over four, then divided over two, then whole",
     "whole, then experts over two",
     "a configuration's shares in stages, then divided, then sequences shared, then whole",

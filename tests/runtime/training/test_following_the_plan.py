@@ -82,7 +82,7 @@ def test_whole_layers_of_a_configuration_are_the_plans(
         (
             "bfloat16",
             {"precision": "bf16-autocast"},
-            "and --precision bf16-autocast has parameters in float32: .*; leave --precision out",
+            "the run is in bf16-autocast: parameters are in float32 instead of bfloat16, .*; leave --precision out",
         ),
         ("float16", {"dtype": "float32"}, "for float16 and the run is in float32: .*; leave --dtype out"),
         ("float16", {}, ""),
@@ -90,7 +90,9 @@ def test_whole_layers_of_a_configuration_are_the_plans(
         ("float32", {"dtype": "float64"}, "which may need more than a device has; .* profile with --dtype float64"),
         ("bfloat16", {}, ""),
         ("", {"dtype": "float64"}, ""),
-        ("float32", {"precision": "bf16-autocast"}, ""),
+        ("float32", {"precision": "bf16-autocast"}, "activations and messages are in bfloat16 instead of float32, "),
+        ("", {"precision": "bf16-autocast"}, ""),
+        ("float32", {"precision": "fp32"}, ""),
     ],
 )
 def test_another_format_is_a_warning(planned: str, asked: dict[str, str], told: str) -> None:

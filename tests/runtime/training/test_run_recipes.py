@@ -8,15 +8,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+import pipeplan
 from builders.chains import chain_plan
 from pipeplan.cli.run_verb import run_command
 from pipeplan.costs.recipes import bytes_per_parameter
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, Recipe
+from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training.compatibility import warning_of_format
 from pipeplan.runtime.training.master_copies import MasterCopies
 from pipeplan.runtime.training.options import RUNNABLE, TrainOptions
 from pipeplan.runtime.training.trainer import Updater
+from runtime_support.lone_rank import lone_rank
+from runtime_support.plans import model_plan
 
 
 def plan_by(recipe: Recipe | None) -> Plan:
@@ -83,12 +87,51 @@ def test_gradients_add_up_as_the_recipe_says(recipe: Recipe | None, asked: dict[
         ("bf16-mixed", {"precision": "bf16-autocast"}, "the run is in bf16-autocast: .*leave --precision out"),
         ("fp16-mixed", {"dtype": "float32"}, "the run is in float32"),
         ("fp32", {"precision": "bf16-mixed"}, "for the recipe fp32 and the run is in bf16-mixed"),
+        ("fp32", {}, None),
+        (
+            "fp32",
+            {"dtype": "float64"},
+            "the recipe fp32 and the run is in float64: parameters are in float64 instead",
+        ),
+        (
+            "fp32",
+            {"precision": "bf16-autocast"},
+            "in bf16-autocast: activations and messages are in bfloat16 instead of float32, .*leave --precision",
+        ),
+        ("bf16-autocast", {}, None),
+        (
+            "bf16-autocast",
+            {"dtype": "float32"},
+            "recipe bf16-autocast and the run is in float32: activations .* float32 instead of bfloat16, .*--dtype out",
+        ),
+        ("bf16-autocast", {"precision": "fp32"}, "the run is in fp32: activations and messages are in float32"),
+        ("fp8-mixed", {"dtype": "float32"}, "for the recipe fp8-mixed and the run is in float32: "),
+        ("bf16", {"precision": "bf16-mixed"}, "for the recipe bf16 and the run is in bf16-mixed"),
     ],
 )
 def test_bytes_that_are_not_the_plans_are_said(recipe: str, asked: dict[str, str], told: str | None) -> None:
     plan = plan_by(Recipe(name=recipe))
     said = warning_of_format(plan, TrainOptions("gpt2-tiny", **asked).by_plan(plan))
     assert said is None if told is None else re.search(told, said or "")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "told"),
+    [
+        ("bf16-autocast", {"dtype": "float32"}, "recipe bf16-autocast and the run is in float32: activations and"),
+        ("fp32", {"autocast": "bfloat16"}, "for the recipe fp32 and the run is in bf16-autocast: activations and"),
+        ("fp32", {}, ""),
+    ],
+)
+def test_a_run_says_that_bytes_are_not_the_plans(
+    recipe: str, asked: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = model_plan(load_model("gpt2-tiny"), [0], num_microbatches=2)
+    with lone_rank():
+        pipeplan.run(plan.model_copy(update={"recipe": Recipe(name=recipe)}), "gpt2-tiny", steps=1, **asked)
+    said = capsys.readouterr().err
+    assert told in said
+    assert ("warning: the plan is for" in said) == bool(told), said
 
 
 def test_gradients_in_another_format_are_refused() -> None:

@@ -56,6 +56,7 @@ LONG = (
     "replicas come and go",
     "and the other way round",
     "whole, then split over three",
+    "whole, then gradients divided, then parameters",
     "shares divided, then stages, then whole",
     "whole, then experts over two",
     "branches",

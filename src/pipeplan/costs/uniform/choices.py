@@ -37,18 +37,34 @@ class Choices:
     grouped_source: str
     contention: float
     contention_source: str
+    ring_step_ns: float
+    ring_step_source: str
+    softmax_bytes: tuple[int, int]
+    softmax_source: str
+    sortings: int
+    sortings_source: str
+    recomputed: float
+    recomputed_source: str
+    unknown_shares: tuple[float, float]
+    unknown_source: str
     attention: Mapping[str, Kernels]
     generations: Mapping[str, tuple[str, ...]]
     links: Mapping[str, int]
     neighbours: Mapping[str, str]
     adapters: Mapping[str, int]
     adapters_source: str
+    pcie: Mapping[str, float]
+    slots: Mapping[str, int]
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     def generation(self, family: str) -> str:
         """The generation of a family of devices; Ampere if it is not listed."""
         return next((name for name, families in self.generations.items() if family in families), "ampere")
+
+    def of_family(self, table: Mapping[str, int], family: str, otherwise: int) -> int:
+        """What a table by families or generations has for a family."""
+        return table.get(family, table.get(self.generation(family), otherwise))
 
     def attention_shares(self, kernel: str, family: str) -> tuple[float, float]:
         """Shares of the peak, forward and backward."""

@@ -16,7 +16,8 @@ from pipeplan.costs.uniform.fitting import (
     predicted_s,
     with_shares,
 )
-from pipeplan.costs.uniform.published import PublishedRun, Unsaid, read_run
+from pipeplan.costs.uniform.free_text import Unsaid
+from pipeplan.costs.uniform.published import PublishedRun, read_run
 from pipeplan.costs.uniform.shares import Shares, catalog_shares, shares_for
 from pipeplan.errors import FileError, UsageError
 
@@ -25,7 +26,8 @@ from pipeplan.errors import FileError, UsageError
 class Judged:
     """A row of published runs: what it took, and what is predicted, or why our words cannot say it.
 
-    Errors are predicted over measured, less 1.
+    Errors are predicted over measured, less 1. A row that does not say what it took is predicted, and says why there
+    is no error.
     """
 
     id: str
@@ -138,8 +140,9 @@ def _read(place: int, row: Any) -> Judged:
     memory = positive(measured.get("memory_gb")) if isinstance(measured, Mapping) else None
     name, source, seconds = str(row.get("id", f"row {place}")), str(row.get("source", "")), positive(row.get("step_s"))
     size = None if memory is None else 1e9 * memory
+    untimed = "step_s is not printed" if row.get("step_s") is None else "step_s is no positive number"
     try:
-        return Judged(name, source, seconds, size, read_run(row))
+        return Judged(name, source, seconds, size, read_run(row), why_not=None if seconds else untimed)
     except Unsaid as reason:
         return Judged(name, source, seconds, size, None, why_not=str(reason))
 

@@ -25,18 +25,8 @@ from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLa
 WIDTH = 2
 """Bytes of a number that products take and give."""
 
-_SOFTMAX_BYTES = 8, 9
-"""Softmax and dropout of a score, forward and backward: each is read and written once, beside a mask of a byte; of a
-causal square softmax reads half."""
-
 _SCORE_BYTES = 5
 """Kept of a score: softmax, mask, what dropout left (Korthikanti et al., section 4.1)."""
-
-_SORTINGS = 4
-"""Copies of what goes to experts: by rank and by expert on the way there, and back."""
-
-_STEP_NS = 2_000.0
-"""One step of a ring, however little it carries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +135,7 @@ def ring_rate(machine: Machine, devices: Number, stride: Number) -> Number:
 
 def collective_ns(machine: Machine, exchange: Exchange, devices: Number, stride: Number) -> Number:
     """A collective over a ring of devices; nothing for one."""
-    return ring_ns(exchange, devices, ring_rate(machine, devices, stride), _STEP_NS)
+    return ring_ns(exchange, devices, ring_rate(machine, devices, stride), choices().ring_step_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +186,8 @@ def layer_of(model: Transformer, layout: UniformLayout, machine: Machine) -> Lay
     products += weights(machine, peak, tokens, heads * value, hidden)
     up = weights(machine, peak, tokens, from_queries, np.where(latent, heads * wide, 0))
     up += weights(machine, peak, tokens, model.latent_rank, np.where(latent, heads * (model.head_size + value), 0))
-    core = _attention(model, layout, machine, peak, heads, kv_heads, (wide + value) / 2)
+    # no product with weights, so in 16 bits whatever these are in
+    core = _attention(model, layout, machine, machine.matrix_flops_per_s, heads, kv_heads, (wide + value) / 2)
 
     # Feed-forward: the dense part is what every token goes to
     ffn = np.where(sparse, model.shared_ffn, model.ffn) / split
@@ -224,7 +215,7 @@ def layer_of(model: Transformer, layout: UniformLayout, machine: Machine) -> Lay
             *2 * [norm(own_tokens, hidden, WIDTH), add(own_tokens * hidden, WIDTH)],
             of_gated,
             of_plain,
-            *_SORTINGS * [_copy(routed * hidden * (layout.fused_dispatch == 0))],
+            *choices().sortings * [_copy(routed * hidden * (layout.fused_dispatch == 0))],
         ],
     )
 
@@ -271,7 +262,7 @@ def _attention(
     count = samples * heads
     given = product_ns(machine, peak * slower, sequence / layout.context, size, sequence, count)
     taken = product_ns(machine, peak * slower, sequence / layout.context, sequence, size, count)
-    ahead, back = (moving_ns(machine, scores * each) for each in _SOFTMAX_BYTES)
+    ahead, back = (moving_ns(machine, scores * each) for each in choices().softmax_bytes)
     apart = LayerPart(given + taken + ahead, 2 * (given + taken) + back, 0.0, grouped + _SCORE_BYTES * scores, 0.0)
 
     unfused = layout.attention == "unfused"

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeplan.costs.recipes import bytes_per_parameter
 from pipeplan.costs.uniform.layer import WIDTH, head_of, layer_of, tokens_of
+from pipeplan.costs.uniform.state import parameter_bytes
 from pipeplan.costs.uniform.step import layers_of_stages
 from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLayout
-from pipeplan.files import Recipe
-from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +24,6 @@ class Memory:
     def peak_bytes(self) -> Number:
         """All of it."""
         return self.state_bytes + self.activation_bytes + self.workspace_bytes
-
-
-def state_bytes(recipe: str) -> tuple[int, int, int, int]:
-    """Bytes of a parameter: of the copy that computes, of its gradient, of the master copy, of AdamW's moments."""
-    kept = bytes_per_parameter(Recipe(name=recipe))
-    return kept[PARAMETERS], kept[GRADIENTS], kept[MASTER], kept[OPTIMIZER]
 
 
 def memory(model: Transformer, layout: UniformLayout, machine: Machine) -> Memory:
@@ -94,18 +86,12 @@ def microbatches_in_flight(layout: UniformLayout, stage: int = 0) -> Number:
 
 def _state(layout: UniformLayout, parameters: Number, *, of_experts: bool = False) -> Number:
     """State of a number of parameters, with what the level shards divided."""
-    names = np.unique(np.asarray(layout.recipe))
-    each = [
-        sum(np.where(layout.recipe == name, state_bytes(str(name))[place], 0) for name in names) for place in range(4)
-    ]
     shards = np.where(layout.zero > 0, layout.zero_group, 1)
     if of_experts:
         shards = np.clip(shards * layout.tensor / (layout.expert * layout.expert_tensor), 1, shards)
-    compute, gradient, master, moments = each
-    gradient = np.minimum(gradient, layout.gradient_bytes)
-    level = layout.zero
+    each, level = parameter_bytes(layout), layout.zero
     return parameters * (
-        compute / np.where(level > 2, shards, 1)
-        + gradient / np.where(level > 1, shards, 1)
-        + (master + moments) / np.where(level > 0, shards, 1)
+        each.compute / np.where(level > 2, shards, 1)
+        + each.gradient / np.where(level > 1, shards, 1)
+        + (each.master + each.optimizer) / np.where(level > 0, shards, 1)
     )

@@ -8,25 +8,33 @@ sizes, the layout, ``schedule``, ``sequence_parallel``, ``zero``, ``fsdp``, ``re
 not printed               assumed
 ========================  =========================================================================================
 ``tp``, ``pp``, ``cp``    1
+``optimizer``             AdamW; so where its text names no kind
+``gradient dtype``        gradients are summed in the format they are kept in
 ``schedule``              1F1B
-``vp``                    1, where the schedule is called interleaved 2
+``vp``                    1, where the schedule is called interleaved 2 (not: "interleaved when ...")
 ``sequence_parallel``     with tensor parallelism
 ``recompute``             nothing
+``recomputed share``      where some layers or products are, of a number that is not said, half (the catalog's choice);
+                          MLPs and experts that are named among modules are not
 keys and values           with ``cp`` around a ring where attention is Transformer Engine's, as Megatron-LM has it,
                           else gathered
-``zero``                  3 with an ``fsdp`` group, else 0; an FSDP group is all replicas
+``zero``                  3 with an ``fsdp`` group, else what ``optimizer`` says, else 0; the group (``zero group``) is
+                          all replicas
 ``overlap``               gradients with backward, parameters with forward, but for DeepSpeed's pipeline engine,
                           which sums after all else; tensor parallelism not
 ``attention``             unfused with float16, which runs of its time had; else fused: cuDNN's kernels from Hopper
                           on, FlashAttention-2 before; ``flash`` of no version is the first
 ``etp``                   ``tp``
-``precision``             bfloat16 products, float32 state
-``heads``                 of 128 numbers each; ``kv_heads`` as many as heads
+``dispatcher``            experts' tokens are sorted by kernels of their own; with DeepEP they are not
+``precision``             16-bit products in the device's format, float32 state
+``heads``                 of 128 numbers each; ``kv_heads`` as many as heads; ``head_dim`` hidden by heads
 ``ffn``                   4 times hidden; gated 8/3, rounded up to 256
 ``vocab``                 51,200; a model of one layer is that layer alone, without vocabulary and optimizer
 ``gated_mlp``, ``tied``   no
+``gpu_mem_gb``            that of the family's usual device
 ``gpus_per_node``         8; 72 where an NVL72 domain is named
-links between nodes       those of the catalog's cluster of the device; a rate that says neither is a node's,
+``intra_node``            the device's links to a switch; PCIe of its generation where that is named, or NVLink denied
+``inter_node``            those of the catalog's cluster of the device; a rate that says neither is a node's,
                           InfiniBand's an adapter's
 ========================  =========================================================================================
 """
@@ -43,18 +51,26 @@ from typing import Any
 from pipeplan.costs.clusters import CLUSTERS, TESTBEDS, named_cluster
 from pipeplan.costs.devices import DevicePreset, device_meant
 from pipeplan.costs.uniform.choices import choices
-from pipeplan.costs.uniform.memory import state_bytes
+from pipeplan.costs.uniform.free_text import (
+    Again,
+    Unsaid,
+    level_meant,
+    link_meant,
+    optimizer_meant,
+    plain,
+    recipe_meant,
+    recomputed,
+    schedule_meant,
+    unprinted,
+)
 from pipeplan.costs.uniform.shares import Shares, catalog_shares, machine_of, shares_for, usual_attention
+from pipeplan.costs.uniform.state import bytes_of
 from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout
 
 _MOST = 10**9
 _VOCABULARY = 51_200
 _OTHER_ADAPTER = 12_500_000_000
 _OMNI_PATH_GBITS = 100
-
-
-class Unsaid(Exception):
-    """Why our words cannot say a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +194,13 @@ def _model(table: _Fields, row: _Fields) -> Transformer:
             "rotary_size": latent.count("qk_rope_dim"),
             "value_size": latent.count("v_head_dim"),
         }
-    size = table if latent is None else _Fields({"head_dim": latent.count("qk_head_dim")})
+    size = table if latent is None else _Fields({"head_dim": latent.count("qk_head_dim")}, table.assumed)
     return Transformer(
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=table.count("kv_heads", heads),
-        head_size=size.count("head_dim", -(-hidden // heads), noted=False),
+        head_size=size.count("head_dim", -(-hidden // heads)),
         ffn=table.count("ffn", usual),
         gated=int(gated),
         vocabulary=table.count("vocab", _VOCABULARY) * (layers > 1),
@@ -206,15 +222,12 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
     batch = row.count("global_batch", _batch_of_microbatches(row, microbatch * data), noted=False)
     if batch < microbatch * data:
         raise Unsaid(f"global_batch is {batch}, less than micro_batch {microbatch} on each of {data} replicas")
-    schedule, interleaved = _schedule(row, pipeline)
+    schedule, chunks = _schedule(row, pipeline)
     if pipeline > model.layers:
         raise Unsaid(f"pp is {pipeline}, more than {model.layers} layers")
-    chunks = row.count("vp", 2 if interleaved else 1)
-    chunks = 1 if pipeline == 1 else chunks
     divided = row.flag("sequence_parallel", True)
     zero, group = _zero(row, data * context)
-    optimizer, overlap = row.text("optimizer"), row.text("overlap")
-    recipe = recipe_meant(row.text("precision"), row)
+    recipe, again = _recipe(row, device), _again(row, model.layers / pipeline)
     return UniformLayout(
         tensor=tensor,
         pipeline=pipeline,
@@ -228,11 +241,15 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
         zero=zero,
         zero_group=group,
         sequence_parallel=int(tensor > 1 and divided),
-        **_again(row),
-        **_overlaps(row, f"{overlap}; {optimizer}", f"{row.text('schedule')}; {optimizer}", spoken=bool(overlap)),
-        gradient_bytes=_gradient_bytes(recipe, overlap),
+        again_core=again.core,
+        again_up=again.up,
+        again_products=again.products,
+        again_elementwise=again.elementwise,
+        **_overlaps(row),
+        gradient_bytes=_gradient_bytes(row, recipe, data * context),
         schedule=schedule,
         recipe=recipe,
+        optimizer=_optimizer(row),
         attention=_attention(row, device, recipe),
     )
 
@@ -249,7 +266,10 @@ def _experts(row: _Fields, model: Transformer, tensor: int, devices: int) -> dic
     expert, own = row.count("ep"), row.count("etp", tensor)
     if devices % (expert * own) or expert > model.experts:
         raise Unsaid(f"ep {expert} x etp {own} do not divide {devices} devices of a stage and {model.experts} experts")
-    fused = "deepep" in f"{row.text('overlap')} {row.text('attention')}"
+    dispatcher = f"{row.text('overlap')} {row.text('attention')}"
+    fused = "deepep" in dispatcher
+    if not fused and "dispatch" not in dispatcher:
+        row.assumed.append("dispatcher")
     return {"expert": expert, "expert_tensor": own, "fused_dispatch": int(fused)}
 
 
@@ -264,29 +284,32 @@ def _ring(row: _Fields) -> int:
     return int(bool(re.search(r"\bte\b|transformer engine", row.text("attention"))))
 
 
-def _schedule(row: _Fields, pipeline: int) -> tuple[str, bool]:
-    """The schedule, and whether it is interleaved."""
+def _schedule(row: _Fields, pipeline: int) -> tuple[str, int]:
+    """The schedule, and chunks of a stage: those that are printed, else those that the schedule's text says."""
     text = row.text("schedule")
-    if not text:
-        row.assumed.append("schedule")
     if pipeline == 1:
-        return "1f1b", False
-    for found, name in (("zb-?v", "zb-v"), ("zb-?(2p|h2)", "zb-2p"), ("zb-?(1p|h1)|zero.bubble", "zb-1p")):
-        if re.search(found, text):
-            return name, name == "zb-v"
-    if text and not re.search("1f1b|gpipe|afab|pipedream|interleav|looped", text):
-        raise Unsaid(f"schedule {text!r} is not one with a known closed form")
-    return "1f1b", bool(re.search(r"interleav\w*\b(?! 1f1b when)|1f1b-i\b|looped", text))
+        if unprinted(plain(text)):
+            row.assumed.append("schedule")
+        row.count("vp", 1)
+        return "1f1b", 1
+    meant = schedule_meant(text)
+    if not meant.named:
+        row.assumed.append("schedule")
+    chunks = row.count("vp", meant.chunks)
+    if meant.name in ("zb-1p", "zb-2p") and chunks > 1:
+        raise Unsaid(f"vp is {chunks}; {meant.name} has a closed form for one chunk of a stage alone")
+    return meant.name, chunks
 
 
 def _zero(row: _Fields, replicas: int) -> tuple[int, int]:
     """The level, and how many devices it is over: FSDP's group, of ZeRO what ``over N ranks`` says, else all."""
-    group = row.count("fsdp", 0, least=0, noted=False)
-    fully = bool(group) or bool(re.search(r"fsdp|full_shard|zero-?3", row.text("optimizer")))
-    level = row.count("zero", 3 if fully else 0, least=0)
+    text, group = row.text("optimizer"), row.count("fsdp", 0, least=0, noted=False)
+    level = row.count("zero", 3 if group else level_meant(text), least=0)
     if level > 3:
         raise Unsaid(f"zero is {level}; levels are 0 to 3")
-    over = re.search(r"over ([1-9]\d{0,8})\b", row.text("optimizer"))
+    over = re.search(r"over ([1-9]\d{0,8})\b", text)
+    if level and replicas > 1 and not group and not over and not re.search(r"over all|all (?:dp )?ranks", text):
+        row.assumed.append("zero group")
     group = group or (int(over.group(1)) if over else replicas)
     group = min(group, replicas) if level else 1
     if replicas % group:
@@ -294,68 +317,55 @@ def _zero(row: _Fields, replicas: int) -> tuple[int, int]:
     return level, group
 
 
-def recipe_meant(text: str, row: _Fields | None = None) -> str:
-    """The recipe of training state that free text means.
-
-    Raises:
-        Unsaid: products are in no format of 8 or 16 bits.
-    """
-    if not text and row is not None:
+def _recipe(row: _Fields, device: DevicePreset) -> str:
+    """Of a text that does not say a format, state in 16 bits is in that of the device."""
+    name, is_usual = recipe_meant(row.text("precision"), "fp16-mixed" if device.dtype == "float16" else "bf16-mixed")
+    if is_usual:
         row.assumed.append("precision")
-    if re.search(r"fp8|float8|e4m3", text):
-        return "fp8-mixed"
-    if re.search(r"fp4|int8|int4", text):
-        raise Unsaid(f"precision {text!r}: products are in neither 8 nor 16 bits")
-    if re.search(r"bf16|bfloat16", text) or not text:
-        if re.search(r"\bpure\b", text):
-            return "bf16"
-        return "bf16-autocast" if re.search(r"\bdefault\b|autocast", text) else "bf16-mixed"
-    if re.search(r"fp16|float16|half|mixed|\bamp", text):
-        return "fp16-mixed"
-    raise Unsaid(f"precision {text!r}: products are in neither 8 nor 16 bits")
+    if name == "fp8-mixed" and not device.fp8_flops_per_s:
+        raise Unsaid(f"precision {row.text('precision')!r}: {device.name} has no products in FP8")
+    return name
 
 
-def _gradient_bytes(recipe: str, overlap: str) -> int:
+def _optimizer(row: _Fields) -> str:
+    found = optimizer_meant(row.text("optimizer"))
+    if found is None:
+        row.assumed.append("optimizer")
+    return found or "adamw"
+
+
+def _gradient_bytes(row: _Fields, recipe: str, replicas: int) -> int:
     """Bytes of a gradient in transit: bfloat16 if the run says so, otherwise those of the kept gradient."""
-    if re.search(r"bf16 grad|grad_sync_dtype bf16|grad\w* (reduced )?in bf16", overlap):
+    text = plain(f"{row.text('overlap')}; {row.text('optimizer')}; {row.text('precision')}")
+    if re.search(r"bf16 grad|grad sync dtype\W*bf16|grad\w* (?:reduced )?in bf16|bf16 reduc", text):
         return 2
-    return state_bytes(recipe)[1]
+    if replicas > 1 and not re.search(r"(?:fp|float)-?32 grad|grad\w*[^,;]* (?:fp|float)-?32", text):
+        row.assumed.append("gradient dtype")
+    return int(bytes_of(recipe).gradient)
 
 
-_NOTHING = {"again_core": 0.0, "again_up": 0.0, "again_products": 0.0, "again_elementwise": 0.0}
-_EVERYTHING = dict.fromkeys(_NOTHING, 1.0)
-
-
-def _again(row: _Fields) -> dict[str, float]:
-    """What of a forward is computed again, by the words."""
-    text = row.text("recompute")
-    if not text:
+def _again(row: _Fields, layers_of_stage: float) -> Again:
+    """What of a forward is computed again."""
+    found = recomputed(row.text("recompute"), layers_of_stage)
+    if not found.printed:
         row.assumed.append("recompute")
-    if not text or re.search(r"^none|\bno\b(?! sequence)|norecompute|no-recompute|: false|^(off|false|disabled)", text):
-        return _NOTHING
-    if re.search(r"modules", text):
-        elementwise = float(bool(re.search(r"norm|act\b|layernorm", text)))
-        return _NOTHING | {"again_up": float("up_proj" in text), "again_elementwise": elementwise}
-    if re.search(r"selective\W+layer|per-block|every (second|other)", text):
-        return dict.fromkeys(_NOTHING, 0.5)
-    if re.search(r"selective\W+op|minimal", text):
-        return _EVERYTHING | {"again_core": 0.0, "again_products": 0.5 if "op" in text else 0.0}
-    if re.search(r"selective|core", text):
-        return _NOTHING | {"again_core": 1.0}
-    if re.search(r"full|every|remat|checkpoint|recompute|true|all|uniform|block|^(on|yes|enabled)", text):
-        return _EVERYTHING
-    raise Unsaid(f"recompute {text!r} does not say what is computed again")
+    if found.guessed:
+        row.assumed.append("recomputed share")
+    return found
 
 
 _NOT = r"\b(no|not|without|non)\b[^;,]*overlap|overlap\w*[ :=]+(false|off|none|no)\b"
 
 
-def _overlaps(row: _Fields, text: str, engine: str, *, spoken: bool) -> dict[str, int]:
+def _overlaps(row: _Fields) -> dict[str, int]:
     """Which messages hide; DeepSpeed's pipeline engine sums gradients as an instruction of its own after all else."""
-    if not spoken:
+    overlap, optimizer, schedule = (row.text(key) for key in ("overlap", "optimizer", "schedule"))
+    text, spoken = f"{overlap}; {optimizer}", not unprinted(plain(overlap))
+    named = spoken and re.search(r"grad|param|reduc|(?<!a)sync|\bddp", overlap)
+    if not named and not re.search(_NOT, text):
         row.assumed.append("overlap")
     tensor = re.search(r"tp.comm.overlap|tp (comm )?overlap|userbuffer|async ?tp|async tensor", text)
-    apart = re.search(_NOT, text) or (not spoken and re.search("1f1b.*deepspeed", engine))
+    apart = re.search(_NOT, text) or (not spoken and re.search("1f1b.*deepspeed", f"{schedule}; {optimizer}"))
     return {"overlap_tensor": int(bool(tensor)), "overlap_data": int(not apart)}
 
 
@@ -367,9 +377,9 @@ def _attention(row: _Fields, device: DevicePreset, recipe: str) -> str:
         return "flash-2"
     if re.search(r"\bte\b|cudnn|transformer engine|fused", text):
         return "cudnn"
+    row.assumed.append("attention")
     if "flash" in text:
         return "flash-1"
-    row.assumed.append("attention")
     if recipe == "fp16-mixed":
         return "unfused"
     return usual_attention(device)
@@ -383,6 +393,8 @@ def _device(hardware: _Fields) -> DevicePreset:
     if not text:
         raise Unsaid("hardware.gpu is not printed")
     memory = hardware.table.get("gpu_mem_gb")
+    if memory is None and not re.search(r"\d\s?gi?b", text):
+        hardware.assumed.append("gpu_mem_gb")
     found = device_meant(text, None if memory is None else hardware.number("gpu_mem_gb"))
     if found is None:
         raise Unsaid(f"there is no preset of {text!r}")
@@ -394,28 +406,17 @@ def _machine(hardware: _Fields, device: DevicePreset, layout: UniformLayout) -> 
     domain = re.search(r"nvl ?([1-9]\d{0,8})\b", intra)
     printed = hardware.count("gpus_per_node", 8)
     node = int(domain.group(1)) if domain else printed
+    link = link_meant(intra, device)
+    if link is None:
+        hardware.assumed.append("intra_node")
     return machine_of(
         device,
         shares_for(device.name, catalog_shares()),
         layout.attention,
         node=node,
-        link_bytes_per_s=link_meant(intra, device),
-        adapter_bytes_per_s=adapter_meant(hardware.text("inter_node"), printed) or _usual_adapter(device, hardware),
+        link_bytes_per_s=device.link_bytes_per_s if link is None else link,
+        adapter_bytes_per_s=_adapter(hardware, device, printed),
     )
-
-
-def link_meant(text: str, device: DevicePreset) -> float:
-    """Bytes per second between devices of a node, by free text in small letters.
-
-    All of a device's NVLinks go to a switch where nothing is said; a number of connections between two GPUs is as many
-    links between them.
-    """
-    said = re.search(r"nvlink\D{0,3}(\d{1,9}) (?:inter-?gpu )?(?:connect|link)|\b(\d{1,9}) nvlinks? between", text)
-    if said is None:
-        return device.link_bytes_per_s
-    links = int(said.group(1) or said.group(2))
-    each = device.link_bytes_per_s / choices().links.get(choices().generation(device.family), 1)
-    return min(max(links, 1) * each, device.link_bytes_per_s)
 
 
 _NUMBERS = {"two": 2, "four": 4, "eight": 8, "sixteen": 16}
@@ -455,6 +456,10 @@ def _adapters() -> dict[int, int]:
     return found
 
 
-def _usual_adapter(device: DevicePreset, hardware: _Fields) -> float:
-    hardware.assumed.append("inter_node")
-    return choices().adapters.get(device.family) or _adapters().get(device.link_bytes_per_s, _OTHER_ADAPTER)
+def _adapter(hardware: _Fields, device: DevicePreset, node: int) -> float:
+    """The printed rate, of which what it is of may be assumed, or that of the catalog's clusters."""
+    text = hardware.text("inter_node")
+    found = adapter_meant(text, node)
+    if not found or not re.search(r"per |each|every|\b\d+\s?x|\w+ \w+ gb?/s|omni", text):
+        hardware.assumed.append("inter_node")
+    return found or choices().adapters.get(device.family) or _adapters().get(device.link_bytes_per_s, _OTHER_ADAPTER)

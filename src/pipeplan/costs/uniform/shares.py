@@ -12,9 +12,6 @@ from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.words import Machine
 from pipeplan.files import Cluster
 
-UNKNOWN = 0.65, 0.55
-"""Of a device that has no neighbour with fitted shares."""
-
 
 @dataclass(frozen=True, slots=True)
 class Shares:
@@ -54,7 +51,7 @@ def shares_for(kind: str, known: Mapping[str, Shares]) -> Shares:
         seen.append(kind)
         kind = choices().neighbours.get(kind, "")
         if not kind or kind in seen:
-            return Shares(*UNKNOWN, "nobody")
+            return Shares(*choices().unknown_shares, "nobody")
     return known[kind]
 
 

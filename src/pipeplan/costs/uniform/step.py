@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeplan.costs.communication import Exchange
-from pipeplan.costs.recipes import bytes_per_parameter, step_bytes
 from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.layer import (
     WIDTH,
@@ -18,12 +17,8 @@ from pipeplan.costs.uniform.layer import (
     moving_ns,
     tokens_of,
 )
+from pipeplan.costs.uniform.state import parameter_bytes
 from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLayout
-from pipeplan.files import Recipe
-
-_USUAL = Recipe(name="bf16-mixed")
-_OPTIMIZER_BYTES = step_bytes(bytes_per_parameter(_USUAL), _USUAL)
-"""AdamW moves of a parameter: master and two moments in float32 both ways, its gradient in, what computes out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,4 +242,4 @@ def _optimizer_ns(layout: UniformLayout, machine: Machine, parameters: Number, o
     shards = np.where(layout.zero > 0, layout.zero_group, 1)
     expert_shards = np.clip(shards * layout.tensor / (layout.expert * layout.expert_tensor), 1, shards)
     held = parameters / shards + of_experts / expert_shards
-    return moving_ns(machine, _OPTIMIZER_BYTES * held)
+    return moving_ns(machine, parameter_bytes(layout).step * held)

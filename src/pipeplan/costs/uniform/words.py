@@ -60,6 +60,7 @@ class UniformLayout:
     ``up``, of all other ``products`` with their messages, of what is ``elementwise``. ``overlap_tensor`` and
     ``overlap_data`` say whether messages hide behind compute, ``gradient_bytes`` what a gradient takes on the way.
     ``schedule`` is ``1f1b``, ``zb-1p``, ``zb-2p`` or ``zb-v``; with ``chunks`` above 1, 1F1B is interleaved.
+    ``recipe`` and ``optimizer`` are the catalog's of training state.
     """
 
     tensor: Number
@@ -85,6 +86,7 @@ class UniformLayout:
     gradient_bytes: Number = 4
     schedule: Word = "1f1b"
     recipe: Word = "bf16-mixed"
+    optimizer: Word = "adamw"
     attention: Word = "flash-2"
 
     @property

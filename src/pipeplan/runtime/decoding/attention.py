@@ -24,6 +24,8 @@ def attention(
         value: [rows, heads, words, its size].
         mask: [rows, 1 or heads, places, words], -inf where a place does not look at a word, else 0; None: at all.
         scale: of scores; None is 1 / sqrt(size).
+
+    A place that looks at no word has the mixture 0; its logarithm means nothing where torch's operator is taken.
     """
     if query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
         mixed, sums = _FUSED(query, key, value, attn_mask=mask, scale=scale)
@@ -31,7 +33,9 @@ def attention(
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         scores = scores + mask
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+    sums = scores.logsumexp(-1)
+    shares = scores.softmax(-1).masked_fill(sums.isneginf().unsqueeze(-1), 0)  # else 0 / 0 where no word is seen
+    return shares @ value, sums
 
 
 def merged(mixed: Tensor, sums: Tensor) -> Tensor:

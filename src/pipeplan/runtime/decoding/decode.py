@@ -16,6 +16,7 @@ from pipeplan.runtime.decoding.layouts import Placed
 from pipeplan.runtime.decoding.options import DecodeOptions
 from pipeplan.runtime.decoding.rank import DecodingRank, Turns
 from pipeplan.runtime.decoding.requests import Pass, RequestQueue
+from pipeplan.runtime.decoding.room import room_remarks
 from pipeplan.runtime.decoding.stage import DecodingStage, WrittenModel, lines_of
 from pipeplan.runtime.decoding.wire import sent_over_tcp
 from pipeplan.runtime.executor.process_groups import AllRanks, ProcessGroups, require_alike
@@ -51,6 +52,7 @@ def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnE
     turns = Turns.of(plan, progress.rank)
     here, groups = rank_of(plan.stages, turns, plan.decode.sizes, model, options, progress, plan.decode.prefill_tokens)
     here.counters = counters_of(plan, progress.rank)
+    remarks = room_remarks(plan, model, options.longest, getattr(torch, options.dtype or "float32"))
     progress.begin(Phase.CONNECTING)
     timeout = timedelta(seconds=options.timeout_ns / 1e9)
     with lost_others(progress):
@@ -60,7 +62,7 @@ def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnE
     if options.init is not None:
         progress.begin(Phase.RESUMING)
         here.read_weights(options.init)
-    on_event(Started(0, {"torch": torch.__version__}))
+    on_event(Started(0, {"torch": torch.__version__}, remarks=remarks))
     all_ranks.begin()
     here.clock = all_ranks.passed_ns
     before = sent_over_tcp()

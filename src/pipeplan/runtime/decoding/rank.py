@@ -300,8 +300,13 @@ class DecodingRank:
         for number, row in enumerate(rows.rows[own.start : own.stop]):
             if row.writes:
                 place = row.begin + row.count
-                found[number] = word = self.choice.of(logits[number], row.request, place)
                 at = place - len(self.queue.prompts[row.request])
+                if not bool(logits[number].isfinite().all()):  # NaN is the likeliest of all, and would be word 0
+                    raise StageError(
+                        f"request {row.request + 1}, new token {at + 1}: its logits are not all finite numbers, so "
+                        "that no token can be chosen; look at the weights, or run in a wider --dtype"
+                    )
+                found[number] = word = self.choice.of(logits[number], row.request, place)
                 self.words.append(WrittenWord(row.request, at, word, self.clock()))
         if self.progress.rank in self._hearers:
             self._here[-1, "words", turn, which] = found

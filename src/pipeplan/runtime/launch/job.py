@@ -9,7 +9,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -17,7 +17,8 @@ from pydantic import TypeAdapter
 
 from pipeplan.files import Plan, parse
 from pipeplan.files.folded import device_programs
-from pipeplan.runtime.launch.status import Progress
+from pipeplan.runtime.launch.launchers import apart
+from pipeplan.runtime.launch.status import Progress, tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +67,16 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What is known before the first step: its number, and what a :class:`RunResult` has by these names."""
+    """What is known before the first step: its number, and what a :class:`RunResult` has by these names.
+
+    ``remarks`` are what the user is to be warned of.
+    """
 
     first: int
     versions: Mapping[str, str] = field(default_factory=dict)
     tokens_per_sample: int | None = None
     as_planned: bool = True
+    remarks: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +156,8 @@ class RunResult:
     trained model's, if that is known, and ``as_planned`` whether its sizes are the plan's. Of a decoding plan there are
     ``requests`` in the prompts' order, and by rank ``sent_bytes``, by ``BLOCK PURPOSE``, ``wire_bytes``, what its
     connections have sent meanwhile (None where that is not known), and ``cache_bytes``, the room for keys and values.
-    ``experts`` are of the blocks whose words choose among some, as far as they are counted.
+    ``experts`` are of the blocks whose words choose among some, as far as they are counted. ``stopped_by`` is the
+    number of the signal that asked some rank to end, 0 without one.
     """
 
     steps: tuple[StepResult, ...]
@@ -168,6 +174,7 @@ class RunResult:
     wire_bytes: tuple[int | None, ...] = ()
     cache_bytes: tuple[int, ...] = ()
     experts: tuple[ExpertLoad, ...] = ()
+    stopped_by: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; :meth:`from_json` reads them back."""
@@ -240,7 +247,10 @@ def run_job(
 ) -> None:
     """Run the plan of a job, and let rank 0 report what happens and the result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
-    context.progress.board.programs = device_programs(plan)
+    board = context.progress.board
+    board.programs = device_programs(plan)
+    if context.rank == 0 and (said := apart(board.machines, plan.provenance.node_size)):
+        tell(said)
 
     def on_event(event: Event) -> None:
         if heard:

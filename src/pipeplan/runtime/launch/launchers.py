@@ -185,4 +185,24 @@ def order_of(machines: Sequence[str]) -> str:
     )
 
 
+def apart(machines: Sequence[str], node_size: int | None) -> str:
+    """What to know of ranks that the plan has on one node, of so many devices, and that are on several machines here.
+
+    ``machines`` [rank] as above; empty if there are no such ranks, or nothing is known of nodes or machines.
+    """
+    size = node_size or 1
+    nodes = [range(begin, min(begin + size, len(machines))) for begin in range(0, len(machines), size)]
+    split = [node for node in nodes if len({machines[rank] for rank in node}) > 1]
+    if not split:
+        return ""
+    here = list(dict.fromkeys(machines[rank] for rank in split[0]))
+    shown = ", ".join(here[:_SHOWN]) + f" and {len(here) - _SHOWN} more" * (len(here) > _SHOWN)
+    more = f", and so for {len(split) - 1} more of its nodes" * (len(split) > 1)
+    return (
+        f"warning: the plan has ranks {number_ranges(split[0])} on one node of {size} devices, and they are on "
+        f"{len(here)} machines or containers here ({shown}){more}: exchanges inside of a node may take longer than it "
+        f"predicts. Start {size} ranks on each machine, or search with a cluster file of nodes as they are"
+    )
+
+
 _SHOWN = 8

@@ -260,9 +260,27 @@ def transport_errors(as_error: Callable[[Cause, str], ExecutionError | RuntimeEr
 
 
 def lost_others(progress: Progress) -> contextlib.AbstractContextManager[None]:
-    """Turn what a collective of all ranks raises into an error that names rank and place."""
-    lost = f"rank {progress.rank} lost the others"
-    return transport_errors(lambda cause, text: RankError(cause, f"{lost} {progress.describe()}: {text}"))
+    """Turn what a collective of all ranks raises into an error that names rank and place, and others' machines."""
+
+    def lost(cause: Cause, text: str) -> RankError:
+        others = f"the others{_elsewhere(progress)}"
+        return RankError(cause, f"rank {progress.rank} lost {others} {progress.describe()}: {text}")
+
+    return transport_errors(lost)
+
+
+_NAMED = 8
+"""Machines that an error names."""
+
+
+def _elsewhere(progress: Progress) -> str:
+    """On which other machines ranks are, in words; empty without any."""
+    machines = progress.board.machines
+    others = list(dict.fromkeys(each for each in machines if each != machines[progress.rank]))
+    if not others:
+        return ""
+    more = f" and {len(others) - _NAMED} more" * (len(others) > _NAMED)
+    return f" on machine{'s' * (len(others) > 1)} {', '.join(others[:_NAMED])}{more}"
 
 
 _EFFECTS = (Cause.TIMEOUT, Cause.LOST)

@@ -11,11 +11,13 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
+from pipeplan.files.recipe import AUTOCAST
 from pipeplan.runtime.executor.message_graph import Message, hops_of
 from pipeplan.runtime.executor.process_groups import require_alike
 from pipeplan.runtime.executor.rank_program import Program
@@ -26,11 +28,17 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.agreement import all_alike
 from pipeplan.runtime.parallel.device import gathered
 from pipeplan.runtime.training.data import fingerprint
-from pipeplan.runtime.training.options import DTYPES, MASTERED, RUNNABLE, TrainOptions
+from pipeplan.runtime.training.options import DTYPES, FORWARDS_IN, MASTERED, RUNNABLE, TrainOptions
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MASTER, Role, role_of
 from pipeplan.workload.mesh import COPIES, EXPERTS, PLACES, SAMPLES, Mesh
+
+_PLANNED_IN = {**RUNNABLE, **FORWARDS_IN}
+"""The format of parameters, by recipe."""
+
+_COMPUTES_IN = {AUTOCAST: "bfloat16"}
+"""That of activations and messages, where it is another."""
 
 _SAMPLES = 2  # some losses compare samples with each other
 
@@ -94,30 +102,39 @@ def _text(value: object) -> str:
 
 
 def warning_of_format(plan: Plan, options: TrainOptions) -> str | None:
-    """A warning if parameters have a different number of bytes than in the plan's format."""
-    planned, meant = plan.provenance.dtype, DTYPES.get(plan.provenance.dtype, "")
-    if plan.recipe is not None and not plan.recipe.is_custom:
-        if {plan.recipe.name, options.precision} & set(MASTERED) and plan.recipe.name != options.precision:
-            return _warning_of_masters(plan.recipe.name, options)
-        meant = RUNNABLE.get(plan.recipe.name, options.dtype) or ""
-    if meant in ("", options.dtype):
+    """A warning if parameters, activations with messages, or master copies have other formats than in the plan."""
+    recipe = None if plan.recipe is None or plan.recipe.is_custom else plan.recipe.name
+    planned = DTYPES.get(plan.provenance.dtype) if recipe is None else _PLANNED_IN.get(recipe, "")
+    if planned is None:
+        return None  # it says nothing
+    own = options.number_format
+    held = _Formats(planned, _COMPUTES_IN.get(recipe or "", planned), recipe if recipe in MASTERED else None)
+    runs = _Formats(own, options.autocast or own, options.precision if options.keeps_masters and recipe else None)
+    if runs == held:
         return None
-    asked = "the run is" if options.autocast is None else f"--precision {options.precision} has parameters"
+    flag, how = ("--dtype", own) if options.precision is None else ("--precision", options.precision)
+    made_for = plan.provenance.dtype if recipe is None else f"the recipe {recipe}"
+    remedy = f"profile with --dtype {own}" if recipe is None else "search with the recipe that is to run"
     return (
-        f"warning: the plan is for {planned} and {asked} in {options.dtype}: neither its times nor its memory are the "
-        f"run's, which may need more than a device has; leave "
-        f"--{'dtype' if options.autocast is None else 'precision'} out, or profile with --dtype {options.dtype}"
+        f"warning: the plan is for {made_for} and the run is in {how}: {held.than(runs)}neither the plan's times "
+        f"nor its memory are the run's, which may need more than a device has; leave {flag} out, or {remedy}"
     )
 
 
-def _warning_of_masters(planned: str, options: TrainOptions) -> str:
-    """Where only one of plan and run has master copies, or both in other formats."""
-    flag = "--dtype" if options.precision is None else "--precision"
-    return (
-        f"warning: the plan is for the recipe {planned} and the run is in {options.precision or options.dtype}: "
-        f"neither its times nor its memory are the run's, which may need more than a device has; leave {flag} out, or "
-        "search with the recipe that is to run"
-    )
+class _Formats(NamedTuple):
+    """What has as many bytes in a run as in its plan: parameters, what blocks make, and the recipe of master copies."""
+
+    parameters: str
+    made: str
+    masters: str | None
+
+    def than(self, runs: _Formats) -> str:
+        """Where a run has others than these, if names of recipes may not say so."""
+        if self.parameters and self.parameters != runs.parameters:
+            return f"parameters are in {runs.parameters} instead of {self.parameters}, and "
+        if self.made and self.made != runs.made:
+            return f"activations and messages are in {runs.made} instead of {self.made}, and "
+        return ""
 
 
 def warn_of_waiting(lacks: Sequence[tuple[int, float, str]]) -> None:

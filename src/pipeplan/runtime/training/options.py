@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import re
+import signal
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -391,7 +392,8 @@ class RunOutcome(Displayed):
 
     def __repr__(self) -> str:
         times = f"iteration {format_ns(self.warm_ns)}, predicted {format_ns(self.predicted_ns)}"
-        return f"<RunOutcome {self.plan.name!r}: {len(self.result.steps)} steps, {times}>"
+        ended = "" if self.stopped_by is None else f", ended by {self.stopped_by.name}"
+        return f"<RunOutcome {self.plan.name!r}: {len(self.result.steps)} steps, {times}{ended}>"
 
     def lines(self) -> Iterator[str]:
         """What is shown of it: the times, and the loss of each step; of many steps the first and the last ones."""
@@ -400,6 +402,14 @@ class RunOutcome(Displayed):
         if steps:
             yield "  step  loss        iteration"
         yield from steps if len(steps) <= _MOST_SHOWN else [*steps[:3], "   ...", *steps[3 - _MOST_SHOWN :]]
+
+    @property
+    def stopped_by(self) -> signal.Signals | None:
+        """The signal that asked the training to end, on every rank the same; None if there was none.
+
+        It has then written a checkpoint after the step that it was in, and left out those that were to follow.
+        """
+        return signal.Signals(self.result.stopped_by) if self.result.stopped_by else None
 
     @property
     def predicted_ns(self) -> int:

@@ -135,15 +135,15 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_event: OnEve
             on_event(evaluations[-1])
             if log is not None:
                 log.evaluation(evaluations[-1])
-        stopping = trainer.stopping and options.checkpoint is not None
-        if (options.saves_after(step) or stopping) and result.finite:  # what is lost must not push good ones out
+        saves = options.saves_after(step) or trainer.stopping
+        if saves and result.finite:  # what is lost must not push good ones out
             trainer.save()
-        if stopping:
-            STOPPING.ended = trainer.stopping
+        if trainer.stopping:
             break
     unwritten = "" if options.export_weights is None else trainer.write_weights(options.export_weights)
     peaks = trainer.all_ranks.gather(trainer.peak_memory_bytes())
     experts = expert_loads(trainer.stages.values(), trainer.all_ranks)
+    stopped_by = trainer.asked_to_stop()
     if log is not None:
         log.close()
     trainer.close()
@@ -158,6 +158,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_event: OnEve
         as_planned=known.as_planned,
         evaluations=tuple(evaluations),
         experts=experts,
+        stopped_by=stopped_by,
     )
 
 
@@ -326,6 +327,13 @@ class Trainer:
         actions = self.all_ranks.resolve(spans)
         ends = self.all_ranks.at(ended), self.all_ranks.passed_ns()
         return self._report(step, actions, ends, None, drawn.digest), actions
+
+    def asked_to_stop(self) -> int:
+        """The signal that has come to some rank until now, after the last step, too; 0 if none has. Collective."""
+        asked: list[int] = self.all_ranks.gather(STOPPING.take())
+        stopped = max(self.stopping, *asked)
+        STOPPING.ended = stopped > 0
+        return stopped
 
     def build_segments(self) -> None:
         """Have kernel backends build what they run of this rank's stages, all ranks in turns; collective.
@@ -628,7 +636,7 @@ class Trainer:
         self.progress.begin(Phase.REPORTING)
         lacks = [stage.lack for stage in self.stages.values() if stage.lack is not None and not self.compared]
         self.compared = True
-        found = self.all_ranks.gather((loss, worked, updated_ns, lacks, STOPPING.asked, digest))
+        found = self.all_ranks.gather((loss, worked, updated_ns, lacks, STOPPING.take(), digest))
         self.stopping = max(asked for *_, asked, _ in found)
         require_same([each for *_, each in found], f"step {step}")
         if self.rank == 0:

@@ -259,6 +259,8 @@ def load(
             _require_known_ways(family, config, where)
         _require_even(_counts(config), where, shards)
         family.contents(config, family.words(config), length)
+        if misfit := family.misfit(config):
+            raise UsageError(f"configuration {where}: {misfit}")
         shapes = _module(family, config, where, True, 0) if meta or max(shards, default=1) > 1 else None
         if shapes is not None:
             _require_even(even_widths(shapes, split_weights(shapes, _plan(family, config))), where, shards)
@@ -358,15 +360,23 @@ def _module(family: ModelFamily, config: Any, where: str, meta: bool, seed: int)
 
 
 def _plan(family: ModelFamily, config: Any) -> dict[str, str]:
-    """Patterns of names inside the wrapper and the way each is split."""
-    plan = _own_plan(family, config) if family.plan is None else family.plan
-    plan = plan(config) if callable(plan) else plan
+    """Patterns of names inside the wrapper and the way each is split; transformers' where the family has none here."""
+    if family.plan is None:
+        inside = [
+            name for name in family.vocabulary if name.startswith(_BASE)
+        ]  # tables, of which its plans say nothing
+        return {**_own_plan(family, config), **dict.fromkeys(inside, WORDS)}
+    plan = family.plan(config) if callable(family.plan) else family.plan
     return {**plan, **dict.fromkeys(family.vocabulary, WORDS)}
+
+
+_BASE = "model.model."
+"""How names begin inside the model without its output layer, in the wrapper."""
 
 
 def _own_plan(family: ModelFamily, config: Any) -> dict[str, str]:
     """transformers' plan: of the configuration for the model without its output layer, of the class for that one."""
-    inside = {f"model.model.{pattern}": way for pattern, way in (config.base_model_tp_plan or {}).items()}
+    inside = {f"{_BASE}{pattern}": way for pattern, way in (config.base_model_tp_plan or {}).items()}
     outside = getattr(getattr(_transformers(), family.model), "_tp_plan", None) or {}
     return inside | {f"model.{pattern}": WORDS if way in _HEADS else way for pattern, way in outside.items()}
 
@@ -383,13 +393,19 @@ def _require_known_ways(family: ModelFamily, config: Any, where: str) -> None:
     plan = _plan(family, config)
     known = (*COLUMNS, *ROWS, WORDS, *_MADE_HERE)
     unknown = {pattern: way for pattern, way in plan.items() if way not in known}
-    if not set(plan.values()) - {WORDS} or unknown:
-        pattern, way = next(iter(unknown.items()), ("", ""))
-        raise UsageError(
-            f"{where} cannot be split over devices: transformers "
-            + (f"splits {pattern} as {way!r}, which pipeplan does not know" if unknown else "has no plan for it")
-            + "; leave --shards out"
-        )
+    heads = {name: plan.get(name) for name in family.vocabulary if plan.get(name) != WORDS}
+    if not set(plan.values()) - {WORDS}:
+        found = "transformers has no plan for it"
+    elif unknown:
+        pattern, way = next(iter(unknown.items()))
+        found = f"transformers splits {pattern} as {way!r}, which pipeplan does not know"
+    elif heads:
+        name, own = next(iter(heads.items()))
+        said = "does not have it" if own is None else f"has it as {own!r}"
+        found = f"{name.removeprefix('model.')} is split only as {_HEADS[0]!r}, and {family.model}._tp_plan {said}"
+    else:
+        return
+    raise UsageError(f"{where} cannot be split over devices: {found}; leave --shards out")
 
 
 def _counts(config: Any) -> dict[str, int]:

@@ -11,6 +11,7 @@ Here one device's share is made by itself, without the other devices, to be capt
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ class ModelFamily:
     ``vocabulary`` are the names of what has a row for each word. ``tokens(config, sequence)`` has the positions per
     sample by the beginning of parameters' names, as :func:`positions_at` reads them. ``arguments`` are read by the
     model though its configuration does not declare them, and ``attention`` is the one of transformers' that it is built
-    with.
+    with. ``misfit(config)`` says which of a configuration's sizes do not go together, empty where they do.
     """
 
     config: str
@@ -91,6 +92,7 @@ class ModelFamily:
     last: str = ""
     arguments: tuple[str, ...] = ()
     attention: str = ATTENTION
+    misfit: Callable[[Any], str] = lambda _: ""
 
     @property
     def is_decoder(self) -> bool:
@@ -360,6 +362,7 @@ def _seeing(
     words: tuple[str, str],
     tower: str,
     patches: Callable[[Any], int],
+    misfit: Callable[[Any], str],
 ) -> ModelFamily:
     """Language models with a vision ``tower``, whose configuration has one for each.
 
@@ -376,11 +379,42 @@ def _seeing(
         vocabulary=words,
         inside=(words[0].rpartition(".")[0], words[1]),
         tokens=lambda config, sequence: {tower: patches(config.vision_config), "": sequence},
+        misfit=misfit,
     )
 
 
 def _llama4_image(config: Any) -> int:
     return int((_patches(config.vision_config) - 1) * config.vision_config.pixel_shuffle_ratio**2)
+
+
+def _llama4_misfit(config: Any) -> str:
+    """Patches are joined, 1 by 1 over the ratio's square, into what the feed-forward after the tower takes."""
+    seen = config.vision_config
+    joined = int(seen.hidden_size / seen.pixel_shuffle_ratio**2)
+    if seen.intermediate_size != joined:
+        return (
+            f"vision_config.intermediate_size={seen.intermediate_size} is not {joined}, which is hidden_size="
+            f"{seen.hidden_size} over the square of pixel_shuffle_ratio={seen.pixel_shuffle_ratio}; change one of them"
+        )
+    if not seen.projector_input_dim == seen.projector_output_dim == seen.vision_output_dim:
+        return (
+            f"vision_config's projector_input_dim={seen.projector_input_dim}, projector_output_dim="
+            f"{seen.projector_output_dim} and vision_output_dim={seen.vision_output_dim} differ; make them equal"
+        )
+    return ""
+
+
+def _gemma3_misfit(config: Any) -> str:
+    """Squares of patches are averaged into the tokens of an image, as many on each side of it."""
+    patches, tokens = _patches(config.vision_config) - 1, config.mm_tokens_per_image
+    across, along = math.isqrt(patches), math.isqrt(max(tokens, 1))
+    if along**2 == tokens and across >= along and across // (across // along) == along:
+        return ""
+    return (
+        f"mm_tokens_per_image={tokens} cannot be averages of squares of an image's {across} by {across} patches "
+        f"(vision_config.image_size={config.vision_config.image_size} by patch_size="
+        f"{config.vision_config.patch_size}); give {across**2}, or as many as patches in both directions divide into"
+    )
 
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -442,6 +476,7 @@ FAMILIES: dict[str, ModelFamily] = {
         ("model.language_model.model.embed_tokens", "model.language_model.lm_head"),
         "model.vision_model",
         _patches,
+        _llama4_misfit,
     ),
     "gemma3": _seeing(
         "Gemma3Config",
@@ -454,6 +489,7 @@ FAMILIES: dict[str, ModelFamily] = {
         ("model.model.language_model.embed_tokens", "model.lm_head"),
         "model.model.vision_tower",
         lambda config: _patches(config) - 1,
+        _gemma3_misfit,
     ),
     "vit": ModelFamily(
         "ViTConfig",

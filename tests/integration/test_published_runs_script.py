@@ -1,0 +1,58 @@
+"""``benchmarks/published_runs.py``: the keys of its JSON, and what its page says of closed forms and halves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeplan.costs.uniform.judging import judge, left_out_errors, read_runs
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+import published_runs  # noqa: E402
+
+
+def _printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["published_runs.py", "--json", *words])
+    published_runs.main()
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_keys_of_two_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(published_runs.RUNS.read_text(encoding="utf-8"))
+    rows = rows["runs"] if isinstance(rows, dict) else rows
+    told = next(row for row in rows if row["id"] == "zb-6.2B-1F1B-m64")
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([told, told | {"id": "other", "step_s": None}]))
+    found = _printed(monkeypatch, capsys, "--simulate", "--runs", str(path))
+    assert set(found) == {"runs", "summary", "closed_form_over_simulated"}
+    assert set(found["closed_form_over_simulated"]) == {told["id"], "other"}
+    first, second = found["runs"]
+    assert set(first) == set(second) == {"id", "step_s", "predicted_s", "error", "memory_error", "why_not", "assumed"}
+    assert first["id"] == told["id"]
+    assert first["step_s"] == told["step_s"]
+    assert first["error"] == pytest.approx(first["predicted_s"] / told["step_s"] - 1)
+    assert abs(first["memory_error"]) < 0.1
+    assert "vocab" in first["assumed"]
+    assert first["why_not"] is None
+    assert (second["error"], second["why_not"]) == (None, "step_s is not printed")
+    assert (found["summary"]["said"], found["summary"]["of"]) == (1, 2)
+
+
+@pytest.mark.slow
+def test_closed_forms_are_the_simulated_plans_and_halves_predict_each_other() -> None:
+    judged = judge(read_runs(published_runs.RUNS))
+    told = [each for each in judged if each.error is not None]
+    apart = published_runs.simulated(judged)
+    assert len(apart) == len(told) >= 0.9 * len(judged)
+    assert max(map(abs, apart.values())) <= 0.03
+    sources = sorted({each.source for each in told})
+    errors = left_out_errors(told, [sources[::2], sources[1::2]])
+    for dense, limit in ((True, 0.07), (False, 0.2)):
+        group = [abs(errors[each.id]) for each in told if each.is_dense is dense]
+        assert sum(group) / len(group) <= limit
