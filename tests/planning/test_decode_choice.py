@@ -10,7 +10,7 @@ import pytest
 
 from builders.clusters import cluster_of
 from builders.decoders import drawn_decoder
-from pipeplan import Cluster, InfeasibleError, Profile, UsageError
+from pipeplan import Block, Cluster, InfeasibleError, Profile, UsageError
 from pipeplan.costs.communication import Exchange, transfer_time
 from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepCost, StepWay, step_cost, ways_of
 from pipeplan.planning import decode_choice
@@ -200,14 +200,48 @@ def test_decode_context_parallelism_is_how_many_share_a_cache(dcp: int) -> None:
     assert found.token_ns == best_of(search)
 
 
-def test_what_does_not_fit_says_how_many_requests_would() -> None:
-    profile = drawn_decoder(3)
-    limit = 120_000
-    with pytest.raises(InfeasibleError, match=r"8 requests of 400 tokens .* there is room for (\d+) such") as error:
-        searched(profile, 2, limit).best()
-    fit = int(str(error.value).split("room for ")[1].split()[0])
-    assert Every(searched(profile, 2, limit, batch=fit)).token_ns()
-    assert not Every(searched(profile, 2, limit, batch=fit + 1)).token_ns()
+def with_rows_of_one(profile: Profile) -> Profile:
+    """Of one request blocks take and work in as much as of the fewest that they have rows of."""
+
+    def more(block: Block) -> Block:
+        fewest = min(row.microbatch_size for row in block.phases)
+        rows = [row for row in block.phases if row.microbatch_size == fewest > 1]
+        added = (row.model_copy(update={"microbatch_size": 1}) for row in rows)
+        return block.model_copy(update={"phases": (*block.phases, *added)})
+
+    return profile.model_copy(update={"blocks": tuple(map(more, profile.blocks))})
+
+
+@pytest.mark.parametrize(
+    ("batches", "devices", "kv"),
+    [((1, 3, 8), 2, None), ((1, 3, 8), 2, "cp"), ((3, 8), 2, None), ((3, 8), 3, None), ((8,), 2, None)],
+)
+def test_what_does_not_fit_says_how_many_requests_would(batches: Sequence[int], devices: int, kv: Any) -> None:
+    """By plain enumeration; where the profile has no rows of so few, it says that, too."""
+    seen = set[int]()
+    for seed, limit in product(range(3, 5), (70_000, 120_000, 180_000)):
+        profile = drawn_decoder(seed, batches=batches)
+        if Every(searched(profile, devices, limit, kv=kv)).token_ns():
+            continue
+        with pytest.raises(InfeasibleError, match=r"8 requests of 400 tokens .* there is room for") as error:
+            searched(profile, devices, limit, kv=kv).best()
+        fit, of_one = int(str(error.value).split("room for ")[1].split()[0]), with_rows_of_one(profile)
+        assert not fit or Every(searched(of_one, devices, limit, batch=fit, kv=kv)).token_ns()
+        assert not any(
+            Every(searched(of_one, devices, limit, batch=more, kv=kv)).token_ns() for more in range(fit + 1, 8)
+        )
+        priced = not fit or Every(searched(profile, devices, limit, batch=fit, kv=kv)).token_ns()
+        assert priced or f"to {fit} (and profile blocks with fewer requests, too: --batch 1)" in str(error.value)
+        seen.add(fit)
+    assert len(seen) > 1
+
+
+def test_the_most_requests_may_come_in_any_number_of_groups() -> None:
+    """Of one or of as many groups as stages only three fit; as with one group, work is that of four at once."""
+    profile = drawn_decoder(5, layers=2, batches=(1, 3, 8, 64))
+    with pytest.raises(InfeasibleError, match="room for 4 such"):
+        searched(profile, 4, 120_000, kv="cp", batch=32).best()
+    assert searched(profile, 4, 120_000, kv="cp", batch=4).best().groups not in (1, 2)
 
 
 def test_the_most_requests_are_those_that_still_fit() -> None:

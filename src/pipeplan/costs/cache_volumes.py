@@ -71,8 +71,8 @@ def step_volume(kept: Kept, shape: AttentionShape, requests: int, devices: int, 
     found = part * shape.queries, statistics * part * shape.heads
     if kept == "cp":
         return StepVolume(part * (shape.queries + 2 * shape.keys) + found[0], found[1], 2, 2 * others)
-    sent = part * 2 * shape.keys / devices
-    return StepVolume(part * shape.queries + sent + found[0], found[1], 3, 2 * others + 1)
+    sent = part * 2 * shape.keys / devices  # in the exchange of the queries, to those that keep them
+    return StepVolume(part * shape.queries + sent + found[0], found[1], 2, 2 * others)
 
 
 def printed_volume(kept: Kept, hidden: int, heads: int, requests: int, devices: int) -> Fraction:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +20,7 @@ from pipeplan.costs.communication import transfer_time
 from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepWay
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile
+from pipeplan.planning.decode_room import fits, most_requests, with_rows_of_few
 from pipeplan.planning.decoding import ServingAsked
 from pipeplan.sharding.decode_graph import TOKEN_BYTES, DecodeRuns, StepChoice, chain_of
 from pipeplan.sharding.table import FloatArray, IntArray
@@ -175,11 +176,11 @@ class DecodeSearch:
         if not self.sizes:
             raise self._no_costs()
         self._require_few()
-        if not self._may_fit(self.batch):
+        if not self.may_fit(self.batch):
             raise self._nothing()
         found: DecodeChoice | None = None
         try:
-            numbers = self._numbers_of_groups()
+            numbers = self.numbers_of_groups(self.batch)
             for place, groups in enumerate(numbers):
                 self.looked_at, self.left = place + 1, len(numbers) - place
                 if found is not None and self._least_ns(groups) >= found.token_ns:
@@ -213,19 +214,19 @@ class DecodeSearch:
 
     def bound_ns(self, found: DecodeChoice) -> float:
         """Ns between tokens that no choice is below, once the best was ``found`` in the time."""
-        numbers = self._numbers_of_groups()
+        numbers = self.numbers_of_groups(self.batch)
         return min([found.token_ns, *map(self._least_ns, numbers[len(numbers) - self.left :])])
 
-    def _numbers_of_groups(self) -> list[int]:
-        """From 1 on, powers of two first: where time is up, what is left lies between those looked at."""
-        most = min(self.batch, GROUPS_PER_STAGE * self.most_stages)
+    def numbers_of_groups(self, batch: int) -> list[int]:
+        """Of so many requests, powers of two first: where time is up, what is left lies between those looked at."""
+        most = min(batch, GROUPS_PER_STAGE * self.most_stages)
         first = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
         return [*first, *(each for each in range(1, most + 1) if each not in first)]
 
     def of_groups(self, groups: int, batch: int) -> DecodeChoice | None:
         """The quickest with so many groups of requests; None where none fits or has costs."""
         at = DecodeAt.of(batch, groups, self.context)
-        runs = {size: self._runs(size, at) for size in self.sizes}
+        runs = {size: self.runs(size, at) for size in self.sizes}
         cuts = _DecodeCuts(self, runs, at)
         while (found := cuts.best()) is not None:
             new = [runs[size].settle(begin, end) for begin, end, size in found.stages]  # all of them
@@ -241,7 +242,7 @@ class DecodeSearch:
             return self.least_ns[groups]
         work, way = dict[str, float](), dict[str, float]()
         for size in self.sizes:
-            ways = self._runs(size, at).ways
+            ways = self.runs(size, at).ways
             for name, costs in ways.items():
                 step = min((each.step_ns for each in costs), default=math.inf)
                 work[name] = min(work.get(name, math.inf), size * step)
@@ -254,60 +255,48 @@ class DecodeSearch:
     def one_stage(self) -> list[StepChoice]:
         """All ways to share all blocks over all devices that no other beats in memory and time, least memory first."""
         at = DecodeAt.of(self.batch, 1, self.context)
-        runs = self._runs(self.devices, at)
+        runs = self.runs(self.devices, at)
         return runs.frontier(0, len(self.order)) if all(runs.ways.values()) else []
 
-    def _runs(self, size: int, at: DecodeAt) -> DecodeRuns:
+    def runs(self, size: int, at: DecodeAt) -> DecodeRuns:
+        """All runs of blocks on so many devices."""
         return DecodeRuns(self.profile, size, at, self.links, self.limit, self.allows)
 
     def _nothing(self) -> InfeasibleError | UsageError:
         """Why there is no choice: costs are missing, or the cache does not fit, and how many requests would."""
         if self.limit is None or not self._priced():
             return self._no_costs()
-        fit, known = self._room()
+        fit, known = most_requests(replace(self, profile=with_rows_of_few(self.profile), failures=[], least_ns={}))
         room = f"room for {'' if known else 'at most '}{fit} such requests"
         weights = "" if fit else f": {format_bytes(self.limit)} per device hold not even one"
+        rows = "" if not fit or self._fits(fit) else " (and profile blocks with fewer requests, too: --batch 1)"
         return InfeasibleError(
             f"a cache for {self.batch} requests of {self.context} tokens does not fit into {format_bytes(self.limit)} "
             f"per device on {self.devices} devices{self.asked.words}; there is {room}{weights}; lower --batch"
-            f"{f' to {fit}' if fit else ''} or --context, raise --memory, or give more --devices"
+            f"{f' to {fit}' if fit else ''}{rows} or --context, raise --memory, or give more --devices"
         )
+
+    def _fits(self, batch: int) -> bool:
+        """Whether so many do by the rows that there are, as far as the time allows to say."""
+        try:
+            return fits(replace(self, failures=[], least_ns={}), batch)
+        except TimeUpError:
+            return True
 
     def _priced(self) -> bool:
         """Whether some cut has costs, whatever fits."""
-        given = self.profile, self.devices, self.batch, self.context, self.asked, None, self.cluster
-        free = DecodeSearch(*given, self.positions, self.shards, self.samples)
-        return any(free.of_groups(groups, self.batch) is not None for groups in (1, min(self.batch, self.most_stages)))
+        return fits(replace(self, limit=None, failures=[], least_ns={}), self.batch)
 
-    def _room(self) -> tuple[int, bool]:
-        """The most requests, fewer than those asked for, that some choice has memory for; or at most, if time is up."""
-        low, high = 0, self.batch - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._may_fit(middle) else (low, middle - 1)
-        low, step = 0, 1
-        try:
-            while low < high:  # near the bound mostly, and the less so the wider the steps
-                middle = max(low + 1, high - step + 1)
-                low, high, step = (middle, high, 1) if self._fits(middle) else (low, middle - 1, 2 * step)
-        except TimeUpError:
-            return high, False
-        return low, True
-
-    def _may_fit(self, batch: int) -> bool:
+    def may_fit(self, batch: int) -> bool:
         """Whether what all blocks keep at least, on all devices together, is no more than these have."""
         at = DecodeAt.of(batch, 1, self.context)
         least = dict[str, float]()
         for size in self.sizes:
-            for name, costs in self._runs(size, at).ways.items():
+            for name, costs in self.runs(size, at).ways.items():
                 kept = min((size * each.kept_bytes for each in costs), default=math.inf)
                 least[name] = min(least.get(name, math.inf), kept)
         whole = sum(least[self.profile.alike[name]] for name in self.order)
         return self.limit is None or not math.isfinite(whole) or whole <= self.limit * self.devices
-
-    def _fits(self, batch: int) -> bool:
-        numbers = dict.fromkeys((1, min(batch, self.most_stages)))
-        return any(self.of_groups(groups, batch) is not None for groups in numbers)
 
     def _no_costs(self) -> UsageError:
         if not self.sizes:
