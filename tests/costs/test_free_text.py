@@ -7,6 +7,9 @@ import pytest
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.uniform.free_text import (
     Unsaid,
+    attention_meant,
+    hides_gradients,
+    hides_tensor_messages,
     level_meant,
     link_meant,
     optimizer_meant,
@@ -306,3 +309,53 @@ def test_links_inside_a_node(device: str, text: str, rate: float | None) -> None
 def test_what_says_nothing_is_not_printed(text: str) -> None:
     assert unprinted(plain(text))
     assert not unprinted(plain(f"NVLink ({text} in source)"))
+
+
+ATTENTION = {
+    ("unfused", True): [
+        *("unfused (no flash)", "unfused, fused softmax kernel (no flash)", "no flash attention", "flash off", "eager"),
+        *("flash: false", "not fused", "without FlashAttention", "non-flash", "flash not used", "standard attention"),
+    ],
+    ("flash-2", True): ["FlashAttention-2", "SDPA flash v2", "flash_attention_3", "FA2", "FA3", "NVTE_FUSED_ATTN=0"],
+    ("flash-1", False): ["flash (attn_impl flash)", "flash, samples packed into one", "FlashAttention"],
+    ("cudnn", True): [
+        "TE fused/flash attention",
+        "TE + DeepEP + FlexAttn",
+        "cuDNN",
+        "TE, flash disabled",
+        "not unfused, TE",
+    ],
+    (None, False): ["", "not stated", "PyTorch SDPA", "xformers"],
+}
+
+
+@pytest.mark.parametrize(("found", "text"), [(found, text) for found, texts in ATTENTION.items() for text in texts])
+def test_attention(found: tuple[str | None, bool], text: str) -> None:
+    assert attention_meant(text.lower()) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "tensor", "gradients"),
+    [
+        ("overlap_grad_reduce/overlap_param_gather, bf16 grad reduce, TP userbuffer overlap", True, True),
+        ("recipe: overlap_grad_reduce False", False, False),
+        ("DDP-impl local (no grad all-reduce overlap); scatter/gather p2p", False, False),
+        ("--overlap-grad-reduce --overlap-param-gather, --tp-comm-overlap", True, True),
+        ("no TP overlap, overlap_grad_reduce", False, True),
+        ("tp_comm_overlap: false, overlap_grad_reduce: true", False, True),
+        ("TP comm overlap disabled", False, None),
+        ("without userbuffers", False, None),
+        ("async TP off", False, None),
+        ("async TP", True, None),
+        ("overlap disabled", False, False),
+        ("not overlapped", False, False),
+        ("communication is not overlapped", False, False),
+        ("none", False, False),
+        ("n/a", False, None),
+        ("", False, None),
+        ("dispatcher DeepEP", False, None),
+        ("overlap_sync_grad True (config)", False, True),
+    ],
+)
+def test_messages_that_hide(text: str, tensor: bool, gradients: bool | None) -> None:
+    assert (hides_tensor_messages(text.lower()), hides_gradients(text.lower())) == (tensor, gradients)

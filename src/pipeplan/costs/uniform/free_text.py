@@ -32,7 +32,8 @@ _DENIED_AFTER = re.compile(
     r"(?:[-\s:=(\[]|is\b|was\b|are\b|were\b|has\b|been\b|set\b|to\b|turned\b|switched\b|kept\b|left\b|currently\b|"
     r"training\b|mode\b|recipe\b|gemms?\b|compute\b|schedules?\b|scheduling\b|method\b|policy\b|granularity\b|"
     r"layers?\b|num\b|1f1b\b|stages?\b|pipelin\w+|flag\b|option\b|mixed\b|precision\b|parallelism\b|"
-    r"activations?\b|checkpoint\w*|recomput\w*|available but\b|supported but\b)*"
+    r"att\w*|activations?\b|userbuffers?\b|overlap\w*|comm\b|checkpoint\w*|recomput\w*|"
+    r"available but\b|supported but\b)*+"
     r"(?:off|false|disabled|none|null|nothing|unused|unsupported|unavailable|inactive|deactivated|0(?![.\d])|"
     r"no(?=\s*(?:$|[,;)\]]))|not (?:used|enabled|applied|active|available|in use|supported|on|set|needed|performed))\b"
 )
@@ -302,6 +303,53 @@ def _fraction(words: str, layers_of_stage: float) -> float | None:
     if not found and re.search(r"\bblock\b", words):
         found = re.search(r"\b(\d{1,4}) layers?\b", words)
     return min(1.0, int(found.group(1)) / layers_of_stage) if found else None
+
+
+# Kernels and messages that hide -------------------------------------------------------------------------------------
+
+
+def attention_meant(text: str) -> tuple[str | None, bool]:
+    """The attention that free text names, and whether that says which version; None where it names none."""
+    words = plain(text)
+    flash = said(words, r"flash|\bfa-?[123]\b")
+    fused = said(words, r"\bte\b|cudnn|transformer engine|\bfused(?! softmax)")
+    if said(words, r"unfused|un-fused|\beager|\bmath\b|naive|(?:standard|vanilla|plain) attention"):
+        return "unfused", True
+    if flash and re.search(r"flash\W*(?:att\w*)?\W*v?[23]|\bfa-?[23]\b", words):
+        return "flash-2", True
+    if fused:
+        return "cudnn", True
+    if flash:
+        return "flash-1", False
+    if fused is False and "nvte" in words and flash is None:
+        return "flash-2", True  # what Transformer Engine has beside cuDNN's
+    return (None, False) if flash is None and fused is None else ("unfused", True)
+
+
+_OTHER_MESSAGES = r"\btp\b|tensor|userbuffer|\bpp\b|p2p|pipeline|\bcp\b|context|expert|\bmoe\b|\bep\b|a2a|all-?to-?all"
+_NOT_HIDDEN = re.compile(
+    r"\b(?:no|not|without|non|never|disabl\w+)\b[^:=]*overlap|"
+    r"overlap[-\s\w]*?[-\s:=]+(?:false|off|none|no|not|disabled|0)\b"
+)
+
+
+def hides_tensor_messages(text: str) -> bool:
+    """Whether messages of tensor parallelism hide, by free text."""
+    words = r"\btp[-\s](?:comm[-\s])?overlap|userbuffer|async[-\s]?tp|async tensor|tensor[-\s]parallel\w* \w*\s?overlap"
+    return bool(said(plain(text), words))
+
+
+def hides_gradients(text: str) -> bool | None:
+    """Whether sums of gradients hide, by free text; None where it does not say."""
+    words, found = plain(text), None
+    if _NOTHING.match(words) and not text.startswith("n/a"):
+        return False
+    for clause in re.split(r"[,;()+]|\band\b|\bbut\b", words):
+        if re.search(_OTHER_MESSAGES, clause):
+            continue
+        if re.search("overlap", clause):
+            found = bool(found) or not _NOT_HIDDEN.search(clause)
+    return found
 
 
 # Links --------------------------------------------------------------------------------------------------------------

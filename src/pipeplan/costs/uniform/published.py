@@ -54,6 +54,9 @@ from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.free_text import (
     Again,
     Unsaid,
+    attention_meant,
+    hides_gradients,
+    hides_tensor_messages,
     level_meant,
     link_meant,
     optimizer_meant,
@@ -225,6 +228,8 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
     schedule, chunks = _schedule(row, pipeline)
     if pipeline > model.layers:
         raise Unsaid(f"pp is {pipeline}, more than {model.layers} layers")
+    if pipeline * chunks > model.layers + 2:  # the embedding and the head may be chunks of their own
+        raise Unsaid(f"pp {pipeline} x vp {chunks} are more chunks than {model.layers} layers")
     divided = row.flag("sequence_parallel", True)
     zero, group = _zero(row, data * context)
     recipe, again = _recipe(row, device), _again(row, model.layers / pipeline)
@@ -296,8 +301,8 @@ def _schedule(row: _Fields, pipeline: int) -> tuple[str, int]:
     if not meant.named:
         row.assumed.append("schedule")
     chunks = row.count("vp", meant.chunks)
-    if meant.name in ("zb-1p", "zb-2p") and chunks > 1:
-        raise Unsaid(f"vp is {chunks}; {meant.name} has a closed form for one chunk of a stage alone")
+    if meant.name != "1f1b" and chunks != meant.chunks:
+        raise Unsaid(f"vp is {chunks}; {meant.name} has a closed form for {meant.chunks} of a stage alone")
     return meant.name, chunks
 
 
@@ -354,35 +359,23 @@ def _again(row: _Fields, layers_of_stage: float) -> Again:
     return found
 
 
-_NOT = r"\b(no|not|without|non)\b[^;,]*overlap|overlap\w*[ :=]+(false|off|none|no)\b"
-
-
 def _overlaps(row: _Fields) -> dict[str, int]:
     """Which messages hide; DeepSpeed's pipeline engine sums gradients as an instruction of its own after all else."""
     overlap, optimizer, schedule = (row.text(key) for key in ("overlap", "optimizer", "schedule"))
-    text, spoken = f"{overlap}; {optimizer}", not unprinted(plain(overlap))
-    named = spoken and re.search(r"grad|param|reduc|(?<!a)sync|\bddp", overlap)
-    if not named and not re.search(_NOT, text):
+    gradients = hides_gradients(overlap)
+    if gradients is None and re.search("overlap", optimizer):
+        gradients = hides_gradients(optimizer)
+    if gradients is None:
         row.assumed.append("overlap")
-    tensor = re.search(r"tp.comm.overlap|tp (comm )?overlap|userbuffer|async ?tp|async tensor", text)
-    apart = re.search(_NOT, text) or (not spoken and re.search("1f1b.*deepspeed", f"{schedule}; {optimizer}"))
-    return {"overlap_tensor": int(bool(tensor)), "overlap_data": int(not apart)}
+        gradients = not (unprinted(plain(overlap)) and re.search("1f1b.*deepspeed", f"{schedule}; {optimizer}"))
+    return {"overlap_tensor": int(hides_tensor_messages(overlap)), "overlap_data": int(gradients)}
 
 
 def _attention(row: _Fields, device: DevicePreset, recipe: str) -> str:
-    text = row.text("attention")
-    if re.search(r"unfused|no flash|without flash", text):
-        return "unfused"
-    if re.search(r"flash\W*(attn|attention)?\W*v?[23]", text):
-        return "flash-2"
-    if re.search(r"\bte\b|cudnn|transformer engine|fused", text):
-        return "cudnn"
-    row.assumed.append("attention")
-    if "flash" in text:
-        return "flash-1"
-    if recipe == "fp16-mixed":
-        return "unfused"
-    return usual_attention(device)
+    found, of_version = attention_meant(row.text("attention"))
+    if not of_version:
+        row.assumed.append("attention")
+    return found or ("unfused" if recipe == "fp16-mixed" else usual_attention(device))
 
 
 # The machine --------------------------------------------------------------------------------------------------------
