@@ -7,10 +7,10 @@ Each host is a namespace with one interface; all are joined by a bridge in a nam
 limited by ``tc tbf``. Latency is ``netem``'s where the kernel has it; elsewhere a relay stands in for the bridge, which
 holds every frame back for so long.
 
-*losses*: a model trained on several hosts has the losses that it has on one. *times*: blocks that take 20 ms and
-messages that take half as long, a third of what both take: the iteration beside the predicted one, with links as they
-are limited, and as ``pipeplan profile --communication`` measures them between the hosts. *cut*: a host that is cut off
-in mid-run; how long the others take to end, and what they say.
+*losses*: a model trained on several hosts has the losses that it has on one. *times*: blocks that take 20 ms forward
+and 40 backward, and messages of 15 ms each way, a third of the 90 ms of a micro-batch: the iteration beside the
+predicted one, with links as they are limited, and as ``pipeplan profile --communication`` measures them between the
+hosts. *cut*: a host that is cut off in mid-run; how long the others take to end, and what they say.
 """
 
 from __future__ import annotations
@@ -290,15 +290,15 @@ def losses_of(found: Mapping[str, Any]) -> list[float]:
     return [step["loss"] for step in found["steps"]]
 
 
-BLOCK_MS, MESSAGE_MS, BYTES_PER_S = 20.0, 10.0, 20_000_000
+BLOCK_MS, MESSAGE_MS, BYTES_PER_S = 20.0, 15.0, 13_000_000
 
 
 SIZES = ("--min-bytes", "64KiB", "--max-bytes", "1MiB")
-"""Of messages that are measured: a half to five times those of the run."""
+"""Of messages that are measured: a third to five times those of the run."""
 
 
 def times(count: int, latency_s: float, steps: int, *, measured: bool) -> dict[str, float]:
-    """Predicted and measured iterations in ms, whose messages take half as long as their blocks.
+    """Predicted and measured iterations in ms, whose messages take a third of a micro-batch.
 
     With links that are ``measured`` first, or as they are limited.
     """
@@ -393,7 +393,12 @@ def rows(what: str, counts: Sequence[int], given: argparse.Namespace) -> Iterato
                 found = times(count, latency_s, given.steps, measured=measured)
                 ratio = found["measured"] / found["predicted"] - 1
                 told = f"{found['measured']:.1f} ms, predicted {found['predicted']:.1f} ({ratio:+.1%})"
-                yield ["times", str(count), f"20 MB/s, {1e3 * latency_s:.0f} ms" + ", measured" * measured, told]
+                yield [
+                    "times",
+                    str(count),
+                    f"{BYTES_PER_S / 1e6:.0f} MB/s, {1e3 * latency_s:.0f} ms" + ", measured" * measured,
+                    told,
+                ]
         else:
             ended = cut(count)
             yield ["cut", str(count), "--timeout 5s", f"{ended.seconds:.1f} s, codes {ended.codes}: {ended.said}"]

@@ -1,9 +1,11 @@
-"""Why sharded state and shards are not on torch's own classes: what these keep, when they reduce, what they take.
+"""What torch's own classes for sharded state and shards keep, when they reduce, and what they take.
 
-    python benchmarks/torch_sharding.py         # prints the tables of docs/benchmarks/runs.md; seconds
+    python benchmarks/torch_sharding.py         # prints the tables of docs/benchmarks/runs.md; a minute
 
-*State*: two processes on gloo, four linear layers under ``fully_shard``, and ``ZeroRedundancyOptimizer`` on a table and
-a linear layer; bytes and elements are counted. *Operators*: one process with one thread, two devices of which the other
+*State*: two processes on gloo; four linear layers, and a table with a head that share their weight, under
+``fully_shard``; ``ZeroRedundancyOptimizer`` on a table and a linear layer; a chain of blocks under pipeplan. Bytes,
+elements and reductions are counted. What ``fully_shard`` takes as a program runs it is in ``sharded_overhead.py
+--driven``. *Operators*: one process with one thread, two devices of which the other
 sends nothing (torch's ``fake`` backend, and a device of :class:`~pipeplan.runtime.parallel.sharding.Shards` alone), so
 that what is left is the work of classes; medians of processor time.
 """
@@ -11,16 +13,20 @@ that what is left is the work of classes; medians of processor time.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from beside import told_by
+from beside import TIMEOUT_NS, told_by
+from executor_overhead import chain
+from sharded_overhead import plan_of, reduce_grad
 from tables import machine, markdown
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,9 +35,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pipeplan.files import Plan, parse
 from pipeplan.runtime.launch.job import RankContext
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.trainer import Trainer
 
 WIDTH, LAYERS = 256, 4
 
@@ -41,19 +50,37 @@ WIDTH, LAYERS = 256, 4
 
 def counted(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
     """What the classes keep and do, of this rank, and of all for the optimizer."""
-    before = live_bytes()
-    modules = [defer_weight_gradients(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)]
-    whole = live_bytes() - before
+    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,))
-    for module in modules:
+    before = live_bytes()
+    modules = [defer_weight_gradients(nn.Linear(WIDTH, WIDTH, bias=False).double()) for _ in range(LAYERS)]
+    whole = live_bytes() - before
+    plain = copy.deepcopy(modules)
+    before = live_bytes() - whole
+    sharded: list[Any] = modules
+    for module in sharded:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)  # whole during the program, as in levels 1 and 2
-    x = torch.ones(1, WIDTH, requires_grad=True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    x = torch.full((1, WIDTH), 1.0 + context.rank, dtype=torch.float64)
     with torch.no_grad():
-        for module in modules:
-            module(x)
+        through(modules, x)
     held = live_bytes() - before - x.nbytes
-    reduced = reductions_of_split_backward(modules, x)
-    return {"held": held / whole, **reduced, "elements": elements_of_ranks()}
+    return {
+        "held": held / whole,
+        "hooks": by_hooks(sharded, x),
+        "program": by_program(sharded, x),
+        "apart": apart(sharded, plain, context.rank),
+        "ties": ties(mesh),
+        "elements": elements_of_ranks(),
+    }
+
+
+def through(modules: Iterable[nn.Module], x: Any) -> Any:
+    """What a chain makes."""
+    for module in modules:
+        x = module(x)
+    return x
 
 
 def live_bytes() -> int:
@@ -65,28 +92,98 @@ def live_bytes() -> int:
     return sum({each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}.values())
 
 
-def reductions_of_split_backward(modules: list[nn.Module], x: Tensor) -> dict[str, int]:
-    """Gradients that are reduced by a backward that leaves weights to W, then by W, and that there are at the end."""
+def by_hooks(modules: Sequence[Any], x: Tensor) -> list[int]:
+    """Reductions begun by a backward that leaves weights to W, by W, and gradients that there are then."""
+    queue = WeightGradQueue()
+    with reductions() as begun:
+        with queue:
+            through(modules, x.clone().requires_grad_()).sum().backward()
+        back = len(begun)
+        queue.run()
+    found = [back, len(begun) - back, ready(modules)]
+    for module in modules:  # what W has made belongs to no later step
+        module.unshard()
+        for each in module.parameters():
+            each.grad = None
+    return found
+
+
+def by_program(modules: Sequence[Any], x: Tensor) -> list[int]:
+    """Gradients that wait for W, reductions begun before REDUCE_GRAD and by it, and gradients that there are then."""
+    queue = WeightGradQueue()
+    for module in modules:
+        module.set_requires_gradient_sync(False)
+        module.set_reshard_after_backward(False)
+        module.unshard(async_op=True)
+    with reductions() as begun:
+        with queue:
+            through(modules, x.clone().requires_grad_()).square().sum().backward()
+        waiting = len(queue)
+        queue.run()
+        early = len(begun)
+        for module in reversed(modules):
+            reduce_grad(module)
+    for module in modules:
+        module.reshard()
+    return [waiting, early, len(begun) - early, ready(modules)]
+
+
+@contextmanager
+def reductions() -> Iterator[list[int]]:
+    """One for each that ``fully_shard`` begins."""
     begun: list[int] = []
-    reduce = dist.reduce_scatter_tensor
+    reduce = dist.reduce_scatter_single
 
     def noted(*given: Any, **named: Any) -> Any:
         begun.append(1)
         return reduce(*given, **named)
 
-    queue = WeightGradQueue()
-    with patch("torch.distributed.reduce_scatter_tensor", noted):
-        made: Any = x
-        for module in modules:
-            made = module(made)
-        with queue:
-            made.sum().backward()
-        waiting, by_backward = len(queue), len(begun)
-        queue.run()
-    ready = sum(
-        each.grad is not None for module in modules for each in module.parameters() if isinstance(each, DTensor)
-    )
-    return {"waiting": waiting, "by backward": by_backward, "by W": len(begun) - by_backward, "ready": ready}
+    with patch("torch.distributed.reduce_scatter_single", noted):
+        yield begun
+
+
+def ready(modules: Iterable[nn.Module]) -> int:
+    """Of how many parameters this rank's rows have a gradient."""
+    each = [parameter for module in modules for parameter in module.parameters()]
+    return sum(isinstance(parameter, DTensor) and parameter.grad is not None for parameter in each)
+
+
+def apart(modules: Iterable[Any], plain: Sequence[Any], rank: int) -> float:
+    """The largest difference of this rank's rows of a gradient from those of one process with all samples."""
+    for number in range(2):
+        through(plain, torch.full((1, WIDTH), 1.0 + number, dtype=torch.float64)).square().sum().backward()
+    pairs = [(module.weight.grad._local_tensor, own.weight.grad) for module, own in zip(modules, plain, strict=True)]
+    return max(float((found - whole.chunk(2)[rank]).abs().max()) for found, whole in pairs)
+
+
+def ties(mesh: Any) -> list[int]:
+    """Parameters that a table and a head with one weight have: as they are, wrapped one by one, and as a group."""
+
+    def pair() -> list[Any]:
+        table, head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+        head.weight = table.weight
+        return [table, head]
+
+    one_by_one, group = pair(), pair()
+    for module in one_by_one:
+        fully_shard(module, mesh=mesh)
+    fully_shard(group, mesh=mesh)
+    return [len({id(module.weight) for module in found}) for found in (pair(), one_by_one, group)]
+
+
+def kept(job: Mapping[str, Any], context: RankContext) -> dict[str, float]:
+    """What a rank of pipeplan holds of parameters while they are whole, in their own bytes."""
+    model, plan = chain(WIDTH, 1, 1), parse(job["plan"], Plan)
+    trainer = Trainer(plan, model, TrainOptions("chain", num_threads=1, timeout_ns=TIMEOUT_NS), context.progress)
+    for unit in trainer.sharded.units:
+        unit.unshard()
+        unit.ready()
+    parameters = [*trainer.parameters().values(), *(row.own for unit in trainer.sharded.units for row in unit.rows)]
+    storages = [each.untyped_storage() for each in parameters]
+    held = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    whole = sum(row.whole.nbytes for unit in trainer.sharded.units for row in unit.rows)
+    trainer.close()
+    return {"held": held / whole}
 
 
 def elements_of_ranks() -> list[int]:
@@ -152,17 +249,37 @@ def operators(repeats: int) -> list[list[str]]:
     return rows
 
 
+def held_by_pipeplan(level: int) -> float:
+    """By a chain of blocks whose parameters two ranks divide."""
+    plan = plan_of(chain(WIDTH, 1, 1), level, 1)
+    held: float = told_by("torch_sharding:kept", {"plan": plan.model_dump_json()}, plan.programs)["held"]
+    return held
+
+
+def shown(numbers: Iterable[int]) -> str:
+    """One after another."""
+    return ", ".join(map(str, numbers))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300)
     given = parser.parse_args()
     told = told_by("torch_sharding:counted", {})
+    own = [held_by_pipeplan(level) for level in (1, 2, 3)]
+    sharded = "`fully_shard`"
     rows = [
-        ["`fully_shard`", "held of parameters while they are whole, in their own bytes", f"{told['held']:.2f}"],
-        ["`fully_shard`", "weight gradients that wait for W", str(told["waiting"])],
-        ["`fully_shard`", "reductions begun by the backward, by W", f"{told['by backward']}, {told['by W']}"],
-        ["`fully_shard`", "gradients that ranks have of their rows in the end", str(told["ready"])],
-        ["`ZeroRedundancyOptimizer`", "elements that each rank updates", ", ".join(map(str, told["elements"]))],
+        [sharded, "held of parameters while they are whole, in their own bytes", f"{told['held']:.2f}"],
+        ["pipeplan", "the same, ZeRO 1, 2, 3", ", ".join(f"{each:.2f}" for each in own)],
+        [sharded, "split backward, hooks: reductions begun by I, by W; gradients in the end", shown(told["hooks"])],
+        [
+            sharded,
+            "split backward, program: gradients that wait for W; reductions before REDUCE_GRAD, by it; gradients then",
+            shown(told["program"]),
+        ],
+        [sharded, "the same: gradients differ from those of one process by", f"{told['apart']:.0e}"],
+        [sharded, "parameters of two modules with one weight: plain, one by one, as a group", shown(told["ties"])],
+        ["`ZeroRedundancyOptimizer`", "elements that each rank updates", shown(told["elements"])],
     ]
     print(markdown(["class", "what", "found"], rows))
     print("\n" + markdown(["forward and backward", "pipeplan, us", "DTensor, us", "ratio"], operators(given.repeats)))

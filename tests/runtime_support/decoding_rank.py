@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeplan.costs import StageCost
-from pipeplan.costs.decode_loop import ChunkCost
+from pipeplan.costs.decode_loop import chunk_costs
 from pipeplan.files import Block, CostRow, Edge, PhaseRow, Placement, Plan, Profile, Recipe, Source
 from pipeplan.files.placement import PlacedStage
 from pipeplan.files.plan import Decode
@@ -225,6 +225,11 @@ def plan_of(
         PhaseRow(phase="decode", microbatch_size=size, context_tokens=context, forward_ns=1000, activation_bytes=8)
         for size in range(1, batch + 1)
     )
+    rows += tuple(
+        PhaseRow(phase="prefill", microbatch_size=1, context_tokens=tokens, forward_ns=850, activation_bytes=8)
+        for tokens in sorted({chunk_tokens, context})
+        if chunk_tokens
+    )
     plain = CostRow(microbatch_size=1, forward_ns=1000, activation_bytes=8)
     profile = Profile(
         name=of.name,
@@ -243,5 +248,6 @@ def plan_of(
     placement = Placement(strategy="one-to-one", num_devices=count, stages=stages)
     given = [StageCost(1000 * len(stage.blocks), 0) for stage in stages]
     decode = Decode(batch=batch, groups=groups, context_tokens=context, kv="cp", prefill_tokens=chunk_tokens)
-    prefill = [ChunkCost(1700)] * len(stages) if chunk_tokens else ()
+    runs = [[(id_, stage.shards) for id_ in stage.blocks] for stage in stages]
+    prefill = chunk_costs(profile, runs, context, chunk_tokens) if chunk_tokens else ()
     return decode_plan(profile, placement, given, [0] * len(stages), decode, budget=Budget(10.0), prefill=prefill).plan

@@ -96,6 +96,18 @@ def attend(
     return piece.attend(query, looks, window, None)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_no_word_is_chosen_of_logits_that_are_not_finite(temperature: float, odd: float) -> None:
+    """But for -inf, of words that never come, if there are others."""
+    choice, logits = WordChoice(temperature), torch.tensor([0.0, -math.inf, odd])
+    with pytest.raises(ValueError, match=r"^1 of 3 logits are no finite numbers"):
+        choice.of(logits, 0, 0)
+    with pytest.raises(ValueError, match=r"^2 of 2 logits"):
+        choice.of(torch.full((2,), -math.inf), 0, 0)
+    assert choice.of(torch.tensor([-math.inf, 0.0]), 0, 0) == 1
+
+
 def test_attention_without_torchs_operator_is_the_same() -> None:
     """As on devices that have none, or where values have another size."""
     query, key, value = (torch.randn(2, 3, words, 4, dtype=torch.float64) for words in (2, 5, 5))

@@ -26,7 +26,19 @@ class WordChoice:
     seed: int = 0
 
     def of(self, logits: Tensor, request: int, place: int) -> int:
-        """The word of logits [words] that comes at this place of a request's text."""
+        """The word of logits [words] that comes at this place of a request's text.
+
+        Raises:
+            ValueError: logits are NaN, which would be the likeliest of all, or infinite; -inf is of words that never
+                come, if it is not of all.
+        """
+        never = logits.isneginf()
+        odd = logits.numel() if bool(never.all()) else int((~logits.isfinite() & ~never).sum())
+        if odd:
+            raise ValueError(
+                f"{odd} of {logits.numel()} logits are no finite numbers, so that no token can be chosen; look at the "
+                "weights, or run in a wider --dtype"
+            )
         if not self.temperature:
             return int(logits.argmax())
         scaled = logits.double() / self.temperature

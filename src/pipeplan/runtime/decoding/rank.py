@@ -24,7 +24,7 @@ from pipeplan.runtime.decoding.layouts import BlockLayout, Placed, Route, positi
 from pipeplan.runtime.decoding.requests import Pass, RequestQueue
 from pipeplan.runtime.decoding.stage import DecodingStage
 from pipeplan.runtime.executor.channels import TransferError, transfer_errors
-from pipeplan.runtime.executor.stage import StageError
+from pipeplan.runtime.executor.stage import StageError, stage_errors
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
 from pipeplan.workload.kinds import PREFILL
 
@@ -301,12 +301,8 @@ class DecodingRank:
             if row.writes:
                 place = row.begin + row.count
                 at = place - len(self.queue.prompts[row.request])
-                if not bool(logits[number].isfinite().all()):  # NaN is the likeliest of all, and would be word 0
-                    raise StageError(
-                        f"request {row.request + 1}, new token {at + 1}: its logits are not all finite numbers, so "
-                        "that no token can be chosen; look at the weights, or run in a wider --dtype"
-                    )
-                found[number] = word = self.choice.of(logits[number], row.request, place)
+                with stage_errors(f"request {row.request + 1}, new token {at + 1}"):
+                    found[number] = word = self.choice.of(logits[number], row.request, place)
                 self.words.append(WrittenWord(row.request, at, word, self.clock()))
         if self.progress.rank in self._hearers:
             self._here[-1, "words", turn, which] = found

@@ -8,9 +8,10 @@ are gathered until they are given up. Programs say when, in UNSHARD, RESHARD and
 RESHARD gives a group of blocks up as soon as it is through with it. Where programs do not say, blocks are gathered and
 reduced one by one inside of actions, the next one's parameters while one computes.
 
-torch's ``fully_shard`` keeps its own rows beside whole parameters, which levels 1 and 2 have no memory for, cannot
-share a parameter between blocks that it wraps one by one, and reduces in a hook that weight gradients waiting for W
-come after. ``ZeroRedundancyOptimizer`` gives ranks whole parameters, of uneven sizes, and sums whole gradients.
+torch's ``fully_shard`` keeps its own rows beside whole parameters, which levels 1 and 2 have no memory for. A program
+could drive it at level 3 (``benchmarks/torch_sharding.py``); all levels are here, for they share when exchanges begin
+and end, buckets, and sums over stages that have a parameter in common.
+``ZeroRedundancyOptimizer`` gives ranks whole parameters, of uneven sizes, and sums whole gradients.
 """
 
 from __future__ import annotations
