@@ -13,7 +13,7 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload, step_bytes
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.recipes import bytes_per_parameter, state_of, step_ns
-from pipeplan.costs.uniform import step as uniform_step
+from pipeplan.costs.uniform.state import bytes_of
 from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile, Recipe, TiedParameter
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.request import Batch, Request
@@ -51,7 +51,7 @@ def test_frozen_parameters_are_not_stepped_and_sharded_state_is_stepped_in_part(
     each = bytes_per_parameter(recipe)
     divided = {kind: size * 100 // (4 if kind.name in ("master", "optimizer") else 1) for kind, size in each.items()}
     assert step_bytes(type(each)(divided), recipe) == 25 * 30
-    assert uniform_step._OPTIMIZER_BYTES == 30, "the closed forms count as plans do"
+    assert bytes_of(recipe.name).step == 30, "the closed forms count as plans do"
 
 
 def profile(**changes: Any) -> Profile:
