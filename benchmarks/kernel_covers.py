@@ -1,6 +1,6 @@
 """Algorithm 1 of Collage against the proved optimum on random models, and how long both take.
 
-    python benchmarks/kernel_covers.py --graphs 200 --operators 60      # the table of docs/kernels.md
+    python benchmarks/kernel_covers.py --graphs 200 --operators 40 --limit 240      # the table of docs/kernels.md
     python benchmarks/kernel_covers.py --graphs 5 --operators 1000
 
 With ``--proofs FILE`` proofs are kept there, and those that it has are not made again: it may be interrupted.

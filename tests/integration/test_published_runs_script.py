@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from pipeplan.costs.uniform.judging import judge, left_out_errors, read_runs
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
-import published_runs  # noqa: E402
+
+import published_runs
 
 
 def _printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -146,6 +146,10 @@ def problem(memory_bytes: int | None = 10**6) -> PartitionProblem:
     return PartitionProblem.of(chain(60), 8, 16, microbatch_sizes=[1, 2], memory_bytes=memory_bytes)
 
 
+def placed_within(strategy: str) -> object:
+    return place(chain(90), strategy, 8, microbatch_size=1, memory_bytes=[60_000] * 8)
+
+
 PLANNERS: dict[str, Callable[[], object]] = {
     "GraphPipe": lambda: next(graphpipe(problem(), tolerance=0.01)),
     "PipeDream": lambda: next(pipedream(problem())),
@@ -155,12 +159,7 @@ PLANNERS: dict[str, Callable[[], object]] = {
     "bound": lambda: request_bound(of(2000, 8)),
     "cut for servers": lambda: served(of(2000, 8, 10**9)),
     "even cuts": lambda: list(even_cuts(of(2000, 64))),
-    **{
-        strategy: lambda strategy=strategy: place(  # type: ignore[misc]
-            chain(90), strategy, 8, microbatch_size=1, memory_bytes=[60_000] * 8
-        )
-        for strategy in ("one-to-one", "circular", "v-shape")
-    },
+    **{strategy: partial(placed_within, strategy) for strategy in ("one-to-one", "circular", "v-shape")},
 }
 
 

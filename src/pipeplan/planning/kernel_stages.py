@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from pipeplan.costs import block_costs
@@ -272,8 +273,7 @@ def _least(plain: CostRow, parts: Sequence[CostRow]) -> CostRow:
         return min(map(of, (plain, *parts)))
 
     changed: dict[str, int] = {
-        key: least(lambda row, key=key: getattr(row, key))  # type: ignore[misc]  # a default binds it
-        for key in ("forward_ns", "activation_bytes", "workspace_bytes")
+        key: least(attrgetter(key)) for key in ("forward_ns", "activation_bytes", "workspace_bytes")
     }
     if plain.has_backward:
         whole = changed["backward_ns"] = least(lambda row: row.whole_backward_ns)

@@ -42,6 +42,6 @@ def network(name: str, *, seed: int = 0, meta: bool = False) -> tuple[nn.Module,
         torch.manual_seed(seed)
         module = NETWORKS[name]().eval()
     shape = (2, *size.input)
-    if len(shape) == 2 and isinstance(module, Bert):
+    if isinstance(module, Bert):
         return module, {"tokens": torch.arange(2 * shape[1]).view(shape) % module.vocabulary}
     return module, {"input": torch.linspace(-1, 1, torch.Size(shape).numel()).view(shape)}
