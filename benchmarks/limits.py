@@ -1,9 +1,11 @@
 """Whether time limits hold, when there is a first plan, and how soon a signal ends a search: one process for each row.
 
 ``until known`` is from the start of the process until all that is written is known. ``first plan`` is when the search
-first knew a schedule, and by which all of it is a plan, after the profile was read; ``stop`` is from a SIGTERM, sent at
-half of the limit, until what is written is known. A row without a plan says how it ended; one that takes more than
-``--most`` seconds is killed, and not interrupted.
+first knew a schedule, and by which all of it is a plan, after the profile was read, with the seconds that reading took
+where they matter; ``stop`` is from a signal until what is written is known, in runs of their own: a SIGTERM at half of
+the limit, and in the rows whose limits once did not hold a SIGINT at a quarter and a SIGHUP at nine tenths. What every
+run wrote is checked. A row without a plan says how it ended; one that takes more than ``--most`` seconds is killed, and
+not interrupted.
 
     python benchmarks/limits.py [--only PART] [--quick] [--list] [--llama PROFILE] [--state FILE]
     python benchmarks/limits.py --source OTHER/CHECKOUT --state before.json
@@ -55,6 +57,7 @@ from pipeplan import _api
 import pipeplan.files.read_write as files
 read = files.read_profile
 def read_profile(*given):
+    mark("open")
     found = read(*given)
     mark("read")
     return found
@@ -101,6 +104,10 @@ else:  # older
 """Runs the command line and says on stderr when something happened. ``done`` is when what is written is known."""
 
 
+_TERM = ((0.5, signal.SIGTERM),)
+_ALL = ((0.25, signal.SIGINT), *_TERM, (0.9, signal.SIGHUP))
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A request, its inputs made in the working folder, and its limit in seconds."""
@@ -109,6 +116,13 @@ class Row:
     arguments: str
     limit: int
     quick: bool = False
+    signals: tuple[tuple[float, signal.Signals], ...] = _TERM
+    """By which share of the limit a run is sent what; one with a limit below 10 s is sent nothing."""
+
+    @property
+    def interrupted(self) -> tuple[tuple[float, signal.Signals], ...]:
+        """The signals that runs of it are sent, each with the seconds until it is."""
+        return tuple((self.limit * share, sent) for share, sent in self.signals) if self.limit >= 10 else ()
 
 
 def chain(num_blocks: int, shards: tuple[int, ...] = (1,), contexts: tuple[int, ...] = (1,)) -> Profile:
@@ -214,6 +228,9 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
     "gpt2-1.3b": lambda: model("gpt2-1.3b"),
     "chain2000": lambda: chain(2_000),
     "chain10000": lambda: chain(10_000),
+    "chain20000": lambda: chain(20_000),
+    "chain40000": lambda: chain(40_000),
+    "split20000": lambda: chain(20_000, (1, 2, 4, 8)),
     "split2000": lambda: chain(2_000, (1, 2, 4, 8)),
     "parts2000": lambda: chain(2_000, (1, 2), (1, 2, 4)),
     "split10000": lambda: chain(10_000, (1, 2, 4, 8)),
@@ -227,24 +244,27 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
     "split6": lambda: chain(6, (1, 2, 4)),
     "nodes": lambda: cluster(64, 80 * 10**9),
     "large": lambda: cluster(1_024, 80 * 10**9),
+    "tiny": lambda: cluster(1_024, 50 * 10**6),
     "small": lambda: cluster(1_024, 300 * 10**6),
     "kinds": lambda: of_two_kinds(cluster(1_024, 80 * 10**9)),
 }
 
 ROWS = (
     Row("shared blocks (NN), 32 devices", "search nn32.json --microbatches 64", 2, quick=True),
-    Row("shared blocks (MLLM), 64 devices", "search mllm64.json --microbatches 128", 60),
+    Row("shared blocks (MLLM), 64 devices", "search mllm64.json --microbatches 128", 60, signals=_ALL),
     Row(
         "`frontier --plans`, GPT-2 1.3B on 2, 4, 8, 16 devices",
         "frontier gpt2-1.3b.json --devices 2,4,8,16 --memory 40GB --plans",
         30,
+        signals=_ALL,
     ),
     Row(
         "nearly infeasible memory: GPT-2 1.3B, 16 devices of 6 GB",
         "search gpt2-1.3b.json --devices 16 --memory 6GB",
         30,
+        signals=_ALL,
     ),
-    Row("`compare`, GPT-2 1.3B on 16 devices", "compare gpt2-1.3b.json --devices 16", 10, quick=True),
+    Row("`compare`, GPT-2 1.3B on 16 devices", "compare gpt2-1.3b.json --devices 16", 10, quick=True, signals=_ALL),
     Row("tuning, GPT-2 1.3B on 16 devices", "search gpt2-1.3b.json --devices 16 --scheduler rules", 10, quick=True),
     Row("100,000 micro-batches, shape V on 4 devices", "search v4.json --microbatches 100000", 10, quick=True),
     Row("20,000 micro-batches", "search v4.json --microbatches 20000", 10, quick=True),
@@ -263,25 +283,32 @@ ROWS = (
         quick=True,
     ),
     Row("shape V on 4 devices", "search v4.json", 1, quick=True),
-    Row("chain of 2,000 blocks, 1,024 devices of 80 GB", "search chain2000.json --cluster large.json", 10, quick=True),
+    Row(
+        "chain of 2,000 blocks, 1,024 devices of 80 GB",
+        "search chain2000.json --cluster large.json",
+        10,
+        quick=True,
+        signals=_ALL,
+    ),
     Row("chain of 2,000 blocks, 1,024 devices of 0.3 GB", "search chain2000.json --cluster small.json", 30),
-    Row("chain of 10,000 blocks, 8 devices", "search chain10000.json --devices 8", 10, quick=True),
-    Row("chain of 10,000 blocks, 1,024 devices of 80 GB", "search chain10000.json --cluster large.json", 30),
+    Row("chain of 10,000 blocks, 8 devices", "search chain10000.json --devices 8", 10, quick=True, signals=_ALL),
+    Row("chain of 10,000 blocks, 1,024 devices of 80 GB", "search chain10000.json --cluster large.json", 15),
     Row(
         "chain of 2,000 blocks, each on 1, 2, 4 or 8 devices, 1,024 devices of 80 GB",
         "search split2000.json --cluster large.json",
-        30,
+        15,
     ),
     Row(
         "chain of 10,000 blocks, each on 1, 2, 4 or 8 devices, 1,024 devices of 80 GB",
         "search split10000.json --cluster large.json",
-        30,
+        15,
+        signals=_ALL,
     ),
-    Row("the same, no two blocks alike", "search apart10000.json --cluster large.json", 30),
-    Row("the same chain, `--scheduler 1f1b`", "search split10000.json --cluster large.json --scheduler 1f1b", 30),
-    Row("the same chain, `--scheduler gpipe`", "search split10000.json --cluster large.json --scheduler gpipe", 30),
+    Row("the same, no two blocks alike", "search apart10000.json --cluster large.json", 15),
+    Row("the same chain, `--scheduler 1f1b`", "search split10000.json --cluster large.json --scheduler 1f1b", 15),
+    Row("the same chain, `--scheduler gpipe`", "search split10000.json --cluster large.json --scheduler gpipe", 15),
     *(
-        Row(f"the same chain, `{flags}`", f"search split10000.json --cluster large.json {flags}", 30)
+        Row(f"the same chain, `{flags}`", f"search split10000.json --cluster large.json {flags}", 15)
         for flags in (
             "--placement v-shape",
             "--placement circular",
@@ -289,15 +316,20 @@ ROWS = (
             "--vp 2",
             "--scheduler interleaved-1f1b",
             "--scheduler kfkb",
+            "--mini-batch 1000000",
+            "--zero 3",
             "--planner graphpipe",
+            "--planner pipedream",
             "--planner dapple",
+            "--planner piper",
+            "--planner autopipe",
         )
     ),
     *(
         Row(
             f"the same chain, backwards in halves, `--scheduler {name}`",
             f"search halves10000.json --cluster large.json --scheduler {name}",
-            30,
+            15,
         )
         for name in ("zb-h1", "zb-v")
     ),
@@ -308,50 +340,62 @@ ROWS = (
         quick=True,
     ),
     Row(
-        "the same chain in layers, `--for megatron`", "search layers10000.json --cluster large.json --for megatron", 60
+        "the same chain in layers, `--for megatron`", "search layers10000.json --cluster large.json --for megatron", 15
     ),
     Row(
         "the same chain in layers, `--for torchtitan`",
         "search layers10000.json --cluster large.json --for torchtitan",
-        60,
+        15,
     ),
     Row(
         "the same chain in layers, of inference, `--for vllm`",
         "search served10000.json --cluster large.json --for vllm",
-        30,
+        15,
     ),
     Row(
         "the same chain in layers, `--keep-together 2`",
         "search layers10000.json --cluster large.json --keep-together 2",
-        30,
+        15,
     ),
-    Row("the same chain, of inference", "search forwards10000.json --cluster large.json", 30),
+    Row("the same chain, of inference", "search forwards10000.json --cluster large.json", 15),
     Row(
         "the same chain, half of the devices with `--profile-for`",
         "search split10000.json --cluster kinds.json --profile-for other=split10000.json",
-        30,
+        15,
     ),
-    Row("`compare`, the same chain", "compare split10000.json --cluster large.json", 30),
+    Row("`compare`, the same chain", "compare split10000.json --cluster large.json", 15),
     Row(
         "chain of 10,000 blocks, each on 1 or 2 devices, sequences in 1, 2 or 4 parts, 1,024 devices of 0.3 GB",
         "search parts10000.json --cluster small.json",
-        30,
+        15,
     ),
     Row(
         "chain of 2,000 blocks, each on 1 or 2 devices, sequences in 1, 2 or 4 parts, 1,024 devices of 80 GB",
         "search parts2000.json --cluster large.json",
-        30,
+        15,
     ),
     Row(
         "the same, 1,024 devices of 0.3 GB, `--zero auto`",
         "search parts2000.json --cluster small.json --zero auto",
-        30,
+        15,
     ),
     Row(
         "chain of 6 blocks on 8 devices, stages of any widths, 100,000 micro-batches, `--scheduler 1f1b`",
         "search split6.json --devices 8 --microbatches 100000 --scheduler 1f1b",
         10,
         quick=True,
+    ),
+    Row(
+        "chain of 10,000 blocks, 1,024 devices of 50 MB, which is too little",
+        "search chain10000.json --cluster tiny.json",
+        15,
+    ),
+    Row("chain of 20,000 blocks, 1,024 devices of 80 GB", "search chain20000.json --cluster large.json", 15),
+    Row("chain of 40,000 blocks, 1,024 devices of 80 GB", "search chain40000.json --cluster large.json", 30),
+    Row(
+        "chain of 20,000 blocks, each on 1, 2, 4 or 8 devices, 1,024 devices of 80 GB",
+        "search split20000.json --cluster large.json",
+        30,
     ),
     Row(
         "Llama 70B, estimated, 64 devices of 80 GB, 512 samples",
@@ -362,6 +406,7 @@ ROWS = (
         "Llama 70B, blocks on 1 to 8 devices, 64 devices in nodes, 256 samples",
         "search llama.json --cluster nodes.json --mini-batch 256",
         30,
+        signals=_ALL,
     ),
     Row(
         "Llama 70B, blocks on 1 to 8 devices, 64 devices of 22 GB, 256 samples",
@@ -408,7 +453,7 @@ def llama(folder: Path, given: str | None) -> str | None:
 
 def seconds_of(row: Row) -> float:
     """About how long a row takes where limits hold."""
-    return row.limit + 3 + (row.limit / 2 + 3 if row.limit >= 10 else 0)
+    return row.limit + 6 + sum(when + 4 for when, _ in row.interrupted)
 
 
 def page_table(page: str, rows: Sequence[Row], found: Mapping[str, Measured]) -> Iterator[str]:
@@ -430,26 +475,33 @@ def page_table(page: str, rows: Sequence[Row], found: Mapping[str, Measured]) ->
         yield " | ".join([f"| {row.name}{proved}", f"{row.limit}", before, known, first, stop]) + " |"
 
 
+_OVER = "over"
+"""How a row ended that took longer than is waited for."""
+
+_READING_IS_SHOWN = 1.5
+"""Seconds of reading from which a table has them: beyond 10,000 blocks they say what a first plan may take."""
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds until what is written is known, until a schedule and a plan are known, and to stop; nan is none."""
+    """Seconds until what is written is known, of reading, until a schedule and a plan are known, and to stop after each
+    signal; nan is none.
+    """
 
     known: float
+    read: float
     first: float
     made: float
-    stop: float
+    stops: Sequence[float]
     ended: str
 
     @property
     def cells(self) -> tuple[str, ...]:
         """As a table has them."""
         first = "" if math.isnan(self.first) else f"{self.first:.1f} / {self.made:.1f}"
-        stop = "" if math.isnan(self.stop) else f"{self.stop:.2f}"
-        return f"{self.known:.1f}", first, stop, self.ended
-
-
-_OVER = "over"
-"""How a row ended that took longer than is waited for."""
+        first += f", read in {self.read:.1f}" if first and self.read >= _READING_IS_SHOWN else ""
+        stops = ", ".join(f"{stop:.2f}" for stop in self.stops if not math.isnan(stop))
+        return f"{self.known:.1f}", first, stops, self.ended
 
 
 class Rows:
@@ -482,18 +534,22 @@ class Bench:
     def measured(self, row: Row) -> Measured:
         """A row, run to its end, and, where it takes long enough, interrupted."""
         marks, _, ended = self._timed(row)
-        stop = math.nan
-        if row.limit >= 10 and not ended.startswith(_OVER):
-            stop = self._timed(row, row.limit / 2)[1]  # it may not have begun by then
+        stops, over = [], ended.startswith(_OVER)
+        for when, sent in () if over else row.interrupted:
+            _, stop, how = self._timed(row, when, sent)  # what it is sent may come when it has ended
+            stops.append(stop)
+            ended = "; ".join(part for part in (ended, how and f"{sent.name}: {how}") if part)
         read = marks.get("read", math.nan)
         if "none" in marks:
             ended = f"none known after {marks['none'] - read:.1f}{'; ' if ended else ''}{ended}"
-        known, first, made = (marks.get(what, math.nan) for what in ("done", "first", "made"))
-        found = Measured(known, first - read, made - read, stop, ended)
+        known, opened, first, made = (marks.get(what, math.nan) for what in ("done", "open", "first", "made"))
+        found = Measured(known, read - opened, first - read, made - read, stops, ended)
         note(" | ".join((row.name, *found.cells)))
         return found
 
-    def _timed(self, row: Row, signal_after: float | None = None) -> tuple[dict[str, float], float, str]:
+    def _timed(
+        self, row: Row, signal_after: float | None = None, sent_then: signal.Signals = signal.SIGTERM
+    ) -> tuple[dict[str, float], float, str]:
         """When what was marked happened, the seconds from the signal until what is written is known, how it ended."""
         output = [] if row.arguments.startswith("compare") else ["-o", "out.json"]
         command = [sys.executable, "-c", CHILD, *row.arguments.split(), "--time-limit", f"{row.limit}s", *output]
@@ -513,7 +569,7 @@ class Bench:
                 process.wait(signal_after)
             except subprocess.TimeoutExpired:
                 sent = time.monotonic() - begun
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(sent_then)
         try:
             _, errors = process.communicate(timeout=max(1.0, self._most - (time.monotonic() - begun)))
         except subprocess.TimeoutExpired:
@@ -526,8 +582,17 @@ class Bench:
         ended = "" if process.returncode == 0 else f"exit {process.returncode}: {' '.join(left)[-80:]}"
         if process.returncode == -signal.SIGKILL:
             ended = f"{_OVER} {self._most:g}"
+        elif row.arguments.startswith("search") and process.returncode == 0:
+            ended = self._refused()
         stop = marks.get("done", math.nan) - sent
         return marks, stop if stop >= 0 else math.nan, ended  # it may have ended before
+
+    def _refused(self) -> str:
+        """What ``check`` says against the plan that was written; nothing if it is accepted."""
+        command = [sys.executable, "-m", "pipeplan", "check", "out.json"]
+        done = subprocess.run(command, cwd=self._folder, capture_output=True, text=True, env=self._environment)
+        (self._folder / "out.json").unlink(missing_ok=True)
+        return "" if done.returncode == 0 else f"check: exit {done.returncode}: {done.stderr.strip()[-80:]}"
 
 
 def main() -> None:
@@ -591,7 +656,8 @@ def _before(measured: Measured | None) -> str:
     if measured is None:
         return ""
     known = measured.ended if math.isnan(measured.known) else f"{measured.known:.1f}"
-    return known if math.isnan(measured.stop) else f"{known} (stop: {measured.stop:.1f})"
+    stops = ", ".join(f"{stop:.1f}" for stop in measured.stops if not math.isnan(stop))
+    return f"{known} (stop: {stops})" if stops else known
 
 
 if __name__ == "__main__":
