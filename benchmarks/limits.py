@@ -510,6 +510,9 @@ class Rows:
     def __init__(self, path: str | None) -> None:
         self._path = None if path is None else Path(path)
         there = json.loads(self._path.read_text()) if self._path is not None and self._path.exists() else {}
+        for row in there.values():
+            if "stop" in row:  # of a version that sent one signal
+                row.update(stops=[row.pop("stop")], read=math.nan)
         self.found = {name: Measured(**row) for name, row in there.items()}
 
     def keep(self, row: Row, measured: Measured) -> None:
