@@ -48,9 +48,9 @@ def _of_targets(logits: Tensor, targets: Tensor, words: int, count: int) -> Tens
 
 
 def _enter(shards: Shards, whole: Tensor, count: int) -> Tensor:
-    """This device's slice; the rest of the whole gets no gradient from it."""
+    """This device's slice, which does not keep the rest of the whole; that gets no gradient from it."""
     begin, end = shards.range(whole.shape[1])
-    return whole.narrow(1, begin, end - begin)
+    return whole.narrow(1, begin, end - begin).clone()
 
 
 def _elsewhere(shards: Shards, indices: Tensor, words: int) -> Tensor:
