@@ -8,7 +8,14 @@ from builders.requests import request_of
 from pipeplan._api import make_cluster
 from pipeplan.costs.clusters import CLUSTERS, TESTBEDS
 from pipeplan.costs.clusters import named_cluster as cluster_of
-from pipeplan.costs.communication import LINK_CEILING, Exchange, send_time, time_of_groups, transfer_time
+from pipeplan.costs.communication import (
+    LINK_CEILING,
+    Exchange,
+    contention_among,
+    send_time,
+    time_of_groups,
+    transfer_time,
+)
 from pipeplan.costs.devices import PRESETS, device_preset
 from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.shares import catalog_shares, faster_than_reached, reaching, shares_for
@@ -83,11 +90,13 @@ def test_a_makers_cluster_is_written_as_published_runs_reach_it(name: str) -> No
 def test_links_that_carry_less_slow_compute_by_less() -> None:
     """Between nodes at a ninth of NVLink's rate: a ninth of the cluster's contention, if any of the groups is there."""
     cluster = cluster_of("cluster-h100", 16).model_copy(update={"contention": 0.45})
-    assert cluster.contention_among([range(8), range(8, 16)]) == pytest.approx(0.45)
-    assert cluster.contention_among([(0, 8), (1, 9)]) == pytest.approx(0.05)
-    assert cluster.contention_among([(0, 1), (7, 8)]) == pytest.approx(0.05)
-    assert cluster.contention_among([(3,)]) == cluster.contention_among([]) == 0.45
-    assert cluster_of("cluster-h100").contention_among([(0, 8)]) == 0.0
+    assert contention_among(cluster, [range(8), range(8, 16)]) == pytest.approx(0.45)
+    assert contention_among(cluster, [(0, 8), (1, 9)]) == pytest.approx(0.05)
+    assert contention_among(cluster, [(0, 1), (7, 8)]) == pytest.approx(0.05)
+    assert contention_among(cluster, [(0, 1, 2, 8, 9, 10)]) == pytest.approx(0.15), "three adapters of a node"
+    assert contention_among(cluster, [range(16), (7, 8)]) == pytest.approx(0.05)
+    assert contention_among(cluster, [(3,)]) == contention_among(cluster, []) == 0.45
+    assert contention_among(cluster_of("cluster-h100"), [(0, 8)]) == 0.0
 
 
 @pytest.mark.parametrize(("gigabytes", "times"), [(None, 8), (400, 1), (100, 4), (25, 16)])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from random import Random
 
@@ -21,6 +21,7 @@ from pipeplan.costs.communication import (
     time_of_groups,
     transfer_time,
 )
+from pipeplan.costs.spread import TREES_LEAVE
 from pipeplan.costs.trees import MessageCrowds
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Source
@@ -52,38 +53,52 @@ THIRTY_TWO = tree((4, 400, None), (16, 50, 1.0), (32, 50, 4.0))
 Flow = tuple[int, int]
 
 
-def seconds(cluster: Cluster, flows: Sequence[Flow], size: float, *, alone: bool = True) -> float:
-    """Until each flow has moved ``size`` bytes, all at once: each link by all that is on it.
+def seconds(cluster: Cluster, flows: Mapping[Flow, float], size: float, *, alone: bool = True) -> float:
+    """Until each flow has moved its part of ``size`` bytes, all at once: each link by all that is on it.
 
-    A flow has a link of its own between its devices unless not ``alone``, and the uplinks of all groups that it leaves.
+    A device sends and takes at the rate of one unless not ``alone``, and over the uplinks of all groups that a flow
+    leaves.
     """
-    on: Counter[tuple[int, ...]] = Counter()
-    rates: dict[tuple[int, ...], float] = {}
-    for source, target in flows:
+    on: Counter[tuple[object, ...]] = Counter()
+    rates: dict[tuple[object, ...], float] = {}
+    for (source, target), part in flows.items():
         for number, level in enumerate(cluster.levels):
             inside = cluster.levels[number - 1]
             if number and source // inside.group_size == target // inside.group_size:
                 break
-            own = (number, source, target)
-            rates[own] = level.bandwidth_bytes_per_s if alone else float("inf")
-            on[own] = 1
+            for own in (("sends", number, source), ("takes", number, target)):
+                rates[own] = level.bandwidth_bytes_per_s if alone else float("inf")
+                on[own] += part  # type: ignore[assignment]  # parts of a whole
             if level.oversubscription is None:
                 continue
             place, below = (number, source // inside.group_size), inside.group_size
             if inside.rails:
                 node = cluster.levels[number - 2].group_size
                 place, below = (number, source // inside.group_size * node + target % node), below // node
-            on[place] += 1
+            on[place] += part  # type: ignore[assignment]
             rates[place] = below * level.bandwidth_bytes_per_s / level.oversubscription
     return max((size * count / rates[link] for link, count in on.items()), default=0.0)
 
 
-def rings(groups: Sequence[Sequence[int]]) -> list[Flow]:
-    return [(group[i - 1], group[i]) for group in groups for i in range(len(group))]
+def rings(cluster: Cluster, groups: Sequence[Sequence[int]]) -> Counter[Flow]:
+    """As many rings in each group as it has devices in a node: in and out of each node by others, on one rail."""
+    found: Counter[Flow] = Counter()
+    for group in groups:
+        nodes = defaultdict[int, list[int]](list)
+        for device in group:
+            nodes[device // cluster.levels[0].group_size].append(device)
+        ways = list(nodes.values())
+        channels = len(ways[0]) if len(ways) > 1 else 1
+        for channel in range(channels):
+            turned = [own[(channel - n) % len(own) :] + own[: (channel - n) % len(own)] for n, own in enumerate(ways)]
+            ring = [device for own in turned for device in own]
+            for flow in zip(ring, [*ring[1:], ring[0]], strict=True):
+                found[flow] += 1 / channels  # type: ignore[assignment]  # parts of a whole
+    return found
 
 
-def all_pairs(groups: Sequence[Sequence[int]]) -> list[Flow]:
-    return [(a, b) for group in groups for a in group for b in group if a != b]
+def all_pairs(groups: Sequence[Sequence[int]]) -> Counter[Flow]:
+    return Counter((a, b) for group in groups for a in group for b in group if a != b)
 
 
 def along(devices: int, stride: int, extent: int) -> list[list[int]]:
@@ -117,11 +132,10 @@ def test_collectives_of_all_devices_are_as_slow_as_the_busiest_link(cluster: Clu
         if operation == "all_to_all":
             level = cluster.level_between(groups[0][0], groups[0][-1])
             assert level is not None
-            every = [(a, b) for group in groups for a in group for b in group if a != b]
             alone = steps * size / count / level.bandwidth_bytes_per_s  # one message after the other
-            expected = max(alone, seconds(cluster, every, size / count, alone=False))
+            expected = max(alone, seconds(cluster, all_pairs(groups), size / count, alone=False))
         else:
-            expected = steps * seconds(cluster, rings(groups), size / count)
+            expected = steps * seconds(cluster, rings(cluster, groups), size / count)
         assert time_of_groups(cluster, Exchange(operation, size), groups) == pytest.approx(1e9 * expected), groups
 
 
@@ -133,14 +147,66 @@ def test_by_hand_on_32_devices() -> None:
     assert time_of_groups(THIRTY_TWO, sum_of, pairs) == pytest.approx(1e9 * 2 * 0.5 / 12.5)
     fours = [[d, d + 1, d + 16, d + 17] for d in range(0, 16, 2)]  # 8 rings leave a rack
     assert time_of_groups(THIRTY_TWO, sum_of, fours) == pytest.approx(1e9 * 2 * 3 / 4 / 25)
-    assert time_of_groups(THIRTY_TWO, sum_of, [range(32)]) == pytest.approx(1e9 * 2 * 31 / 32 / 50), "one ring"
+    nodes = [[*range(8)], [*range(8, 16)], [*range(16, 24)], [*range(24, 32)]]  # two each: four rings of a quarter
+    assert time_of_groups(THIRTY_TWO, sum_of, nodes) == pytest.approx(1e9 * 2 * 7 / 8 / 200)
+    strided = [[d, d + 2, d + 4, d + 6] for d in (0, 1, 8, 9, 16, 17, 24, 25)]  # two in each node, and two rings
+    assert time_of_groups(THIRTY_TWO, sum_of, strided) == pytest.approx(1e9 * 2 * 3 / 4 / 100)
+    assert time_of_groups(THIRTY_TWO, sum_of, [range(32)]) == pytest.approx(1e9 * 2 * 31 / 32 / 200), "all uplinks"
     words = Exchange("all_to_all", GB)  # half of what each device has goes to the other rack, at 12.5 GB/s
     assert time_of_groups(THIRTY_TWO, words, [range(32)]) == pytest.approx(1e9 * 0.5 / 12.5)
     assert prices_in(THIRTY_TWO)(words, 32) == pytest.approx(1e9 * 0.5 / 12.5)
-    assert prices_in(THIRTY_TWO)(sum_of, 16) == pytest.approx(1e9 * 2 * 15 / 16 / 50)
+    assert prices_in(THIRTY_TWO)(sum_of, 16) == pytest.approx(1e9 * 2 * 15 / 16 / 200)
     assert all_reduce_time(THIRTY_TWO, [0, 16], GB) == pytest.approx(1e9 * 2 * 0.5 / 12.5)
     assert send_time(THIRTY_TWO, pairs_of(pairs), GB) == pytest.approx(1e9 / 12.5)
     assert LinkPath.in_cluster(THIRTY_TWO, 32).levels == ((1, 400e9), (4, 50e9), (16, 12.5e9))
+
+
+LATE = tuple(
+    level.model_copy(update={"latency_ns": latency})
+    for level, latency in zip(THIRTY_TWO.levels, (1_000, 10_000, 100_000), strict=True)
+)
+
+
+def test_hops_by_hand_on_32_devices() -> None:
+    """Of little, rings take the time of their hops, each over the innermost level it needs; trees have fewer hops."""
+    cluster = THIRTY_TWO.model_copy(update={"levels": LATE})
+    tiny = 1
+    gather = time_of_groups(cluster, Exchange("all_gather", tiny), [range(32)])
+    assert gather == pytest.approx(24 * 1_000 + 6 * 10_000 + 1 * 100_000), "8 nodes in 2 racks"
+    alone = time_of_groups(cluster, Exchange("all_gather", tiny), [[d, d + 16] for d in range(16)])
+    assert alone == pytest.approx(100_000, rel=1e-3)
+    inside = time_of_groups(cluster, Exchange("all_reduce", tiny), [range(4)])
+    assert inside == pytest.approx(2 * 3 * 1_000, rel=1e-3), "a ring alone"
+    trees = time_of_groups(cluster, Exchange("all_reduce", tiny), [range(32)])
+    assert trees == pytest.approx(2 * (3 * 1_000 + 2 * 10_000 + 100_000), rel=1e-3), "4 nodes in a rack, 2 racks"
+    flat = cluster.model_copy(update={"levels": (LATE[0], LATE[1].model_copy(update={"group_size": 32}))})
+    few, much = Exchange("all_reduce", 10**6), Exchange("all_reduce", GB)
+    both = 1e9 * few.array_bytes / 200e9, 1e9 * much.array_bytes / 200e9  # all four adapters of a node
+    assert time_of_groups(flat, few, [range(32)]) == pytest.approx(2 * (3 * 1_000 + 3 * 10_000 + both[0] / 0.92))
+    assert time_of_groups(flat, much, [range(32)]) == pytest.approx(2 * (24_000 + 70_000 + 31 / 32 * both[1]))
+
+
+def complements(nodes: int) -> list[list[Flow]]:
+    """NCCL's two trees over nodes, as (child, parent): parents by the lowest bit, and the same seen from the end."""
+
+    def parent(node: int) -> int:
+        bit = node & -node
+        up = (node ^ bit) | (bit << 1)
+        return node ^ bit if up >= nodes else up
+
+    first = [(node, parent(node)) for node in range(1, nodes)]
+    return [first, [(nodes - 1 - child, nodes - 1 - above) for child, above in first]]
+
+
+@pytest.mark.parametrize(("nodes", "rack"), [(8, 4), (16, 4), (64, 8), (128, 32)])
+def test_trees_send_at_most_three_halves_of_what_rings_do_over_uplinks(nodes: int, rack: int) -> None:
+    """Each has half of the array, up and down; a ring sends twice the array over each rack's uplinks."""
+    leaving: Counter[int] = Counter()
+    for child, above in (edge for tree in complements(nodes) for edge in tree):
+        if child // rack != above // rack:
+            leaving.update((child // rack, above // rack))  # sums go up, and what they give comes down
+    assert max(leaving.values()) / 2 <= TREES_LEAVE * 2
+    assert nodes == 2 * rack or max(leaving.values()) / 2 == TREES_LEAVE * 2, "and some rack does"
 
 
 def pairs_of(groups: Sequence[Sequence[int]]) -> list[Flow]:
@@ -182,7 +248,7 @@ def test_messages_of_random_devices_are_as_slow_as_the_busiest_uplink(cluster: C
         flows = [(a, b) for a, b in zip(senders, draw.sample(every, len(senders)), strict=True) if a != b]
         crowd = MessageCrowds(cluster, waits(flows)).of(level)
         ways = [flows] if any(each.rails for each in cluster.levels) else [flows, [(b, a) for a, b in flows]]
-        busiest = max(seconds(cluster, way, 1.0, alone=False) for way in ways)
+        busiest = max(seconds(cluster, Counter(way), 1.0, alone=False) for way in ways)
         if len(ways) == 2:  # what comes down has as many links as what goes up
             assert float(crowd) == pytest.approx(max(1.0, busiest * level.bandwidth_bytes_per_s))
         else:

@@ -136,7 +136,7 @@ class Reference:
             pairs = sharing(devices[g], devices[h])
             links += [self.send(source, target, math.ceil(size / len(pairs))) for source, target in pairs]
         for own, size in zip(devices, self.question.sync, strict=True):
-            links += [all_reduce_time(self.question.cluster, own, size)] * len(own)
+            links += [sum_time(self.question.cluster, own, size)] * len(own)
         return LinkTime(sum(links), max(links, default=0))
 
     def least(self) -> LinkTime | None:
@@ -155,6 +155,13 @@ class Reference:
             if alike not in seen:
                 seen.add(alike)
                 yield from self.assignments((*before, own), [device for device in free if device not in own])
+
+
+def sum_time(cluster: Cluster, own: Devices, size: int) -> int:
+    """As where one device alone is away from the others, as far as any is: mapping knows no more of a group."""
+    level = cluster.level_between(min(own), max(own))
+    last = 0 if level is None else level.group_size - 1
+    return all_reduce_time(cluster, [*range(len(own) - 1), last], size) if len(own) > 1 else 0
 
 
 def sharing(first: Devices, second: Devices) -> list[tuple[int, int]]:

@@ -95,3 +95,73 @@ def test_chosen_groups_avoid_the_slow_level_as_the_best_of_all_assignments_does(
     best, time = min(within), chosen.predicted.iteration_ns
     assert best <= time < min(crossing), "every assignment with a stage in both racks is slower"
     assert time <= 1.03 * best, "devices are chosen for the links' time, not for that of the schedule"
+
+
+def racks_of_16(ratio: float) -> Cluster:
+    """Two racks of four nodes of four devices."""
+    levels = tuple(
+        LinkLevel(name=name, group_size=size, latency_ns=0, bandwidth_bytes_per_s=rate * 10**9, oversubscription=its)
+        for name, size, rate, its in (("node", 4, 100, None), ("rack", 16, 10, 1.0), ("spine", 32, 10, ratio))
+    )
+    kind = DeviceKind(name="device", count=32)
+    return Cluster(name="racks", source=Source(method="estimated"), devices=(kind,), levels=levels)
+
+
+def split_line(sent: int, parameters: int) -> Profile:
+    """Four alike blocks, which two devices split."""
+    rows = tuple(
+        CostRow(microbatch_size=1, shards=shards, forward_ns=10**6 // shards, backward_ns=2 * 10**6 // shards)
+        for shards in (1, 2)
+    )
+    blocks = tuple(
+        Block(id=f"b{number}", operator="layer", parameter_bytes=parameters, gradient_bytes=parameters, costs=rows)
+        for number in range(4)
+    )
+    edges = tuple(Edge(source=f"b{n}", target=f"b{n + 1}", bytes_per_sample=sent) for n in range(3))
+    return Profile(name="line", source=Source(method="estimated"), blocks=blocks, edges=edges)
+
+
+def beside_each_other(plan: Plan) -> list[int]:
+    """[stage] how many devices of it lie in the first rack."""
+    return [sum(device < 16 for device in stage.devices) for stage in plan.stages]
+
+
+@pytest.mark.parametrize(
+    ("sent", "parameters", "expected"),
+    [(8_000_000, 1_000_000, [8, 8]), (1_000, 100_000_000, [16, 0])],
+    ids=["messages stay in racks", "sums stay in racks"],
+)
+def test_replicas_lie_along_the_tree_as_is_quickest(sent: int, parameters: int, expected: list[int]) -> None:
+    """Two positions of eight replicas of two devices on 32: by hand, with 4:1 a rack's uplinks carry four messages.
+
+    Eight replicas of a position in one rack send all messages over them; four in each send all sums.
+    """
+    asked: dict[str, Any] = {
+        "mini_batch": 64,
+        "microbatch_size": 8,
+        "scheduler": "1f1b",
+        "split_backward": False,
+        "time_limit": "10s",
+        "deterministic": True,
+    }
+    profile, cluster = split_line(sent, parameters), racks_of_16(4.0)
+    plan = pipeplan.search(profile, cluster=cluster, tp=2, pp=2, dp=8, **asked).plan
+    assert beside_each_other(plan) == expected
+    found = {}
+    for placement in [replicas_beside(8), *(replicas_beside(number) for number in (4, 2, 1))]:
+        other = pipeplan.search(profile, cluster=cluster, placement=placement, **asked).plan
+        found[placement.stages[0].devices] = other.predicted.iteration_ns
+    assert plan.predicted.iteration_ns == min(found.values()), "of all orders of replicas and positions"
+    assert len(set(found.values())) > 1
+    assert pipeplan.check(plan, profile=profile, cluster=cluster).valid
+
+
+def replicas_beside(number: int) -> Placement:
+    """So many replicas of each of two positions side by side, those of both in turn."""
+    stages = []
+    for position in range(2):
+        begins = [((r // number * 2 + position) * number + r % number) * 2 for r in range(8)]
+        devices = tuple(device for begin in begins for device in (begin, begin + 1))
+        blocks = tuple(f"b{number}" for number in (2 * position, 2 * position + 1))
+        stages.append(PlacedStage(blocks=blocks, devices=devices, shards=2, replicas=8))
+    return Placement(strategy="one-to-one", num_devices=32, stages=tuple(stages))

@@ -218,7 +218,8 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         text = f"are {len(plan.devices)}, the cluster has {cluster.num_devices}"
         findings.add("cluster", "devices", text)
         return
-    expected = _contention(cluster, [range(len(plan.devices))])
+    sums = [stage.devices[shard :: stage.shards] for stage in plan.stages for shard in range(stage.shards)]
+    expected = _contention(cluster, sums)
     for number, stage in enumerate(plan.stages):
         slowest = min(cluster.speeds[device] for device in stage.devices)
         if stage.blocks and stage.speed != slowest:
@@ -966,15 +967,22 @@ def _check_groups(
 def _contention(cluster: Cluster | None, groups: Iterable[Sequence[int]]) -> float:
     """What part of its speed a device loses while these exchange: the cluster's, of links that are as fast as any.
 
-    Over a level that carries less it is less by as much.
+    Where a group leaves its nodes, it is less by as much as all that it has in a node send less than these links carry.
     """
     if cluster is None or not cluster.levels:
         return 0.0 if cluster is None else cluster.contention
-    places = [{device // level.group_size for device in group} for group in groups for level in cluster.levels]
-    inner = len(cluster.levels)
-    held = [all(len(place) == 1 for place in places[number::inner]) for number in range(inner)]
-    ratio = cluster.levels[held.index(True)].bandwidth_bytes_per_s / cluster.levels[0].bandwidth_bytes_per_s
-    return cluster.contention * min(1.0, ratio)
+    least = 1.0
+    for size, own in itertools.groupby(sorted({tuple(group) for group in groups}, key=len), key=len):
+        together = list(own)
+        places = [{device // level.group_size for device in group} for group in together for level in cluster.levels]
+        inner = len(cluster.levels)
+        held = [all(len(place) == 1 for place in places[number::inner]) for number in range(inner)].index(True)
+        if size > 1 and held > 0:
+            node = cluster.levels[0].group_size
+            there = min(min(Counter(device // node for device in group).values()) for group in together)
+            rate = there * cluster.levels[held].bandwidth_bytes_per_s
+            least = min(least, rate / cluster.levels[0].bandwidth_bytes_per_s)
+    return cluster.contention * least
 
 
 def _beside(exchange: int, compute: int, contention: float) -> int:

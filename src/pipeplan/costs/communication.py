@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Literal
 
 from pipeplan.costs.devices import DevicePreset
-from pipeplan.costs.trees import slowest_share, uplink_crowd, way_between
+from pipeplan.costs.spread import TREE_RATE, Spread, loads_of
+from pipeplan.costs.trees import slowest_share, way_between
 from pipeplan.files import Cluster, LinkLevel, MeasuredCurve
+from pipeplan.workload.elements import Stage
 
 Points = Sequence[tuple[int, int]]
 """Pairs of bytes and ns, bytes ascending."""
@@ -160,8 +163,9 @@ def prices_of(device: DevicePreset) -> Prices:
 
 
 def prices_in(cluster: Cluster) -> Prices:
-    """Measured times among the first devices of a cluster where it has them, else rings over the slowest link."""
-    return lambda exchange, devices: _alone(cluster, exchange, range(devices))
+    """Measured times among the first devices of a cluster where it has them, else as NCCL would run it."""
+    prices = cache(lambda devices: price_of_groups(cluster, [range(devices)]))
+    return lambda exchange, devices: prices(devices)(exchange)
 
 
 def all_reduce_time(cluster: Cluster | None, devices: Sequence[int], size: int) -> int:
@@ -186,39 +190,31 @@ def all_gather_time(cluster: Cluster | None, devices: Sequence[int], size: int) 
 def _time_of(cluster: Cluster | None, exchange: Exchange, devices: Sequence[int]) -> int:
     if cluster is None or len(devices) < 2 or not exchange.array_bytes:
         return 0
-    return round(_alone(cluster, exchange, devices))
+    return round(time_of_groups(cluster, exchange, [devices]))
 
 
-def _alone(cluster: Cluster, exchange: Exchange, devices: Sequence[int]) -> float:
-    """Time in ns among devices of which no others of their nodes run it; in a tree uplinks are shared all the same."""
-    level = cluster.level_between(min(devices), max(devices))
-    if level is not None and cluster.is_tree:
-        crowd = uplink_crowd(cluster, level, [devices], all_to_all=exchange.operation == "all_to_all")
-        exchange = Exchange(exchange.operation, round(exchange.array_bytes * crowd))
-    return price_at(cluster, exchange, len(devices), level)
+def contention_among(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -> float:
+    """By what part of its speed a device computes less while all these groups exchange, each among its devices.
 
-
-def price_at(cluster: Cluster, exchange: Exchange, devices: int, level: LinkLevel | None) -> float:
-    """Measured time of the level, interpolated over sizes and numbers of devices, else a ring over the level's links.
-
-    Between two measured numbers of devices the time is interpolated in the logarithms of both; outside of them, and
-    where only one was measured, it is a ring.
+    What slows it is bytes through its memory: rings that carry fewer than the innermost links slow it by that much
+    less.
     """
-    if level is None:
+    if cluster is None or not cluster.contention:
         return 0.0
-    measured = sorted(
-        (curve.num_devices, time_on_curve(curve.points, exchange.array_bytes))
-        for curve in cluster.measured
-        if (curve.operation, curve.level) == (exchange.operation, level.name)
-    )
-    for count, time in measured:
-        if count == devices:
-            return time
-    for (fewer, low), (more, high) in zip(measured, measured[1:], strict=False):
-        if fewer < devices < more:
-            share = math.log(devices / fewer) / math.log(more / fewer)
-            return low * math.pow(high / low, share)
-    return ring_ns(exchange, devices, level.bandwidth_bytes_per_s, level.latency_ns)
+    least = 1.0
+    for size in {len(group) for group in groups} - {0, 1}:
+        spread = Spread.of(cluster, [group for group in groups if len(group) == size])
+        if spread is not None and spread.outer:
+            rate = spread.channels * spread.level.bandwidth_bytes_per_s
+            least = min(least, rate / cluster.levels[0].bandwidth_bytes_per_s)
+    return cluster.contention * least
+
+
+def contention_of_sums(cluster: Cluster | None, stages: Iterable[Stage]) -> float:
+    """The same where the copies of each stage sum their gradients."""
+    different = {(tuple(stage.devices), stage.shards) for stage in stages}
+    groups = [devices[shard::shards] for devices, shards in different for shard in range(shards)]
+    return contention_among(cluster, groups)
 
 
 def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
@@ -231,23 +227,67 @@ def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence
 
 def price_of_groups(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -> Callable[[Exchange], float]:
     """:func:`time_of_groups` of any exchange: which links these groups share is looked up once."""
-    if cluster is None or len(groups[0]) < 2:
-        return lambda _: 0.0
-    level = _outermost(cluster, [(min(group), max(group)) for group in groups])
-    if level is None:
-        return lambda _: 0.0
-    crowds: dict[Combining, float] = {}
+    spread = None if cluster is None or len(groups[0]) < 2 else Spread.of(cluster, groups)
+    return (lambda _: 0.0) if cluster is None or spread is None else GroupPrices(cluster, spread)
 
-    def price(exchange: Exchange) -> float:
+
+class GroupPrices:
+    """What exchanges take in groups of devices that are spread over a cluster in some way.
+
+    Measured times of the outermost level that they need, interpolated over sizes and numbers of devices, else what NCCL
+    would take: rings, or for an all-reduce a pair of trees over the nodes where that is quicker.
+    """
+
+    def __init__(self, cluster: Cluster, spread: Spread) -> None:
+        self._cluster, self._spread = cluster, spread
+        self._loads = cache(partial(loads_of, cluster, spread))
+
+    def __call__(self, exchange: Exchange) -> float:
+        """Time in ns."""
         if not exchange.array_bytes:
             return 0.0
-        crowd = crowds.get(exchange.operation)
-        if crowd is None:
-            crowd = crowds[exchange.operation] = crowding(cluster, level, exchange, groups)
-        carried = round(exchange.array_bytes * crowd)
-        return price_at(cluster, Exchange(exchange.operation, carried), len(groups[0]), level)
+        load, spread = self._loads(all_to_all=exchange.operation == "all_to_all"), self._spread
+        shared = round(exchange.array_bytes * load.of_measured)
+        measured = measured_time(self._cluster, Exchange(exchange.operation, shared), spread.devices, spread.level)
+        if measured is not None:
+            return measured
+        return min(self._ring(exchange, load.ring), self._trees(exchange, load.trees))
 
-    return price
+    def _ring(self, exchange: Exchange, load: float) -> float:
+        """Each device sends a share of the array per step; hops inside nodes are as quick as links there."""
+        spread, passes = self._spread, 2 if exchange.operation == "all_reduce" else 1
+        size, steps = round(exchange.array_bytes * load), spread.devices - 1
+        hops = steps * spread.level.latency_ns if exchange.operation == "all_to_all" else spread.ring_latency_ns
+        return passes * (hops + steps * 1e9 * size / spread.devices / spread.level.bandwidth_bytes_per_s)
+
+    def _trees(self, exchange: Exchange, load: float) -> float:
+        """Up and down two trees over the nodes, of which each has half of the array: fewer hops, and more bytes."""
+        spread = self._spread
+        if exchange.operation != "all_reduce" or not spread.outer:
+            return math.inf
+        rate = TREE_RATE * spread.level.bandwidth_bytes_per_s
+        return 2 * (spread.tree_latency_ns + 1e9 * exchange.array_bytes * load / rate)
+
+
+def measured_time(cluster: Cluster, exchange: Exchange, devices: int, level: LinkLevel) -> float | None:
+    """Measured time of the level, interpolated over sizes and numbers of devices.
+
+    Between two measured numbers of devices the time is interpolated in the logarithms of both; None outside of them,
+    and where only one other was measured.
+    """
+    measured = sorted(
+        (curve.num_devices, time_on_curve(curve.points, exchange.array_bytes))
+        for curve in cluster.measured
+        if (curve.operation, curve.level) == (exchange.operation, level.name)
+    )
+    for count, time in measured:
+        if count == devices:
+            return time
+    for (fewer, low), (more, high) in zip(measured, measured[1:], strict=False):
+        if fewer < devices < more:
+            share = math.log(devices / fewer) / math.log(more / fewer)
+            return low * math.pow(high / low, share)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,40 +370,6 @@ def busiest_pair(cluster: Cluster | None, pairs: Sequence[tuple[int, int]]) -> B
     source, target = next(pair for pair in moved if cluster.level_between(*pair) == level)
     crowd = _crowd(level, max(leaving.values(), default=1)) if node > 1 and level.oversubscription is None else 1
     return BusiestPair(source, target, max(crowd, slowest_share(cluster, level)))
-
-
-def crowding(cluster: Cluster, level: LinkLevel, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
-    """How many times the traffic of one ring a link of the level's bandwidth carries between the busiest nodes.
-
-    A ring that leaves a node crosses its link once in every step; all-to-all sends from each of k devices in the node
-    to each of the others, k * (n - k) messages of which a ring over n devices would count n - 1. In a tree what leaves
-    for the level passes those below, and the slowest counts.
-    """
-    if not cluster.is_tree:
-        return _at_nodes(cluster, level, exchange, groups)
-    crowd = uplink_crowd(cluster, level, groups, all_to_all=exchange.operation == "all_to_all")
-    for each in cluster.levels[: cluster.levels.index(level) + 1]:
-        if each.oversubscription is None:
-            ratio = level.bandwidth_bytes_per_s / each.bandwidth_bytes_per_s
-            crowd = max(crowd, _at_nodes(cluster, each, exchange, groups) * ratio)
-    return crowd
-
-
-def _at_nodes(cluster: Cluster, level: LinkLevel, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
-    """The same where groups of devices leave for a level, each by what it has for it."""
-    node = _node_size(cluster, level)
-    if node == 1:
-        return 1.0
-    carried: dict[int, float] = {}
-    for group in groups:
-        inside: dict[int, int] = {}
-        for device in group:
-            inside[device // node] = inside.get(device // node, 0) + 1
-        for place, count in inside.items():
-            others = len(group) - count
-            crossing = count * others / (len(group) - 1) if exchange.operation == "all_to_all" else float(others > 0)
-            carried[place] = carried.get(place, 0.0) + crossing
-    return _crowd(level, max(carried.values()))
 
 
 def _crowd(level: LinkLevel, leaving: float) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.columns import MANY, Columns
+from pipeplan.costs.communication import contention_of_sums
 from pipeplan.costs.context import exchange_on, of_stages
 from pipeplan.costs.experts import ExpertState, kept_of
 from pipeplan.costs.forwards import held_by_forward
@@ -406,7 +407,7 @@ def build_workload(
     known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
     reserve = known if reserve_bytes is None else reserve_bytes
     called = () if cluster is None else cluster.names
-    contention = 0.0 if cluster is None else cluster.contention_among([range(placement.num_devices)])
+    contention = contention_of_sums(cluster, stages)
 
     def device(number: int) -> Device:
         return Device(

@@ -56,20 +56,18 @@ def linked_alike(fold: Fold, pairs: Iterable[tuple[int, int]], cluster: Cluster)
     return all(len({crosses_rails(cluster, *both) for both in zip(*each, strict=True)}) == 1 for each in ends)
 
 
-def uplink_crowd(cluster: Cluster, level: LinkLevel, groups: Sequence[Sequence[int]], *, all_to_all: bool) -> float:
-    """How many times as long a link of the level is busy as in one ring alone, for what uplinks below do not carry.
+def uplink_load(cluster: Cluster, number: int, devices: Devices, *, all_to_all: bool, channels: int) -> float:
+    """What uplinks to a level carry of collectives, in rings of the level's bandwidth.
 
-    All groups, of equally many devices, run a collective at once that needs the level. A ring leaves a group of
-    devices once, however many of its own are there; all-to-all sends from each there to each elsewhere.
+    All groups, [group, device], run one at once that needs the level. A ring leaves a group of devices once, however
+    many of its own are there; all-to-all sends from each there to each elsewhere. Of so many ``channels`` of one ring
+    each is on a rail of its own.
     """
-    crowd, devices = 1.0, np.array([[*group] for group in groups], dtype=np.int64)
-    for index, each in _shared(cluster, level):
-        places = _places(cluster, index, devices, devices)
-        if all_to_all and _through_nodes(cluster):  # what goes elsewhere has changed to any rail before
-            places = devices // cluster.levels[index - 1].group_size
-        leaving = _leaving(places, all_to_all=all_to_all)
-        crowd = max(crowd, leaving * (each.oversubscription or 1) * _ratio(level, each))
-    return crowd
+    each, inside = cluster.levels[number], cluster.levels[number - 1]
+    places = _places(cluster, number, devices, devices)
+    if all_to_all and _through_nodes(cluster):  # what goes elsewhere has changed to any rail before
+        places = devices // inside.group_size
+    return _leaving(places, all_to_all=all_to_all) * (each.oversubscription or 1) / (channels if inside.rails else 1)
 
 
 def _leaving(places: Devices, *, all_to_all: bool) -> float:

@@ -23,7 +23,7 @@ from functools import cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
-from pipeplan.costs.communication import Exchange, price_of_groups, time_of_groups
+from pipeplan.costs.communication import Exchange, contention_among, price_of_groups, time_of_groups
 from pipeplan.costs.recipes import bytes_per_parameter, copy_held, expert_state_of, running_bytes, state_of
 from pipeplan.files import Block, Cluster, CostRow, Recipe
 from pipeplan.files.placement import PlacedStage
@@ -188,7 +188,7 @@ class Exchanging(NamedTuple):
     @property
     def contention(self) -> float:
         """By what part of its speed a device computes less meanwhile."""
-        return 0.0 if self.cluster is None else self.cluster.contention_among((*self.groups, *self.expert_groups))
+        return contention_among(self.cluster, (*self.groups, *self.expert_groups))
 
     def times(self, block: Exchanged) -> tuple[int, int]:
         """Ns to gather a block's parameters, and to reduce and scatter its gradients, in all groups at once.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -309,16 +309,3 @@ class Cluster(File):
             if source // level.group_size == target // level.group_size:
                 return level
         return None
-
-    def contention_among(self, groups: Iterable[Sequence[int]]) -> float:
-        """By what part of its speed a device computes less while all these groups exchange, each among its devices.
-
-        What slows it is bytes through its memory: links that carry fewer than the innermost slow it by that much less.
-        """
-        if not self.contention:
-            return 0.0
-        used = [self.level_between(min(group), max(group)) for group in groups if len(group) > 1]
-        level = max(filter(None, used), key=lambda level: level.group_size, default=None)
-        if level is None:
-            return self.contention
-        return self.contention * min(1.0, level.bandwidth_bytes_per_s / self.levels[0].bandwidth_bytes_per_s)

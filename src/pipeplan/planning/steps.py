@@ -54,6 +54,7 @@ from pipeplan.planning.candidates import (
     placed,
     strategy_choices,
 )
+from pipeplan.planning.device_orders import DeviceOrders
 from pipeplan.planning.divided_state import DivideState
 from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
 from pipeplan.planning.expanding import of_blocks
@@ -956,6 +957,7 @@ STEPS: tuple[SearchStep, ...] = (
     EaseRecomputation(),
     EaseFirstLayers(),
     EaseSharding(),
+    DeviceOrders(),
     ExchangeByActions(),
     SliceForwards(),
     LateInputs(),

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from pipeplan.costs import build_workload, transfer_time, with_recipe, with_syncs
+from pipeplan.costs.communication import contention_of_sums
 from pipeplan.costs.context import of_stages
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.launches import with_launches
@@ -137,7 +138,7 @@ def _each_alone(plan: Plan, cluster: Cluster) -> Workload:
     _require_as_fast(plan, cluster)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory, reserve = cluster.memory_bytes, cluster.reserve_bytes
-    contention = cluster.contention_among([range(len(plan.devices))])
+    contention = contention_of_sums(cluster, plan.stages)
     stages, tied = with_syncs(plan.stages, plan.tied, plan.recipe or Recipe(), cluster)
     return replace(
         plan.workload,

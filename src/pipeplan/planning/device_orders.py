@@ -1,0 +1,133 @@
+"""In which order a plan's positions and replicas lie along a cluster's levels.
+
+Devices that split a block or a sequence are neighbours, as their messages are priced; beside them lie the replicas of
+the same stages, and then the next position: sums of gradients stay together, and messages between stages go far. Where
+these take longer than sums, as below the uplinks of an oversubscribed switch, so many replicas of every position lie
+together as fill a node, a rack or a pod, and the rest of the replicas in others (Megatron-LM's orders tp-cp-dp-pp and
+tp-cp-pp-dp are the ends). Nothing but links changes, so the same orders of actions are timed anew.
+
+Groups that nobody splits are mapped one by one (:func:`pipeplan.planning.trials.on_cluster`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pipeplan.files import Cluster, PlacedStage, Placement
+from pipeplan.planning.request import Request
+from pipeplan.planning.start import with_orders
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of, workloads
+from pipeplan.schedule.state import Schedule
+from pipeplan.workload.engine import with_links
+from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.workload import Workload
+
+
+@dataclass(frozen=True)
+class DeviceOrders(PlanStep):
+    """The best plan with fewer replicas of each position side by side, where that makes messages or sums quicker."""
+
+    name = "device orders"
+    when = (
+        "the best plan; a cluster of several levels; alike devices, which nothing keeps where they are; each position "
+        "has as many replicas of as many devices"
+    )
+
+    def applies(self, search: PlanSearch) -> bool:
+        """Whether devices may be others, and some are nearer than others."""
+        request = search.request
+        cluster = request.cluster
+        kept = isinstance(request.placement, Placement) or request.uneven or request.only is not None
+        return cluster is not None and len(cluster.levels) > 1 and not kept
+
+    def run(self, search: PlanSearch) -> None:
+        """Time the best plan's actions in each order of devices, and keep the quickest."""
+        best, cluster = search.best, search.request.cluster
+        if best is None or best.best is None or best.parted is not None or best.candidate.stay or cluster is None:
+            return
+        for placement in device_orders(best.candidate.placement, cluster):
+            if search.budget.expired:
+                return
+            schedule = _retimed(search.request, best, placement)
+            if schedule is not None and iteration_of(schedule) < iteration_of(best.best):
+                best.candidate, best.best = replace(best.candidate, placement=placement), schedule
+                best.bounds = [schedule.bound_ns]
+                best.begin_again(search.request)
+                search.report(best)
+
+
+def device_orders(placement: Placement, cluster: Cluster) -> Iterator[Placement]:
+    """The placement with other numbers of replicas side by side, those that fill groups of the cluster's levels.
+
+    None where positions are not alike, or have no devices that have to be neighbours.
+    """
+    positions = dict.fromkeys(stage.devices for stage in placement.stages)
+    widths = {(stage.shards * stage.context, stage.replicas) for stage in placement.stages}
+    every = sorted(device for devices in positions for device in devices)
+    if len(widths) > 1 or len(positions) < 2 or len(set(every)) < len(every):
+        return
+    ((width, replicas),) = widths
+    together = math.lcm(width, *(stage.expert for stage in placement.stages))
+    if replicas == 1 or together == 1:
+        return
+    for beside in _numbers_beside(width, replicas, len(positions), cluster):
+        if width * beside % together == 0:
+            begins = {
+                own: [((r // beside * len(positions) + place) * beside + r % beside) * width for r in range(replicas)]
+                for place, own in enumerate(positions)
+            }
+            devices = {own: tuple(d for each in at for d in every[each : each + width]) for own, at in begins.items()}
+            stages = tuple(_moved(stage, devices[stage.devices]) for stage in placement.stages)
+            if any(stage.devices != own.devices for stage, own in zip(placement.stages, stages, strict=True)):
+                yield placement.model_copy(update={"stages": stages})
+
+
+def _moved(stage: PlacedStage, devices: tuple[int, ...]) -> PlacedStage:
+    return stage.model_copy(update={"devices": devices})
+
+
+def _numbers_beside(width: int, replicas: int, positions: int, cluster: Cluster) -> list[int]:
+    """How many replicas of a position may lie side by side: all, one, and as fill a group of a level, most first.
+
+    Or as all positions together do. What lies together then crosses a level's border as a whole or not at all.
+    """
+    sizes = [level.group_size for level in cluster.levels]
+    found = {1, replicas}
+    for size in sizes:
+        found |= {size // each for each in (width, width * positions) if size % each == 0}
+
+    def fits(beside: int) -> bool:
+        runs = beside * width, beside * width * positions
+        return replicas % beside == 0 and all(size % run == 0 or run % size == 0 for size in sizes for run in runs)
+
+    return sorted((beside for beside in found if beside == replicas or fits(beside)), reverse=True)
+
+
+def _retimed(request: Request, trial: Trial, placement: Placement) -> Schedule | None:
+    """The same orders of actions where stages stand on other devices; None where programs would be others."""
+    base = trial.best
+    assert base is not None
+    split = replace(request, split_backward=base.workload.splits_backward)
+    (workload,) = workloads(split, replace(trial.candidate, placement=placement))
+    before = _programs_before(base.workload, workload)
+    if before is None:
+        return None
+    graph = task_graph(workload.with_microbatches(base.graph.workload.num_microbatches))
+    own = base.graph.on_devices(base.orders)
+    orders = with_links(graph, [own[program] for program in before])
+    return with_orders(replace(base, orders=orders), workload, "")
+
+
+def _programs_before(old: Workload, new: Workload) -> list[int] | None:
+    """[program] which one of the old workload it was; None where there are others, or played by more or fewer."""
+    if (len(old.devices), old.players_each) != (len(new.devices), new.players_each):
+        return None
+    before = dict[int, int]()
+    for one, other in zip(old.stages, new.stages, strict=True):
+        for was, now in zip(one.devices, other.devices, strict=True):
+            if before.setdefault(now, was) != was:
+                return None
+    left = iter(sorted(set(range(len(old.devices))) - set(before.values())))
+    return [before[program] if program in before else next(left) for program in range(len(new.devices))]
