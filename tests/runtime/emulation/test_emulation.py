@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from builders.chains import chain_workload
+from builders.folds import Replicas, plan_of_replicas
 from builders.loops import looped_plans
 from builders.plans import plan_of
 from builders.shapes import shape_workload
@@ -25,6 +26,7 @@ from pipeplan.cli.run_verb import comparison_line
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts
 from pipeplan.files import PlacedStage, Plan
+from pipeplan.files.folded import unfolded
 from pipeplan.runtime.emulation import devices
 from pipeplan.runtime.emulation import emulate as emulation
 from pipeplan.runtime.executor.channels import Channels
@@ -50,7 +52,7 @@ PLANS = (
     *SHAPES,
     *("one device", "sizes", "replicas", "parts", "shards and replicas"),
     *("experts are exchanged", "late inputs beside exchanges"),
-    *("messages wait for their link", "gradients are summed", "a loop"),
+    *("messages wait for their link", "gradients are summed", "a loop", "two programs for four devices"),
 )
 
 
@@ -72,8 +74,10 @@ def plans() -> dict[str, Plan]:
     found["messages wait for their link"] = with_busy_links(chain(3))
     found["gradients are summed"] = with_sums(chain(2))
     found["a loop"] = looped
+    found["two programs for four devices"] = folded = plan_of_replicas(Replicas(shards=1, replicas=2))
+    assert folded.players_each == 2
     assert tuple(found) == PLANS
-    return {name: four_devices(plan) for name, plan in found.items()}
+    return {name: plan if plan.players else four_devices(plan) for name, plan in found.items()}
 
 
 def shape_plan(name: str, costs: ShapeCosts) -> Plan:
@@ -180,7 +184,7 @@ def test_an_iteration_ends_when_the_last_rank_has_summed() -> None:
 )
 def test_nothing_begins_before_the_plan_allows_it(name: str, transfers: str, results: dict[str, RunResult]) -> None:
     (plan, options), result = cases()[f"{name} {transfers}"], results[f"{name} {transfers}"]
-    plan = plan.unrolled()
+    plan = unfolded(plan.unrolled())
     simulation = simulate(plan)
     assert len(result.timeline) == len(result.steps) == options.num_steps
     for step, ranks in zip(result.steps, result.timeline, strict=True):

@@ -12,7 +12,14 @@ import pytest
 from builders.folds import Replicas, plan_of_replicas, plans_of
 from pipeplan.files import Plan, parse, to_json
 from pipeplan.files.folded import device_programs, unfolded
-from pipeplan.runtime.executor.rank_program import Division, Program, program_of, programs_of
+from pipeplan.runtime.executor.rank_program import (
+    Division,
+    Program,
+    planned_program,
+    planned_programs,
+    program_of,
+    programs_of,
+)
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Hop
@@ -55,6 +62,14 @@ def test_a_rank_unfolds_its_own_program(seed: int, monkeypatch: pytest.MonkeyPat
         assert {(_kind(s), r) for s, r in found.holders if _kind(s) in own} == {
             (_kind(share), other) for share, other in whole.holders if _kind(share) in own
         }
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_emulates_unfolds_its_own_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded, devices, _, _ = plans_of(seed, monkeypatch)
+    expected = planned_programs(devices)
+    for rank in Random(seed).sample(range(folded.num_devices), 3):
+        assert _own(planned_program(folded, rank)) == _own(expected[rank])
 
 
 def _divided(program: Program, rank: int, blocks: set[str]) -> set[Division]:

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 
 from pipeplan.files import Plan, sha256_of
-from pipeplan.files.folded import unfolded
+from pipeplan.files.folded import in_place_0, on_device
 from pipeplan.runtime.emulation.devices import EmulatedChannels, EmulatedRunner, Pace, specs_of
 from pipeplan.runtime.executor.interpreter import Executor
 from pipeplan.runtime.executor.message_graph import hops_of
@@ -27,12 +27,13 @@ from pipeplan.runtime.executor.process_groups import (
     iteration_of,
     require_alike,
 )
-from pipeplan.runtime.executor.rank_program import planned_programs
+from pipeplan.runtime.executor.rank_program import planned_program, planned_programs
 from pipeplan.runtime.executor.stage import MiniBatch
 from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, RunOptions, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.units import format_ns
 from pipeplan.workload.action import StateAction
+from pipeplan.workload.elements import program_of
 from pipeplan.workload.program_network import ProgramNetwork
 from pipeplan.workload.tail import tail_at
 
@@ -60,7 +61,6 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_event: OnEve
     ``on_event`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
     UsageError, on every rank, where they were started with different plans or options.
     """
-    plan = unfolded(plan)  # what ranks wait for each other with is of all of them
     if any(stage.block_groups for stage in plan.stages):
         plan = plan.unrolled()  # a network goes through its exchanges one by one
     emulation = _Emulation(plan, options, progress)
@@ -88,10 +88,14 @@ class _Emulation:
         self.all_ranks = AllRanks(_CPU, progress, timeout)
         with lost_others(progress):
             require_alike({"plan": sha256_of(plan), **options.as_json()})
-        programs, hops = planned_programs(plan), hops_of(plan)
-        self._program = programs[progress.rank]
-        self._tail_ns = _after_actions(plan)[progress.rank]
-        specs = specs_of(programs, hops, options.message_limit_bytes)
+        folded, rank = plan.players, progress.rank
+        self._tail_ns = _after_actions(plan)[program_of(folded, rank)[0] if folded else rank]
+        # rows of a message are as long on all ranks: as the players in one place of all programs send them
+        programs = [planned_program(plan, own.first) for own in folded] if folded else planned_programs(plan)
+        specs = specs_of(programs, hops_of(in_place_0(plan)), options.message_limit_bytes)
+        self._program = planned_program(plan, rank) if folded else programs[rank]
+        plan = on_device(plan, rank)
+        hops = hops_of(plan)
         self._pace = pace = Pace(self.all_ranks.clock.offset_ns)
         groups = ProcessGroups((stage.devices for stage in plan.stages), progress)
         with lost_others(progress):
@@ -183,6 +187,6 @@ class _Emulation:
 
 
 def _after_actions(plan: Plan) -> list[int]:
-    """[device] ns between the end of its last action and of all that follows, as predicted."""
+    """[program] ns between the end of its last action and of all that follows, as predicted."""
     tail = tail_at(plan.workload, plan.starts_ns, plan.loop)
     return [after - acted for after, acted in zip(tail.ended_ns, tail.acted_ns, strict=True)]

@@ -329,10 +329,29 @@ def program_of(
     """
     _require_same_blocks(plan, blocks, model)
     graph = model_messages(plan, edges, model)
+
+    def slices_of(short: Plan, here: Collection[int]) -> dict[Message, Slices]:
+        return _slices_of(short, graph, edges, divides, here)
+
+    return _program_of(plan, rank, graph, slices_of, tied)
+
+
+def planned_program(plan: Plan, rank: int) -> Program:
+    """As :func:`program_of`, where no model is known: a stage gives each other one tensor, named ``0>1``."""
+    return _program_of(plan, rank, planned_messages(plan), lambda short, here: {})
+
+
+def _program_of(
+    plan: Plan,
+    rank: int,
+    graph: MessageGraph,
+    slices_of: Callable[[Plan, Collection[int]], Mapping[Message, Slices]],
+    tied: Iterable[Collection[str]] = (),
+) -> Program:
     copies = _copies_apart(plan)
     short = on_device(plan if plan.loop is None else plan.with_copies(copies).unrolled(), rank)
     here = {number for number, stage in enumerate(short.stages) if rank in stage.devices}
-    slices = _slices_of(short, graph, edges, divides, here)
+    slices = slices_of(short, here)
     lowering = _Lowering(short, rank, graph, SampleOwnership(short), slices)
     shared = _shared_blocks(short, here, tied)
     holders = tuple(dict.fromkeys(_holders_with(short, rank, here, shared)))
