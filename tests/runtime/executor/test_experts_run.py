@@ -94,12 +94,12 @@ def test_experts_on_several_devices_are_as_on_one(sizes: dict[str, Any]) -> None
     require_equal_to_unsplit(model_of("uneven"), one_stage("uneven", **sizes))
 
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "phimoe")
-IN_FLOAT32 = ("deepseek_v2", "deepseek_v3")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "phimoe", "llama4_text")
+IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "llama4_text")
 """Whose rotations transformers computes in float32 whatever the format, as of sums of parts."""
 
 
-@slow_but("name", FAMILIES, lambda _: False, lambda name: name not in ("mixtral", "deepseek_v3"))
+@slow_but("name", FAMILIES, lambda _: False, lambda name: name not in ("mixtral", "deepseek_v3", "llama4_text"))
 def test_transformers_mixtures_share_experts(name: str) -> None:
     """Over replicas, and over replicas and shards, between which all else is split."""
     tolerance = 1e-7 if name in IN_FLOAT32 else 1e-10

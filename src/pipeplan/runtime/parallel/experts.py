@@ -43,6 +43,7 @@ def routed(
     *,
     capacity: int | None = None,
     parts: Shards = WHOLE,
+    before: bool = False,
 ) -> Tensor:
     """The sum of each word's experts, each by its share of it.
 
@@ -57,6 +58,7 @@ def routed(
         capacity: of this device's words, how many an expert takes; later ones get nothing of it. None: all.
         parts: the place of this device among those that have parts of the same experts, each of which makes a part of
             a sum: they gather the words of all of them.
+        before: whether shares scale what experts take, in place of what they make.
 
     Returns:
         [words, width].
@@ -69,7 +71,7 @@ def routed(
     own, each = num_experts // devices.count, chosen.shape[1]
     if devices.collectives is None and parts.count == 1:
         _note(chosen, kept, num_experts, (kept < num_experts).sum()[None], 0)
-        return _weighted(words, torch.where(kept < num_experts, kept % own, own), shares, own, experts)
+        return _weighted(words, torch.where(kept < num_experts, kept % own, own), shares, own, experts, before=before)
     numbers = torch.arange(devices.count, device=words.device)
     there = kept // own == numbers[:, None, None]  # [device, word, place among its experts]
     target, word = there.any(-1).nonzero(as_tuple=True)
@@ -88,7 +90,7 @@ def routed(
     if parts.count > 1:
         same = [len(came)] * parts.count
         came, how = (parts.routed(each.repeat(parts.count, 1), same, lengths) for each in (came, how))
-    made = _weighted(came, how[:, :each].detach().long(), how[:, each:], own, experts)
+    made = _weighted(came, how[:, :each].detach().long(), how[:, each:], own, experts, before=before)
     if parts.count > 1:
         made = parts.routed(made, lengths, same).view(parts.count, same[0], words.shape[1]).sum(0)
     return torch.zeros_like(given).index_add(0, word, devices.routed(made, get, give))
@@ -116,7 +118,7 @@ def _within(chosen: Tensor, num_experts: int, capacity: int) -> Tensor:
     return torch.empty_like(expert).scatter(0, order, kept).view_as(chosen)
 
 
-def _weighted(words: Tensor, slots: Tensor, shares: Tensor, count: int, experts: Experts) -> Tensor:
+def _weighted(words: Tensor, slots: Tensor, shares: Tensor, count: int, experts: Experts, *, before: bool) -> Tensor:
     """The sum of what the experts with the numbers ``slots`` make of each word, by its shares; ``count`` is none."""
     each = slots.shape[1]
     numbers, order = slots.flatten().sort(stable=True)
@@ -124,7 +126,8 @@ def _weighted(words: Tensor, slots: Tensor, shares: Tensor, count: int, experts:
     if _has_data(words):
         order = order[: int(ends[-1])]
     word = order // each
-    made = experts(words[word], ends) * shares.flatten()[order][:, None]
+    share = shares.flatten()[order][:, None]
+    made = experts(words[word] * share, ends) if before else experts(words[word], ends) * share
     return torch.zeros_like(words).index_add(0, word, made)
 
 

@@ -98,11 +98,13 @@ def _routed(
     down: Tensor,
     activation: str,
     num_experts: int,
+    before: int,
     count: int,
 ) -> Tensor:
     """What the experts of all devices that share them make of this one's words."""
     devices, parts = (shards.along.get(name, WHOLE) for name in (EXPERTS, EXPERT_PARTS))
-    return routed(words, chosen, shares, num_experts, devices, gated(gate_up, down, activation), parts=parts)
+    experts = gated(gate_up, down, activation)
+    return routed(words, chosen, shares, num_experts, devices, experts, parts=parts, before=bool(before))
 
 
 _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] = {
@@ -116,7 +118,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] 
     "sum_words": ("Tensor found, Tensor indices, int words, int count", _alike, _sum_words),
     "routed_experts": (
         "Tensor words, Tensor chosen, Tensor shares, Tensor gate_up, Tensor down, str activation, int experts, "
-        "int count",
+        "int before, int count",
         _alike,
         _routed,
     ),

@@ -356,7 +356,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
     """
     if (count := getattr(module, SHARING, 1)) > 1:
         weights = module.gate_up_proj, module.down_proj, gate_of(module), module.num_experts
-        found: Tensor = torch.ops.pipeplan.routed_experts(hidden, chosen, shares, *weights, count)
+        found: Tensor = torch.ops.pipeplan.routed_experts(hidden, chosen, shares, *weights, 0, count)
         return found
     product = torch.ops.transformers.grouped_mm_fallback
     each = chosen.shape[1]
@@ -388,9 +388,10 @@ def _by_expert(chosen: Tensor, num_experts: int, num_own: int) -> tuple[Tensor, 
 
 
 class ChosenExperts(_Adapter):
-    """Llama 4's layer of experts, of which each takes the words that chose it, as where experts are spread.
+    """Llama 4's layer of experts, of which each takes the words that chose it, times the sigmoid of their scores.
 
-    transformers' own lets every expert multiply every word, by zero where it was not chosen.
+    transformers' own lets every expert multiply every word, by zero where it was not chosen. Experts that devices share
+    get their words as those of other families do; the expert that all words take stays with them.
     """
 
     @property
@@ -406,6 +407,12 @@ class ChosenExperts(_Adapter):
         words = hidden.reshape(-1, layer.hidden_dim)
         logits = F.linear(words, layer.router.weight, layer.router.bias)
         scores, chosen = logits.topk(layer.top_k, dim=1)
+        if (count := getattr(experts, SHARING, 1)) > 1:
+            weights = experts.gate_up_proj.transpose(1, 2), experts.down_proj.transpose(1, 2)
+            how = gate_of(experts), layer.num_experts, 1, count
+            shares = scores.sigmoid().to(words.dtype)
+            found = torch.ops.pipeplan.routed_experts(words, chosen, shares, *weights, *how)
+            return layer.shared_expert(words) + found, logits
         order, ends = _by_expert(chosen, layer.num_experts, experts.gate_up_proj.shape[0])
         given = words[order // layer.top_k] * scores.flatten()[order][:, None].sigmoid().to(words.dtype)
         gate, up = product(given, experts.gate_up_proj, ends).chunk(2, dim=-1)

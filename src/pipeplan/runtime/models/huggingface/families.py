@@ -665,7 +665,7 @@ def shared_experts(module: nn.Module) -> dict[str, nn.Module]:
     return {
         path: each
         for path, each in module.named_modules()
-        if path.endswith(".experts") and hasattr(each, "num_experts") and not is_turned(each) and gate_of(each)
+        if path.endswith(".experts") and hasattr(each, "num_experts") and gate_of(each)
     }
 
 
