@@ -94,7 +94,7 @@ MODELS = {
         Model("gpt3-175b", GPT3, 2048),
         Model("mixtral-8x7b", "mixtral-8x7b", 8192, expert="1,2,4,8"),
         Model("mixtral-8x22b", "mixtral-8x22b", 8192, expert="1,2,4,8"),
-        Model("deepseek-v3", "deepseek-v3", 8192, sizes="1,2", shards="1", expert="1,8,16,32,64"),
+        Model("deepseek-v3", "deepseek-v3", 4096, sizes="1,2", context="1,2,4", expert="1,8,16,32,64"),
     )
 }
 

@@ -24,8 +24,9 @@ from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.zoo import mixture
 from pipeplan.runtime.parallel.device import Autocast
-from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, no_words, routed
+from pipeplan.runtime.parallel.experts import WordCounts, capacity_of, counting, grouped, no_words, routed
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.compatibility import require_splittable
@@ -108,19 +109,33 @@ def test_transformers_mixtures_share_experts(name: str) -> None:
         require_equal_to_unsplit(model_of(name), one_stage(name, expert=4, split=True), tolerance)
 
 
-def test_words_beyond_a_capacity_are_left_out_of_each_devices_own() -> None:
-    """As one process does that runs each device's samples of each micro-batch by themselves."""
-    model, plan = model_of("full"), one_stage("full", expert=4)
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_words_beyond_a_capacity_are_left_out_of_each_devices_own(
+    shards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one process does that runs each device's samples of each micro-batch by themselves, or its slice of them."""
+    model, plan = model_of("full"), one_stage("full", expert=4, shards=shards)
     found = run_in_threads(plan, model, 3)
+    without = run_in_threads(one_stage("uneven", expert=4), model_of("uneven"), 3)
+
+    def in_slices(*given: Any, capacity: int, **how: Any) -> torch.Tensor:
+        *each, count, devices, experts = given
+        most = capacity_of(1.0, len(each[0]) // shards, each[1].shape[1], count)
+        places = [part.unflatten(0, (shards, -1)).chunk(shards, 1) for part in each]  # of as many samples as shards
+        slices = ([part.flatten(0, 1) for part in own] for own in zip(*places, strict=True))
+        made = [routed(*own, count, devices, experts, capacity=most, **how) for own in slices]
+        return torch.cat([own.unflatten(0, (shards, -1)) for own in made], 1).flatten(0, 1)
+
+    monkeypatch.setattr(mixture, "routed", in_slices)
     options = TrainOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0)
     alone = Unsplit(model, options)
     batch = model.mini_batch(plan.mini_batch, 0, 3, dtype=torch.float64)
     total = 0.0
-    for first in range(plan.mini_batch):  # a device has one sample of a micro-batch
+    for first in range(0, plan.mini_batch, shards):  # so many samples of a micro-batch are a replica's
         values: dict[Any, torch.Tensor] = {}
         for block in model.blocks:
             given = [values[source] for source in block.sources]
-            given += [batch[name][first : first + 1] for name in block.samples]
+            given += [batch[name][first : first + shards] for name in block.samples]
             values[block.id] = alone.modules[block.id](*given)
         loss = values[model.blocks[-1].id] / model.predictions(batch)
         loss.backward()
@@ -132,7 +147,6 @@ def test_words_beyond_a_capacity_are_left_out_of_each_devices_own() -> None:
         if key == "embedding.token.weight":  # tied
             own = own + found.gradients["head.output.weight"]
         torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-12)
-    without = run_in_threads(one_stage("uneven", expert=4), model_of("uneven"), 3)
     assert abs(without.loss - found.loss) > 1e-6, "something is left out"
 
 
