@@ -50,11 +50,13 @@ class Spread:
 
     @classmethod
     def of(cls, cluster: Cluster, groups: Sequence[Sequence[int]]) -> Spread | None:
-        """That of groups of equally many devices; None where links cost nothing."""
-        devices = np.sort(np.array([[*group] for group in groups], dtype=np.int64), axis=1)
-        first, last = devices[:, 0], devices[:, -1]
+        """That of groups of equally many devices, or some of fewer; None where links cost nothing."""
         if not cluster.levels:
             return None
+        size = max(map(len, groups))
+        whole = [[*group, *[group[-1]] * (size - len(group))] for group in groups]
+        devices = np.sort(np.array(whole, dtype=np.int64), axis=1)
+        first, last = devices[:, 0], devices[:, -1]
         sizes = [level.group_size for level in cluster.levels]
         used = next(number for number, size in enumerate(sizes) if (first // size == last // size).all())
         inside = [1, *sizes[:used]]
