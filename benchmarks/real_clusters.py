@@ -159,7 +159,24 @@ PUBLISHED = (
         128,
     ),
     Published("gpt3-175b-64-a100", "korthikanti-175B-selective+sp", "--tp 8 --pp 8 --vp 3 --microbatch-size 1", 64),
+    *(
+        Published(
+            f"{model}-{devices}-h100",
+            run,
+            f"{sizes} --dp {replicas} --microbatch-size {replicas} --scheduler interleaved-1f1b",
+            MANY_TOKENS // MODELS[model].sequence,
+        )
+        for model, run, sizes, width in (
+            ("llama3-405b", "dgxc-2504-llama31-405b-bf16-2048", "--tp 8 --pp 8 --cp 2 --vp 8", 128),
+            ("llama3-70b", "dgxc-2504-llama31-70b-bf16-2048", "--tp 4 --pp 4 --cp 2 --vp 5", 32),
+            ("gpt3-175b", "korthikanti-175B-selective+sp", "--tp 8 --pp 8 --vp 3", 64),
+            ("deepseek-v3", "mbridge-card-deepseek-v3-perf-h100", "--tp 2 --pp 8 --ep 64 --vp 4", 16),
+        )
+        for devices in (4096, 16384)
+        for replicas in (devices // width,)
+    ),
 )
+"""The last with more replicas than were run: nobody has published these models on so many devices."""
 
 
 class State:
@@ -451,7 +468,9 @@ def published(state: State, case: Case) -> dict[str, Any]:
             flag[2:].replace("-", "_"): int(value) if value.isdigit() else value
             for flag, value in zip(sizes, sizes, strict=True)
         }
-        theirs, ours = (_found_ns(state, case, each.samples, how) for how in (said, {}))
+        theirs, known = _found_ns(state, case, each.samples, said), state.known(case, "search") or {}
+        same = each.samples == case.samples and "iteration_ns" in known
+        ours = known["iteration_ns"] if same else _found_ns(state, case, each.samples, {})
         found.append({"run": each.run, "flags": each.flags, "model": model.name, "theirs_ns": theirs, "ours_ns": ours})
     return {"runs": found}
 
