@@ -19,6 +19,7 @@ from pipeplan.files import Cluster, PlacedStage, Placement
 from pipeplan.planning.request import Request
 from pipeplan.planning.start import with_orders
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of, workloads
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK
 from pipeplan.schedule.state import Schedule
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.task_graph import task_graph
@@ -47,15 +48,19 @@ class DeviceOrders(PlanStep):
         best, cluster = search.best, search.request.cluster
         if best is None or best.best is None or best.parted is not None or best.candidate.stay or cluster is None:
             return
+        budget, longest = search.budget, 0.0
         for placement in device_orders(best.candidate.placement, cluster):
-            if search.budget.expired:
+            begun = budget.used
+            if budget.expired or (longest and budget.remaining < longest):
                 return
             schedule = _retimed(search.request, best, placement)
+            budget.charge(SECONDS_PER_LOOK * best.num_actions)
             if schedule is not None and iteration_of(schedule) < iteration_of(best.best):
                 best.candidate, best.best = replace(best.candidate, placement=placement), schedule
                 best.bounds = [schedule.bound_ns]
                 best.begin_again(search.request)
                 search.report(best)
+            longest = max(longest, budget.used - begun)
 
 
 def device_orders(placement: Placement, cluster: Cluster) -> Iterator[Placement]:
