@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 from pipeplan.costs.devices import DevicePreset
-from pipeplan.costs.spread import TREE_RATE, Spread, loads_of
+from pipeplan.costs.spread import TREE_RATE, GroupSpread, loads_of
 from pipeplan.costs.trees import slowest_share, way_between
 from pipeplan.files import Cluster, LinkLevel, MeasuredCurve
 from pipeplan.workload.elements import Stage
@@ -203,7 +203,7 @@ def contention_among(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -
         return 0.0
     least = 1.0
     for size in {len(group) for group in groups} - {0, 1}:
-        spread = Spread.of(cluster, [group for group in groups if len(group) == size])
+        spread = GroupSpread.of(cluster, [group for group in groups if len(group) == size])
         if spread is not None and spread.outer:
             rate = spread.channels * spread.level.bandwidth_bytes_per_s
             least = min(least, rate / cluster.levels[0].bandwidth_bytes_per_s)
@@ -227,7 +227,7 @@ def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence
 
 def price_of_groups(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -> Callable[[Exchange], float]:
     """:func:`time_of_groups` of any exchange: which links these groups share is looked up once."""
-    spread = None if cluster is None or len(groups[0]) < 2 else Spread.of(cluster, groups)
+    spread = None if cluster is None or len(groups[0]) < 2 else GroupSpread.of(cluster, groups)
     return (lambda _: 0.0) if cluster is None or spread is None else GroupPrices(cluster, spread)
 
 
@@ -238,7 +238,7 @@ class GroupPrices:
     would take: rings, or for an all-reduce a pair of trees over the nodes where that is quicker.
     """
 
-    def __init__(self, cluster: Cluster, spread: Spread) -> None:
+    def __init__(self, cluster: Cluster, spread: GroupSpread) -> None:
         self._cluster, self._spread = cluster, spread
         self._loads = cache(partial(loads_of, cluster, spread))
 

@@ -36,7 +36,7 @@ TREES_LEAVE = 1.5
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Spread:
+class GroupSpread:
     """``groups`` [group, device] that all run a collective at once, and the outermost ``level`` that any needs.
 
     ``places`` are in how many groups of each level inside it the devices of one are, of single devices first, and
@@ -49,7 +49,7 @@ class Spread:
     channels: int
 
     @classmethod
-    def of(cls, cluster: Cluster, groups: Sequence[Sequence[int]]) -> Spread | None:
+    def of(cls, cluster: Cluster, groups: Sequence[Sequence[int]]) -> GroupSpread | None:
         """That of groups of equally many devices, or some of fewer; None where links cost nothing."""
         if not cluster.levels:
             return None
@@ -95,7 +95,7 @@ class Spread:
         return found
 
 
-class Loads(NamedTuple):
+class LinkLoads(NamedTuple):
     """How much a link of the outermost level carries, in rings that are alone on links of its bandwidth.
 
     ``of_measured`` counts in what was measured, which had all that a group has alone.
@@ -106,7 +106,7 @@ class Loads(NamedTuple):
     of_measured: float
 
 
-def loads_of(cluster: Cluster, spread: Spread, *, all_to_all: bool) -> Loads:
+def loads_of(cluster: Cluster, spread: GroupSpread, *, all_to_all: bool) -> LinkLoads:
     """What all groups together send over the busiest link, or each over a device's own.
 
     A ring that leaves a node crosses its link once in every step; all-to-all sends from each of k devices in the node
@@ -131,10 +131,10 @@ def loads_of(cluster: Cluster, spread: Spread, *, all_to_all: bool) -> Loads:
     own = 0.0 if all_to_all and spread.outer and spread.level.node_bandwidth_bytes_per_s is None else 1.0
     own = 1.0 if cluster.is_tree else own
     ring = max(own / channels, shared, uplinks)
-    return Loads(ring, max(own / channels, shared, of_trees), max(own, ring))
+    return LinkLoads(ring, max(own / channels, shared, of_trees), max(own, ring))
 
 
-def _leaving_nodes(spread: Spread, node: int, *, all_to_all: bool) -> float:
+def _leaving_nodes(spread: GroupSpread, node: int, *, all_to_all: bool) -> float:
     """What leaves the busiest node, in rings."""
     count, nodes = spread.devices, spread.groups // node
     apart = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes
