@@ -110,9 +110,7 @@ def test_transformers_mixtures_share_experts(name: str) -> None:
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_words_beyond_a_capacity_are_left_out_of_each_devices_own(
-    shards: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_words_beyond_a_capacity_are_left_out_of_each_devices_own(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one process does that runs each device's samples of each micro-batch by themselves, or its slice of them."""
     model, plan = model_of("full"), one_stage("full", expert=4, shards=shards)
     found = run_in_threads(plan, model, 3)
