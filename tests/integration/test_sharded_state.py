@@ -357,7 +357,7 @@ def test_slower_links_are_less_in_the_way_of_compute() -> None:
         assert workload.operations[0].duration_ns == expected
         plan = plan_of(workload, gpipe_orders(workload)).model_copy(update={"recipe": MIXED})
         check(plan, profile, cluster).require()
-        assert [device.contention for device in plan.devices] == [0.05] * 4  # sums may be over all four
+        assert [device.contention for device in plan.devices] == [0.1] * 4  # sums are over all four, two of a node
         assert recosted(plan, profile, cluster) == plan.workload
 
 
