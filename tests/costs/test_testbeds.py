@@ -94,6 +94,10 @@ def test_links_that_carry_less_slow_compute_by_less() -> None:
     assert contention_among(cluster, [(0, 8), (1, 9)]) == pytest.approx(0.05)
     assert contention_among(cluster, [(0, 1), (7, 8)]) == pytest.approx(0.05)
     assert contention_among(cluster, [(0, 1, 2, 8, 9, 10)]) == pytest.approx(0.15), "three adapters of a node"
+    one = cluster.model_copy(
+        update={"levels": tuple(e.model_copy(update={"node_bandwidth_bytes_per_s": None}) for e in cluster.levels)}
+    )
+    assert contention_among(one, [(0, 1, 2, 8, 9, 10)]) == pytest.approx(0.05), "one link for all of a node"
     assert contention_among(cluster, [range(16), (7, 8)]) == pytest.approx(0.05)
     assert contention_among(cluster, [(3,)]) == contention_among(cluster, []) == 0.45
     assert contention_among(cluster_of("cluster-h100"), [(0, 8)]) == 0.0

@@ -347,17 +347,17 @@ def test_compute_is_slower_beside_the_network_by_the_clusters_contention() -> No
 
 
 def test_slower_links_are_less_in_the_way_of_compute() -> None:
-    """Gathers of 65 ns inside nodes take half of that, of 1,050 across ten times slower links a twentieth."""
+    """Gathers of 65 ns inside nodes take half of that, of 960 over a node's one link, ten times slower, a twentieth."""
     row = CostRow(microbatch_size=4, forward_ns=5000, backward_ns=9000, activation_bytes=100)
     profile, cluster = profile_of([60]), NODES.model_copy(update={"contention": 0.5})
     profile = profile.model_copy(update={"blocks": (profile.blocks[0].model_copy(update={"costs": (row,)}),)})
-    for group, expected in ((2, 5000 + 32), (4, 5000 + 52)):
+    for group, expected in ((2, 5000 + 32), (4, 5000 + 48)):
         placement = placed(([0], range(4), {"zero": 3, "zero_group": group}))
         workload = build_workload(profile, placement, num_microbatches=1, microbatch_size=16, cluster=cluster)
         assert workload.operations[0].duration_ns == expected
         plan = plan_of(workload, gpipe_orders(workload)).model_copy(update={"recipe": MIXED})
         check(plan, profile, cluster).require()
-        assert [device.contention for device in plan.devices] == [0.1] * 4  # sums are over all four, two of a node
+        assert [device.contention for device in plan.devices] == [0.05] * 4  # sums are over all four
         assert recosted(plan, profile, cluster) == plan.workload
 
 

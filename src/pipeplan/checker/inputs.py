@@ -18,7 +18,13 @@ from pipeplan.checker.forwards import check_forward
 from pipeplan.checker.segments import segment_rows
 from pipeplan.checker.uplinks import rails_between
 from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
-from pipeplan.costs.communication import Exchange, all_gather_time, all_reduce_time, time_of_groups
+from pipeplan.costs.communication import (
+    Exchange,
+    all_gather_time,
+    all_reduce_time,
+    contention_among,
+    time_of_groups,
+)
 from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
@@ -219,7 +225,7 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         findings.add("cluster", "devices", text)
         return
     sums = [stage.devices[shard :: stage.shards] for stage in plan.stages for shard in range(stage.shards)]
-    expected = _contention(cluster, sums)
+    expected = contention_among(cluster, sums)
     for number, stage in enumerate(plan.stages):
         slowest = min(cluster.speeds[device] for device in stage.devices)
         if stage.blocks and stage.speed != slowest:
@@ -854,7 +860,7 @@ def _in_actions(stage: Stage, blocks: Iterable[str], known: _Known, cluster: Clu
 def _contention_of(stage: Stage, cluster: Cluster | None) -> float:
     """Of all groups of a stage that exchange."""
     sides = [side for side, _ in _sharing(stage)]
-    return _contention(cluster, [group for side in sides for group in _groups_in(side, _sharers(side)).values()])
+    return contention_among(cluster, [group for side in sides for group in _groups_in(side, _sharers(side)).values()])
 
 
 def _exchanged(stage: Stage, block: str, known: _Known, *, of_experts: bool = False) -> tuple[int, int, int]:
@@ -962,27 +968,6 @@ def _check_groups(
                 expected[name] = sum(_duration(row, operation.role) or 0 for row in rows[begin:end])
         _compare(f"stages[{number}].block_groups[{place}]", group, expected, findings)
         begin = end
-
-
-def _contention(cluster: Cluster | None, groups: Iterable[Sequence[int]]) -> float:
-    """What part of its speed a device loses while these exchange: the cluster's, of links that are as fast as any.
-
-    Where a group leaves its nodes, it is less by as much as all that it has in a node send less than these links carry.
-    """
-    if cluster is None or not cluster.levels:
-        return 0.0 if cluster is None else cluster.contention
-    least = 1.0
-    for size, own in itertools.groupby(sorted({tuple(group) for group in groups}, key=len), key=len):
-        together = list(own)
-        places = [{device // level.group_size for device in group} for group in together for level in cluster.levels]
-        inner = len(cluster.levels)
-        held = [all(len(place) == 1 for place in places[number::inner]) for number in range(inner)].index(True)
-        if size > 1 and held > 0:
-            node = cluster.levels[0].group_size
-            there = min(min(Counter(device // node for device in group).values()) for group in together)
-            rate = there * cluster.levels[held].bandwidth_bytes_per_s
-            least = min(least, rate / cluster.levels[0].bandwidth_bytes_per_s)
-    return cluster.contention * least
 
 
 def _beside(exchange: int, compute: int, contention: float) -> int:

@@ -205,7 +205,7 @@ def contention_among(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -
     for size in {len(group) for group in groups} - {0, 1}:
         spread = GroupSpread.of(cluster, [group for group in groups if len(group) == size])
         if spread is not None and spread.outer:
-            rate = spread.channels * spread.level.bandwidth_bytes_per_s
+            rate = spread.level.bandwidth_bytes_per_s / loads_of(cluster, spread, all_to_all=False).ring
             least = min(least, rate / cluster.levels[0].bandwidth_bytes_per_s)
     return cluster.contention * least
 
