@@ -329,41 +329,35 @@ def program_of(
     """
     _require_same_blocks(plan, blocks, model)
     graph = model_messages(plan, edges, model)
-
-    def slices_of(short: Plan, here: Collection[int]) -> dict[Message, Slices]:
-        return _slices_of(short, graph, edges, divides, here)
-
+    slices_of = partial(_slices_of, graph=graph, edges=edges, divides=divides)
     return _program_of(plan, rank, graph, slices_of, tied)
 
 
 def planned_program(plan: Plan, rank: int) -> Program:
     """As :func:`program_of`, where no model is known: a stage gives each other one tensor, named ``0>1``."""
-    return _program_of(plan, rank, planned_messages(plan), lambda short, here: {})
+    return _program_of(plan, rank, planned_messages(plan), lambda _, here: {})
 
 
 def _program_of(
     plan: Plan,
     rank: int,
     graph: MessageGraph,
-    slices_of: Callable[[Plan, Collection[int]], Mapping[Message, Slices]],
+    slices_of: Callable[..., Mapping[Message, Slices]],
     tied: Iterable[Collection[str]] = (),
 ) -> Program:
     copies = _copies_apart(plan)
     short = on_device(plan if plan.loop is None else plan.with_copies(copies).unrolled(), rank)
     here = {number for number, stage in enumerate(short.stages) if rank in stage.devices}
-    slices = slices_of(short, here)
-    lowering = _Lowering(short, rank, graph, SampleOwnership(short), slices)
+    lowering = _Lowering(short, rank, graph, SampleOwnership(short), slices_of(short, here=here))
     shared = _shared_blocks(short, here, tied)
     holders = tuple(dict.fromkeys(_holders_with(short, rank, here, shared)))
     others = {number for number, stage in enumerate(short.stages) if not shared.isdisjoint(stage.blocks)}
-    divisions = tuple(_divisions(short, here | others))
-    program = lowering.program(holders, _lines_with(short, rank, here), divisions)
+    program = lowering.program(holders, _lines_with(short, rank, here), tuple(_divisions(short, here | others)))
     if plan.loop is None:
         return program
-    texts = device_programs(plan)[rank]
     own = on_device(plan, rank)
     assert own.loop is not None
-    return _looped(own, own.loop, program, copies, texts)
+    return _looped(own, own.loop, program, copies, device_programs(plan)[rank])
 
 
 def _shared_blocks(plan: Plan, here: Collection[int], tied: Iterable[Collection[str]]) -> set[str]:
@@ -452,8 +446,7 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
 
 
 def _programs(plan: Plan, graph: MessageGraph, slices: Mapping[Message, Slices]) -> tuple[Program, ...]:
-    holders, lines = _holders(plan), _lines(plan)
-    copies = _copies_apart(plan)
+    holders, lines, copies = _holders(plan), _lines(plan), _copies_apart(plan)
     short = plan if plan.loop is None else plan.with_copies(copies).unrolled()
     ownership = SampleOwnership(short)
     ranks = range(len(plan.devices))

@@ -89,19 +89,9 @@ def _word_losses(shards: Shards, logits: Tensor, targets: Tensor, words: int, co
     return cross_entropy(logits, targets, words, shards)
 
 
-def _routed(
-    shards: Shards,
-    words: Tensor,
-    chosen: Tensor,
-    shares: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: str,
-    num_experts: int,
-    before: int,
-    count: int,
-) -> Tensor:
+def _routed(shards: Shards, words: Tensor, chosen: Tensor, shares: Tensor, *how: Any) -> Tensor:
     """What the experts of all devices that share them make of this one's words."""
+    gate_up, down, activation, num_experts, before, _ = how
     devices, parts = (shards.along.get(name, WHOLE) for name in (EXPERTS, EXPERT_PARTS))
     experts = gated(gate_up, down, activation)
     return routed(words, chosen, shares, num_experts, devices, experts, parts=parts, before=bool(before))
