@@ -559,6 +559,8 @@ def frontier(
     only: Literal["data-parallel", "optcnn", "tofu", "mesh-tensorflow"] | None = None,
     mesh_dimensions: int = 3,
     time_limit: Duration | None = None,
+    seed: int = 0,
+    deterministic: bool = False,
     point: int | None = None,
     progress: SearchProgress | None = None,
     within: Limit | None = None,
@@ -591,9 +593,12 @@ def frontier(
         only: without ``plans``: only what a published planner looks at, to compare with; by default every strategy.
         mesh_dimensions: without ``plans``: most dimensions of the mesh of devices that splits a block or operator.
         time_limit: as ``"60s"`` or in seconds; by default 60 with ``plans``, otherwise none.
+        seed: with ``plans``: start value of the random choices.
+        deterministic: with ``plans``: ``time_limit`` counts the work of each number of devices' search instead of
+            seconds, and all else is tried to its end, so that the same seed gives the same points on any machine.
         point: number of the point to choose for :meth:`FrontierResult.plan`, counted from 1.
-        progress: called on the searching thread with what is tried, the least time so far in ns, 0 (a frontier has no
-            bound until it is done), and the seconds so far.
+        progress: called on the searching thread with what is tried, the least time so far in ns, its bound where a
+            search on the only number of devices knows one, else 0, and the seconds so far.
         within: a limit to share with other calls, or for another thread to interrupt.
 
     Returns:

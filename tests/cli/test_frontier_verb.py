@@ -20,6 +20,9 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
 from pipeplan.units import format_bytes, parse_bytes
 
+TO_THE_END = ("--plans", "--deterministic", "--time-limit", "300ms")
+"""Searches end soon, and all else is tried."""
+
 
 def run(*arguments: object, fails: type[Exception] | None = None) -> Result:
     result = CliRunner().invoke(cli, [str(each) for each in ("frontier", *arguments)])
@@ -103,7 +106,7 @@ def test_plans_are_written_and_prices_shown(profile_path: Path, tmp_path: Path) 
     )
     cluster_path, plan_path = tmp_path / "cluster.json", tmp_path / "plan.json"
     write_file(priced, str(cluster_path))
-    asked = ("--plans", "--cluster", cluster_path, "--mini-batch", 4, "--mode", "min-time", "-o", plan_path)
+    asked = (*TO_THE_END, "--cluster", cluster_path, "--mini-batch", 4, "--mode", "min-time", "-o", plan_path)
     points = json.loads(run(profile_path, *asked, "--json").stdout)["points"]
     (chosen,) = [point for point in points if point["chosen"]]
     assert simulate(read_plan(str(plan_path))).iteration_ns == chosen["time_ns"]
@@ -119,7 +122,7 @@ def test_plans_are_written_and_prices_shown(profile_path: Path, tmp_path: Path) 
 
 def test_sizes_fix_how_plans_share_out_devices(profile_path: Path) -> None:
     """As in a search: without --devices there are as many as all sizes make; else those that can be shared out so."""
-    sizes = ("--plans", "--mini-batch", 4, "--tp", 2, "--cp", 1, "--json")
+    sizes = (*TO_THE_END, "--mini-batch", 4, "--tp", 2, "--cp", 1, "--json")
     found = json.loads(run(profile_path, *sizes, "--pp", 1, "--dp", 2).stdout)["points"]
     assert found
     assert all(point["num_devices"] == 4 for point in found)
@@ -137,7 +140,7 @@ def test_sizes_fix_how_plans_share_out_devices(profile_path: Path) -> None:
 def test_frontiers_of_plans_have_what_searches_have(profile_path: Path) -> None:
     """Their quickest point is no longer than the best uniform layout by a known schedule, with turns."""
     profile = read_profile(str(profile_path))
-    asked = ("--plans", "--devices", 2, "--mini-batch", 8, "--mode", "profile", "--json")
+    asked = (*TO_THE_END, "--devices", 2, "--mini-batch", 8, "--mode", "profile", "--json")
     (quickest,) = json.loads(run(profile_path, *asked).stdout)["points"]
     for request in (
         Request.of(profile, devices=2, mini_batch=8, placement="circular", scheduler="interleaved-1f1b"),
@@ -175,7 +178,7 @@ def test_plans_on_fewer_devices_are_for_the_cluster_that_was_given(
 
 
 def test_stages_that_are_split_by_block_say_how(profile_path: Path) -> None:
-    asked = ("--plans", "--devices", 2, "--mini-batch", 2, "--time-limit", "1h", "--json")
+    asked = (*TO_THE_END, "--devices", 2, "--mini-batch", 2, "--json")
     points = json.loads(run(profile_path, *asked).stdout)["points"]
     said = [
         (point["what"], point["configurations"])

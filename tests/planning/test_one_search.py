@@ -1,21 +1,33 @@
-"""Searches find what frontiers of plans find: no point is shorter than the plan of a search."""
+"""Searches and frontiers of plans find the same: the shortest point takes as long as the plan of a search."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError
-from pipeplan.examples import model
+from pipeplan.examples import model, shape
 from pipeplan.files import Block, Profile
+from pipeplan.planning.frontier import frontier_request
 from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan, without
+from support.marks import slow_but
 
-NO_END = 3600.0  # seconds: these are tried to the end, so that no machine is too slow
+FLAGS: list[dict[str, Any]] = [
+    {},
+    {"shards": 2},
+    {"positions": 2},
+    {"replicas": 2},
+    {"chunks": 2},
+    {"recompute": True},
+    {"zero": 1, "replicas": 4},
+    {"zero": "auto", "memory_bytes": 7 * 10**8},
+]
+"""Beside the number of devices and the mini-batch."""
 
 
 def drawn(rng: random.Random, layers: int) -> Profile:
@@ -50,32 +62,69 @@ def drawn(rng: random.Random, layers: int) -> Profile:
     )
 
 
-def compare(seed: int, layers: int) -> None:
-    """The plan of a search is as short as the shortest point that a frontier finds to its end, and valid."""
+def compare(request: Request) -> None:
+    """A search and a frontier of one request end alike: with plans as long, which are valid, or with none."""
+    try:
+        found = search_plan(request)
+    except InfeasibleError:
+        with pytest.raises(InfeasibleError):
+            plan_frontier(request)
+        return
+    best = min(plan_frontier(request).points, key=lambda point: point.iteration_ns)
+    assert found.plan.predicted.iteration_ns == best.iteration_ns, best.plan.provenance.options["stages"]
+    assert found.lower_bound_ns <= best.iteration_ns
+    assert check(found.plan, request.block_profile).valid
+    assert check(best.plan, request.block_profile).valid
+
+
+def of_seed(seed: int, layers: int) -> Request:
     rng = random.Random(seed)
     profile = drawn(rng, rng.randint(2, layers))
-    memory = rng.choice([None, 10**9, 2 * 10**9])
-    request = Request(profile, 2, Batch(4, 1), sizes=(1, 2), memory_bytes=memory, device_counts=(2,), time_limit=NO_END)
-    try:
-        points = plan_frontier(request).points
-    except InfeasibleError:
-        return
-    found = search_plan(replace(request, time_limit=1.0, deterministic=True))
-    best = min(points, key=lambda point: point.iteration_ns)
-    assert found.plan.predicted.iteration_ns <= best.iteration_ns, best.plan.provenance.options["stages"]
-    assert found.lower_bound_ns <= best.iteration_ns
-    assert check(found.plan, profile).valid
+    memory = rng.choice([None, 3 * 10**8, 10**9, 2 * 10**9])
+    devices = rng.choice([1, 2, 3, 4])
+    return Request(
+        profile,
+        devices,
+        Batch(4, 1),
+        sizes=(1, 2),
+        memory_bytes=memory,
+        device_counts=(devices,),
+        **TO_THE_END,
+    )
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_point_of_a_frontier_is_shorter(seed: int) -> None:
-    compare(seed, 3)
+TO_THE_END: dict[str, Any] = {"time_limit": 1.0, "deterministic": True}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_frontier_s_shortest_point_is_the_plan_of_a_search(seed: int) -> None:
+    compare(of_seed(seed, 3))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 112))
-def test_no_point_of_larger_frontiers_is_shorter(seed: int) -> None:
-    compare(seed, 5)
+@pytest.mark.parametrize("seed", range(100, 124))
+def test_larger_frontiers_shortest_points_are_the_plans_of_searches(seed: int) -> None:
+    compare(of_seed(seed, 5))
+
+
+@slow_but("flags", FLAGS, lambda flags: flags in FLAGS[:2])
+def test_both_verbs_understand_flags_alike(flags: dict[str, Any]) -> None:
+    """Costs of launches, levels of sharing and sizes that are said, for one: a frontier left out the first."""
+    profile = drawn(random.Random(5), 3).model_copy(update={"launch_overhead_ns": 200_000})
+    asked = frontier_request(profile, devices=(4,), mini_batch=8, **flags, **TO_THE_END)
+    same = Request.of(profile, devices=4, mini_batch=8, **flags, **TO_THE_END)
+    best = min(plan_frontier(asked).points, key=lambda point: point.iteration_ns)
+    assert best.iteration_ns == search_plan(same).plan.predicted.iteration_ns
+
+
+def test_the_profile_s_own_placement_is_one_of_all() -> None:
+    """Where others may be chosen, searches try it as frontiers do."""
+    profile = shape("m", 4)
+    asked = frontier_request(profile, devices=(4,), mini_batch=8, **TO_THE_END)
+    found = search_plan(Request.of(profile, devices=4, placement="all", mini_batch=8, **TO_THE_END))
+    (best, *_) = sorted(plan_frontier(asked).points, key=lambda point: point.iteration_ns)
+    assert best.iteration_ns == found.plan.predicted.iteration_ns
+    assert found.lower_bound_ns <= best.iteration_ns
 
 
 def test_one_stage_has_each_block_split_in_a_way_of_its_own() -> None:

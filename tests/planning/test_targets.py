@@ -309,8 +309,18 @@ def test_groups_that_are_none_are_refused() -> None:
         face.search(profile, placement=placed, keep_together="embedding,head")
     with pytest.raises(UsageError, match="keep what stands between them with them"):
         face.search(profile, devices=2, keep_together="embedding,head")
-    with pytest.raises(UsageError, match="keeps blocks together"):
-        face.frontier(profile.model_copy(update={"keep_together": (("norm", "head"),)}), devices=2, plans=True)
+
+
+def test_frontiers_of_plans_keep_together_what_a_search_does() -> None:
+    kept = layered(4, 2).model_copy(update={"keep_together": (("norm", "head"),)})
+    how: dict[str, Any] = {"devices": 2, "mini_batch": 4, "deterministic": True, "time_limit": 0.3}
+    found, points = face.search(kept, **how).plan, face.frontier(kept, plans=True, **how)
+    plans = [points.plan(number) for number in range(1, len(points.points) + 1)]
+    assert min(plan.predicted.iteration_ns for plan in plans) == found.predicted.iteration_ns
+    for plan, point in zip(plans, points.points, strict=True):
+        assert (plan.predicted.iteration_ns, plan.num_devices) == (point.time_ns, 2)
+        assert any({"norm", "head"} <= set(stage.blocks) for stage in plan.stages)
+        assert face.check(plan, profile=kept).valid
 
 
 # From what there is --------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, parse
-from pipeplan.planning.frontier import frontier_request
-from pipeplan.planning.request import Batch
+from pipeplan.planning.frontier import frontier_request, search_frontier
+from pipeplan.planning.plan_frontier import plan_frontier
+from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.recost import recosted, relinked
 from references.unlike_devices import Kind
@@ -124,11 +125,16 @@ def test_the_slowest_replica_counts() -> None:
 
 
 def test_frontiers_are_for_devices_as_fast_as_the_profile() -> None:
-    """Their one stage has no device's own time."""
-    with pytest.raises(UsageError, match=r"those called 'kind1' have speed 0.5; search --devices N finds plans"):
-        frontier_request(
-            uneven_chain(1, 2, (1, 2)), cluster=cluster_of_kinds(Kind(1, "1", None), Kind(1, "0.5", None)), mini_batch=4
-        )
+    """Where they are of one stage, which has no device's own time; plans do."""
+    chain, cluster = uneven_chain(1, 2, (1, 2)), cluster_of_kinds(Kind(1, "1", None), Kind(1, "0.5", None))
+    with pytest.raises(UsageError, match=r"those called 'kind1' have speed 0.5; add --plans"):
+        frontier_request(chain, cluster=cluster, mini_batch=4, splitting=Splitting())
+    how: dict[str, Any] = {"cluster": cluster, "mini_batch": 4, "deterministic": True, "time_limit": 0.3}
+    asked = frontier_request(chain, devices=(2,), **how)
+    found = search_plan(Request.of(chain, devices=2, **how)).plan.predicted.iteration_ns
+    points = search_frontier(asked).points
+    assert min(point.time_ns for point in points) == found
+    assert all(check(point.plan, chain, cluster).valid for point in plan_frontier(asked).points)
 
 
 @pytest.mark.parametrize("speed", ["0", "-1", "0.0001", "1e6", "NaN", '"fast"', "null"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -122,6 +122,23 @@ def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
     assert above.startswith("the best different plans\n")
     assert all(f"  {format_ns(each.iteration_ns)}  {each.what.split(';')[0]}" in above for each in found)
     assert all(f"  {each.what}\n" in below for each in result.explanation.common)
+
+
+def test_ten_plans_are_explained_where_a_schedule_is_asked_for_too() -> None:
+    """The same search finds two that are as short, and refutes all else by its bound."""
+    how: dict[str, Any] = {"devices": 4, "mini_batch": 16, "time_limit": 0.5, "deterministic": True}
+    found = search_plan(Request.of(chain(8, (1, 2)), scheduler="1f1b", **how), explain=True)
+    assert found.explanation is not None
+    shown = found.explanation.alternatives
+    assert len(shown) == len({each.what for each in shown}) == 10
+    assert all(each.what.endswith("; 1f1b") for each in shown)
+    assert [each.iteration_ns for each in shown] == sorted(each.iteration_ns for each in shown)
+    assert found.figures()["alternatives"] == [asdict(each) | {"limits": each.limits} for each in shown]
+    hurried = search_plan(Request.of(chain(8, (1, 2)), scheduler="1f1b", **(how | {"time_limit": 0.01})), explain=True)
+    assert hurried.explanation is not None
+    count = len(hurried.explanation.alternatives)
+    assert count < 10
+    assert any(note.startswith(f"time ran out after {count} different plan") for note in hurried.notes)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from pipeplan import _api
 from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import (
     BYTES,
+    DETERMINISTIC,
     DEVICE,
     DEVICE_COUNTS,
     DURATION,
@@ -20,6 +21,7 @@ from pipeplan.cli.shared import (
     FOLDER,
     LARGE_NUMBER,
     MEMORY_RESERVE,
+    SEED,
     SPARES,
     FiniteRange,
     OneOf,
@@ -59,7 +61,12 @@ _ONLY_PLANS = {
     "chunks": "--vp",
     "recompute": "--recompute",
     "uniform": "--uniform",
+    "seed": "--seed",
+    "deterministic": "--deterministic",
 }
+_PLANNING = ("uniform", "seed", "deterministic")
+"""Fields of the request that are flags of whole plans, beside sizes."""
+
 _DEVICES = (
     "Numbers of devices to consider; with --mode min-devices a single number is the maximum.  [default: the cluster's; "
     "also the powers of two below it with --plans, --mode profile or --mode min-devices]"
@@ -142,6 +149,8 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     help="Without --plans: most dimensions of the mesh of devices that splits a block or operator.",
 )
 @click.option("--time-limit", type=DURATION, help=_TIME_LIMIT)
+@SEED
+@DETERMINISTIC
 @click.option(
     "--point",
     type=LARGE_NUMBER,
@@ -245,7 +254,7 @@ def frontier_request(ctx: click.Context) -> Request:
         time_limit=None if flags["time_limit"] is None else flags["time_limit"] / 1e9,
         mode=flags["mode"],
         splitting=None if flags["plans"] else splitting,
-        **(asked_sizes(flags) | {"uniform": flags["uniform"]} if flags["plans"] else {}),
+        **(asked_sizes(flags) | {name: flags[name] for name in _PLANNING} if flags["plans"] else {}),
     )
 
 

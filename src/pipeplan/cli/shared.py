@@ -269,6 +269,12 @@ SEARCH_TARGET = KnownNames(lambda: _api.search_targets())
 
 RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME|pkg.mod:name")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
+
+DETERMINISTIC = click.option(
+    "--deterministic",
+    is_flag=True,
+    help="Same seed, same plan. --time-limit then counts work instead of seconds, so a busy machine takes longer.",
+)
 SEQUENCE = click.option("--sequence", type=LARGE_NUMBER, help="Sequence length, for zoo models and configurations.")
 
 
@@ -572,11 +578,7 @@ _OPTIONS = (
     ),
     click.option("--time-limit", type=DURATION, default="30s", help="Stop after this long, with the best plan so far."),
     SEED,
-    click.option(
-        "--deterministic",
-        is_flag=True,
-        help="Same seed, same plan. --time-limit then counts work instead of seconds, so a busy machine takes longer.",
-    ),
+    DETERMINISTIC,
     click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
 )
 

@@ -5,19 +5,28 @@ From what a search knows at its end: schedules it has found, and the table of un
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby
 
 from pipeplan.costs.zero import IN_ACTIONS
 from pipeplan.errors import PipeplanError
-from pipeplan.files import PlacedStage
+from pipeplan.files import PlacedStage, Placement
 from pipeplan.files.plan import AlternativeFigures
-from pipeplan.planning.candidates import PlacementCandidate, is_large, kept_choice, placed, uniform_choices
-from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
+from pipeplan.planning.candidates import (
+    PlacementCandidate,
+    is_large,
+    kept_choice,
+    placed,
+    strategy_choices,
+    uniform_choices,
+)
+from pipeplan.planning.request import Request
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, SECONDS_PER_LOOK
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, Budget
 from pipeplan.schedule.state import Schedule, scheduler_words
 from pipeplan.texts import counted, shortened
 from pipeplan.units import format_bytes, format_ns
@@ -67,39 +76,73 @@ class Alternative:
 
 @dataclass(frozen=True)
 class DifferentPlans(PlanStep):
-    """As many different plans as an explanation shows: rows of the table, the best first, of at most ``rows``.
+    """As many different plans as an explanation shows: layouts, those first that should be quickest.
 
-    A good plan refutes most rows before there is a plan of them, and explains nothing by that.
+    A good plan refutes most layouts before there is a plan of them, and explains nothing by that. A row of the table is
+    looked at while so many plans are not known, or, for a part ``more`` of the time, it should be quicker than the last
+    of them. Where there is no table all that strategies leave open is.
     """
 
-    share: float = 0.25
-    rows: int = 40
+    share: float = 0.5
+    more: float = 0.1
     name = "different plans"
-    of = "what is left, each turn"
+    of = "what is left, each turn; 0.1 once there are as many"
     when = (
-        f"in turn with the search; --explain, until {MOST_ALTERNATIVES} different plans are known; a table of layouts"
+        f"in turn with the search; --explain, until no other layout should be among the best {MOST_ALTERNATIVES}; no "
+        "placement is given; --scheduler auto or a named schedule"
     )
     in_turn = True
 
     def run(self, search: PlanSearch) -> None:
         """Look at them: they stand beside the others, and are not searched on."""
         request = search.request
-        if not search.explains or search.best is None or request.scheduler != "auto" or request.dictates:
+        if not search.explains or search.best is None or isinstance(request.placement, Placement):
             return
+        if request.scheduler != "auto" and not request.dictates:
+            return  # how it is searched is said, which takes long for each
+        search.unexplained = True
         with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
             every = [kept_choice(trial.candidate) for trial in (*search.done, *search.beside)]
             known = {_shape(own) for own in every if own is not None}
-            others = (each.choice for each in uniform_choices(request) if _shape(each.choice) not in known)
-            for choice in islice(others, self.rows):
-                if share.expired or len(_best(search)) >= MOST_ALTERNATIVES:
+            for asked, choice, about_ns in _layouts(request):
+                last = _last_shown_ns(search)
+                enough = last < math.inf and share.used * self.share > self.more * share.seconds
+                if about_ns >= last:
+                    break
+                if share.expired or enough:
                     return
-                candidate = placed(request, choice) if search.is_first((self.name, _shape(choice))) else None
-                if isinstance(candidate, PlacementCandidate):
+                if _shape(choice) not in known and search.is_first((self.name, _shape(choice))):
                     with suppress(PipeplanError):  # it does not fit
-                        trial = Trial.of(request, candidate, search.steps)
-                        trial.look(usual=candidate.usual, others=False)
-                        share.charge(SECONDS_PER_CUT * is_large(request) + SECONDS_PER_LOOK * trial.num_actions)
-                        search.beside += [trial] * (trial.best is not None)
+                        self._look(search, asked, choice, share)
+            search.unexplained = False
+
+    @staticmethod
+    def _look(search: PlanSearch, request: Request, choice: Choice, share: Budget) -> None:
+        """By known schedules, or by the one that is asked for."""
+        candidate = placed(request, choice)
+        if not isinstance(candidate, PlacementCandidate):
+            return
+        trial = Trial.of(request, on_cluster(request, candidate) or candidate, search.steps)
+        share.charge(SECONDS_PER_CUT * is_large(request))
+        if trial.bound_ns >= _last_shown_ns(search):
+            return
+        trial.look_within(request, share, candidate.usual, others=False)
+        search.beside += [trial] * (trial.best is not None)
+
+
+def _layouts(request: Request) -> Iterator[tuple[Request, Choice, float]]:
+    """Layouts to look at, and ns that each should take, 0 where nobody knows; the quickest first."""
+    table = [(level, each) for level in request.levels for each in uniform_choices(level)]
+    for level, each in sorted(table, key=lambda row: row[1].usual_ns):
+        yield level, each.choice, each.usual_ns
+    if not table:
+        yield from ((level, choice, 0.0) for level in request.levels for choice in strategy_choices(level))
+
+
+def _last_shown_ns(search: PlanSearch) -> float:
+    """The iteration of the last plan that is shown; infinite while there is room for more."""
+    shown = _best(search)
+    return math.inf if len(shown) < MOST_ALTERNATIVES else shown[-1].value_ns or math.inf
 
 
 def _shape(choice: Choice) -> tuple[object, ...]:
@@ -181,6 +224,15 @@ def explained(search: PlanSearch) -> Explanation:
     some = _best(search)
     value = some[0].value_ns or 0
     return Explanation(tuple(map(_alternative, some)), tuple(_common(search, value)))
+
+
+def too_few(explanation: Explanation) -> list[str]:
+    """That time ran out before there were as many different plans as are shown."""
+    count = len(explanation.alternatives)
+    if count >= MOST_ALTERNATIVES:
+        return []
+    plans = counted(count, "different plan")
+    return [f"time ran out after {plans} of {MOST_ALTERNATIVES} that are explained: raise --time-limit for more"]
 
 
 def kept_alternatives(search: PlanSearch) -> tuple[AlternativeFigures, ...]:

@@ -147,5 +147,6 @@ class SplitFinalists(PlanStep):
             trial = Trial.of(search.request, candidate, search.steps)
             if not trial.hopeless(search.best):
                 trial.look()
+                search.budget.charge(trial.look_seconds)
                 search.trials.append(trial)
                 search.report(trial)

@@ -110,6 +110,7 @@ def candidates(
         unbounded = (each.propose if isinstance(each, BoundedProposal) else each for each in roomy)
         yield from in_turns([unbounded, candidates(request.levelled, steps, chains_between, chains_first)])
         return
+    yield from (partial(_as_is, each) for each in own_placement(request))
     chains = _chains(request)
     if is_large(request):
         yield from islice(chains, chains_first)
@@ -137,6 +138,19 @@ def _given(request: Request, placement: Placement) -> Iterator[PlacementCandidat
     every = list(_exchanging(request.profile, sharing(request, placement)))
     for recompute, each in product(request.recomputes, every):
         yield PlacementCandidate(each, request.batch, recompute, "given", _is_fallback(request, recompute))
+
+
+def own_placement(request: Request) -> Iterator[PlacementCandidate]:
+    """The profile's own placement, if it is for that number of devices and any other may be chosen instead."""
+    placement = request.profile.placement
+    if placement is None or placement.num_devices != request.num_devices or not any_stages(request):
+        return
+    if request.uniform or request.chunks is not None or request.joined is not None:
+        return
+    again = (False, True) if request.recompute is None else (request.recompute,)
+    for size, recompute in product(open_sizes(request), again):
+        batch = Batch(request.batch.mini_batch // size, size)
+        yield PlacementCandidate(sharing(request, placement), batch, recompute, "the profile's own")
 
 
 def _exchanging(profile: Profile, placement: Placement) -> Iterator[Placement]:

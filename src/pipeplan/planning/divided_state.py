@@ -20,7 +20,7 @@ from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import SUBMODULES, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.time_limit import checkpoint
 
 
@@ -87,11 +87,7 @@ class DivideState(PlanStep):
             if trial.hopeless(best):
                 search.refuted += 1
                 return
-            if request.dictates:
-                trial.search(request, share, share.remaining)
-            else:
-                trial.look(usual=candidate.usual if is_large(request) else None)
-            share.charge(SECONDS_PER_LOOK * sum(sum(map(len, way.slots)) for way in trial.ways))
+            trial.look_within(request, share, candidate.usual if is_large(request) else None)
             if trial.value_ns is not None and trial.value_ns < (best.value_ns or 0):
                 search.trials.append(trial)
                 search.report(trial)

@@ -21,6 +21,7 @@ from pipeplan.errors import SearchTimeoutError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, plan_frontier
 from pipeplan.planning.request import (
+    ALL,
     AskedSizes,
     Batch,
     Request,
@@ -28,8 +29,6 @@ from pipeplan.planning.request import (
     input_notes,
     planned_for,
     require_sizes,
-    resolve_batch,
-    sizes_between,
 )
 from pipeplan.planning.sharding_frontier import (
     SplitPoint,
@@ -191,7 +190,7 @@ def frontier_notes(request: Request) -> Iterator[str]:
     if request.cluster is None:
         return
     kinds = request.cluster.first(request.num_devices).devices
-    if len({(kind.name, kind.memory_bytes) for kind in kinds}) > 1:
+    if request.splitting is not None and len({(kind.name, kind.memory_bytes) for kind in kinds}) > 1:
         names = ", ".join(f"{kind.count} {kind.name}" for kind in kinds)
         yield f"devices differ ({names}): all count as the profile's, with the memory of the smallest"
     unpriced = [kind.name for kind in kinds if kind.price_per_hour is None]
@@ -278,45 +277,43 @@ def frontier_request(
     """
     if devices is None and cluster is None and all(sizes.get(name) for name in AskedSizes._fields):
         devices = (prod(sizes[name] for name in AskedSizes._fields),)
-    if profile.keep_together and splitting is None:
-        raise UsageError(
-            f"profile {profile.name!r} keeps blocks together (keep_together), which frontier --plans does not yet; "
-            "take that out of the profile, or search"
-        )
     planned = planned_for(cluster, devices, spares) if spares else 0
     counts = _counts(devices, cluster.first(planned) if cluster and planned else cluster, mode, splitting)
     if splitting is None:
         counts = _shared_out(profile, counts, sizes | {"zero": zero}, given=devices is not None)
     if splitting is not None and (zero, zero_group) != (None, None):
         raise UsageError("--zero is for plans with replicas, and one stage has none; add --plans, or leave it out")
-    if splitting is not None:
-        samples = mini_batch or (max(profile.microbatch_sizes, default=1) * counts[-1])
-        batch, limit = Batch(1, samples), math.inf
-    else:
-        batch, limit = resolve_batch(profile, counts[-1], mini_batch=mini_batch), _PLANS_SECONDS
-    request = Request(
-        profile,
-        counts[-1],
-        batch,
-        sizes=() if splitting is not None else sizes_between(profile, batch.mini_batch),
-        cluster=cluster,
-        memory_bytes=memory_bytes,
-        reserve_bytes=reserve_bytes,
-        zero=zero,
-        zero_group=zero_group,
-        time_limit=limit if time_limit is None else time_limit,
-        device_counts=counts,
-        splitting=splitting,
-        spares=spares,
-        samples_assumed=mini_batch is None,
+    common: dict[str, Any] = {
+        "cluster": cluster,
+        "memory_bytes": memory_bytes,
+        "reserve_bytes": reserve_bytes,
+        "zero": zero,
+        "zero_group": zero_group,
+        "device_counts": counts,
         **sizes,
-    )
+    }
+    if splitting is None:
+        asked: dict[str, Any] = {"devices": counts[-1], "placement": ALL, "mini_batch": mini_batch}
+        limit = _PLANS_SECONDS if time_limit is None else time_limit
+        request = replace(Request.of(profile, **asked, **common, time_limit=limit), spares=spares)
+    else:
+        batch = Batch(1, mini_batch or (max(profile.microbatch_sizes, default=1) * counts[-1]))
+        request = Request(
+            profile,
+            counts[-1],
+            batch,
+            **common,
+            time_limit=math.inf if time_limit is None else time_limit,
+            splitting=splitting,
+            spares=spares,
+            samples_assumed=mini_batch is None,
+        )
     request.require_sharing()
-    kinds = () if cluster is None else cluster.first(counts[-1]).devices
+    kinds = () if cluster is None or splitting is None else cluster.first(counts[-1]).devices
     if (other := next((kind for kind in kinds if kind.speed != 1), None)) is not None:
         raise UsageError(
-            f"a frontier is for devices as fast as the profile's, and those called {other.name!r} have speed "
-            f"{other.speed:g}; search --devices N finds plans on them, or leave out speed in the cluster"
+            f"a frontier of one stage is for devices as fast as the profile's, and those called {other.name!r} have "
+            f"speed {other.speed:g}; add --plans, or leave out speed in the cluster"
         )
     if mode == "min-devices" and all(each.least_memory is None for each in request.by_devices):
         raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")

@@ -25,7 +25,7 @@ from pipeplan.planning.candidates import PlacementCandidate, any_stages, is_larg
 from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.time_limit import checkpoint
 from pipeplan.workload.elements import again_of, recompute_of
 from pipeplan.workload.workload import Workload
@@ -72,11 +72,7 @@ class Moves(PlanStep):
                 trial = Trial.of(request, candidate, search.steps)
                 if trial.hopeless(best):
                     continue
-                if request.dictates:
-                    trial.search(request, share, share.remaining)
-                else:
-                    trial.look(usual=candidate.usual if is_large(request) else None)
-                share.charge(SECONDS_PER_LOOK * sum(sum(map(len, way.slots)) for way in trial.ways))
+                trial.look_within(request, share, candidate.usual if is_large(request) else None)
                 if trial.value_ns is not None and trial.value_ns < best.value_ns:
                     search.trials.append(trial)
                     search.report(trial)

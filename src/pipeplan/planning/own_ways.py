@@ -45,7 +45,7 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.planning.uniform_space import Blocks, Choice, KeptBytes
 from pipeplan.planning.usual import USUAL
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import Again, recompute_of
 
@@ -98,11 +98,7 @@ class OwnWays(PlanStep):
                 trial = Trial.of(request, candidate, search.steps)
                 if trial.hopeless(search.best):
                     return
-                if request.dictates:
-                    trial.search(request, share, share.remaining)
-                else:
-                    trial.look(usual=candidate.usual if is_large(request) else None, others=False)
-                share.charge(SECONDS_PER_LOOK * sum(sum(map(len, way.slots)) for way in trial.ways))
+                trial.look_within(request, share, candidate.usual if is_large(request) else None, others=False)
                 if trial.best is not None:
                     search.trials.append(trial)
                     search.report(trial)

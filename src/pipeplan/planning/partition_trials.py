@@ -1,8 +1,8 @@
 """What partitions the frontier of whole plans tries, each under one limit of memory after another.
 
 Here: uniform layouts as ``search`` has them, chains whose stages each take their way from their device group's
-frontier (:mod:`pipeplan.partition.stage_frontier`), the profile's own placement, GraphPipe's stages; and the chains
-among them that promise most as candidates of ``search``. Not here: which of them stay
+frontier (:mod:`pipeplan.partition.stage_frontier`), GraphPipe's stages; and the chains among them that promise most as
+candidates of ``search``. Not here: which of them stay
 (:mod:`pipeplan.planning.plan_frontier`).
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from heapq import merge
-from itertools import islice, product
+from itertools import islice
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.partition.per_block_sharding import GroupSplits
@@ -28,7 +28,6 @@ from pipeplan.planning.candidates import (
     is_large,
     open_sizes,
     placed,
-    sharing,
     uniform_layouts,
 )
 from pipeplan.planning.request import Batch, Request
@@ -119,15 +118,6 @@ def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[f
 
 def _recomputes(request: Request) -> Sequence[Again]:
     return (False, True) if request.recompute is None else (request.recompute,)
-
-
-def own_placement(request: Request) -> Iterator[PlacementCandidate]:
-    """The profile's own placement, if it is for that number of devices, with micro-batches of every size."""
-    placement = request.profile.placement
-    if placement is not None and placement.num_devices == request.num_devices:
-        for size, recompute in product(open_sizes(request), _recomputes(request)):
-            batch = Batch(request.batch.mini_batch // size, size)
-            yield PlacementCandidate(sharing(request, placement), batch, recompute, "the profile's own")
 
 
 def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float) -> Iterator[PartitionTrial]:

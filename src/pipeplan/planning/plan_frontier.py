@@ -1,7 +1,9 @@
 """The frontier over whole plans: iteration time against memory per device against devices.
 
-One stage on all devices comes first, split block by block as each point of its cost frontier says, and the profile's
-own placement in less and less memory, where it is for that number of devices. Then, for every number of devices, come
+On every number of devices it is the search of :func:`pipeplan.planning.steps.search_plan`, of which every schedule is
+a point: so no plan that a search finds in the same work is shorter than the shortest point. What is in less memory
+comes after it. One stage on all devices, split block by block as each point of its cost frontier says, and the
+profile's own placement in less and less memory, where it is for that number of devices. Then
 the partitions of :mod:`pipeplan.planning.partition_trials` under one memory limit after another, from none down to
 where nothing fits: uniform layouts, as ``search`` has them, and stages each of which takes its way to run from its
 device group's frontier. Every partition gets the best known schedule under that limit. While there is time, GraphPipe's
@@ -22,25 +24,26 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning.block_splits import split_stages
-from pipeplan.planning.build_plan import planned
-from pipeplan.planning.candidates import PlacementCandidate, any_stages
-from pipeplan.planning.infeasibility import unproved
+from pipeplan.planning.candidates import PlacementCandidate, any_stages, own_placement
+from pipeplan.planning.expanding import of_blocks
+from pipeplan.planning.infeasibility import ExplainShortage, most_telling, unproved
 from pipeplan.planning.partition_trials import (
     HOW,
     PartitionTrial,
     chains,
     in_turn,
-    own_placement,
     says_sizes,
     stage_graphs,
     uniform,
 )
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, least_of_splits, split_frontier
-from pipeplan.planning.trials import FIRST_SECONDS, Trial, on_cluster
+from pipeplan.planning.steps import STEPS, num_left, plan_of, run_search, search_of
+from pipeplan.planning.trials import FIRST_SECONDS, PlanSearch, Trial, on_cluster
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress
 from pipeplan.sharding.cost_model import CostModel
-from pipeplan.time_limit import Limit, TimeUpError, checkpoint
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.kinds import WORKSPACE
 from pipeplan.workload.memory import peak_memory
@@ -52,19 +55,22 @@ class _Constants:
     """How the frontier is searched; parts are of the time.
 
     The uniform layout that should be quickest on each number of devices comes before all else, while no more than a
-    part ``first`` is over: to track the strategies of one stage of a large model may take all of it. After a part
-    ``one_stage`` these are only tracked to within ``rough`` of the frontier, after ``roughly`` no further; after
+    part ``first`` is over. Searches end after a part ``searching``, of which each has half of what is left, the last
+    one all: those on more devices first, which take longer. After a part
+    ``one_stage`` strategies of one stage are only tracked to within ``rough`` of the frontier, after ``roughly`` no
+    further; after
     ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
     where nothing fits gets what is left, ``explaining`` seconds at least, of which one change may take ``trying``;
     counting what was not tried gets ``counting``, but no more than ``most_counting`` seconds.
     """
 
-    first: float = 0.2
-    one_stage: float = 0.3
+    first: float = 0.1
+    searching: float = 0.5
+    one_stage: float = 0.6
     rough: float = 0.01
-    roughly: float = 0.5
-    chains: float = 0.6
-    split: float = 0.85
+    roughly: float = 0.7
+    chains: float = 0.8
+    split: float = 0.9
     explaining: float = 0.5
     trying: float = 1.0
     counting: float = 0.05
@@ -72,6 +78,9 @@ class _Constants:
 
 
 _HOW = _Constants()
+
+_STEPS = tuple(step for step in STEPS if not isinstance(step, ExplainShortage))
+"""Steps of its searches: what would do where nothing fits is said of all numbers of devices together."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +149,10 @@ def plan_frontier(
         SearchTimeoutError: time was up before there was anything.
     """
     limit = Limit.part_of(within, request.time_limit)
+    if request.deterministic:
+        limit = Budget(math.inf, deterministic=True, whole=within)  # which only an interruption ends
     limit.wait(0.0, FIRST_SECONDS)
-    found = _searched(request, limit, quickest, progress)
+    found = _searched(request, limit, quickest, progress, searches=True)
     if not found.best:
         raise KeyboardInterrupt if limit.interrupted else _why(request, found)
     untried = _counted(found, min(_HOW.counting * request.time_limit, _HOW.most_counting)) if found.interrupted else 0
@@ -152,20 +163,24 @@ def plan_frontier(
     return PlanFrontier(tuple(points), *how, failures)
 
 
-def _searched(request: Request, limit: Limit, quickest: bool, progress: Progress | None = None) -> _FrontierSearch:
+def _searched(
+    request: Request, limit: Limit, quickest: bool, progress: Progress | None = None, *, searches: bool = False
+) -> _FrontierSearch:
     """Try everything in turn, until the time is up, less what counting what is left will take."""
     requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
     levels = [level for asked in requests for level in asked.levels]
-    free = [asked for asked in levels if not says_sizes(asked)]
+    free = [asked for asked in levels if _any_partition(asked)]
     streams = [uniform(asked) for asked in levels], [chains(asked, splits, quickest=quickest) for asked in free]
     partitions = in_turn([each for own in zip_longest(*streams) for each in own if each is not None])
-    whole = [asked for asked in requests if not says_sizes(asked) and not asked.recompute]
+    whole = [asked for asked in requests if _any_partition(asked) and not asked.recompute]
     rough = [asked.num_devices for asked in whole]
     search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress, rough=rough)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     with limit.hearing_interrupts(), limit.ended():
         search.try_all(chain.from_iterable(islice(each, 1) for each in streams[0]), _HOW.first)
+        if searches:
+            search.search_all(requests)
         for asked in whole:
             search.one_stage(asked)
         for asked in free:
@@ -174,13 +189,18 @@ def _searched(request: Request, limit: Limit, quickest: bool, progress: Progress
         others = [
             stage_graphs(each, search.memories(each.num_devices))
             for each in levels
-            if any_stages(each) and not each.uniform
+            if any_stages(each) and _any_partition(each)
         ]
         joined = search.try_all(in_turn(others), share[1])
         again = search.by_devices(requests) if free else []
         split = search.try_all(in_turn([_split(splits, points) for points in again]))
-        search.interrupted = not (search.try_all(partitions) and split and joined)
+        search.interrupted = search.unsearched or not (search.try_all(partitions) and split and joined)
     return search
+
+
+def _any_partition(request: Request) -> bool:
+    """Whether stages may be of any blocks, on any devices, alike ones; else only what searches and layouts have is."""
+    return not (says_sizes(request) or request.uneven or request.by_kinds or request.joined is not None)
 
 
 def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
@@ -282,6 +302,59 @@ class _FrontierSearch:
     num_tried: int = 0
     rough: list[int] = field(default_factory=list)
     progress: Progress | None = None
+    unsearched: bool = False
+
+    def search_all(self, requests: Sequence[Request]) -> None:
+        """Search on each number of devices, most first, until a share of the time is over."""
+        ordered = sorted(requests, key=lambda asked: -asked.num_devices)
+        for number, asked in enumerate(ordered, start=1):
+            left = self.left(_HOW.searching)
+            if self.best and left <= 0 and not asked.deterministic:
+                self.unsearched = True
+                return
+            seconds = left if number == len(ordered) else left / 2
+            self._search(asked if asked.deterministic else replace(asked, time_limit=max(0.0, seconds)))
+
+    def _search(self, request: Request) -> None:
+        """Search on one number of devices; what ends it, points are made of what was found."""
+        search = search_of(request, self.limit, progress=self._heard(request), steps=_STEPS)
+        try:
+            run_search(search)
+        finally:
+            self._keep_trials(search)
+        self.num_tried += search.looked_at
+        self.unsearched |= num_left(search) > 0
+        if search.answer is None and search.failures:
+            self.failures.setdefault(request.num_devices, most_telling(search.failures))
+
+    def _keep_trials(self, search: PlanSearch) -> None:
+        """The answer in any case, which takes no longer than making its plan; of the others what there is time for."""
+        answer = search.answer
+        if answer is not None:
+            with shielded():
+                self._keep_trial(search.request, answer)
+        for trial in sorted(search.done, key=lambda trial: trial.value_ns or 0):
+            if trial is not answer:
+                checkpoint()
+                self._keep_trial(search.request, trial)
+
+    def _keep_trial(self, request: Request, trial: Trial) -> None:
+        found = _point(request, trial, self.best)
+        if found is not None:
+            self.keep(found)
+
+    def _heard(self, request: Request) -> Progress | None:
+        """What a search reports, with the devices that it is on; its bound where there are no others."""
+        tell, alone = self.progress, len(request.device_counts) == 1
+        if tell is None:
+            return None
+
+        def hear(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
+            known = [best for best in (best_ns, *(point.iteration_ns for point in self.best)) if best]
+            where = f"{what} on {named_devices(request.num_devices)}"
+            tell(where, min(known, default=0), bound_ns if alone else 0, self.limit.elapsed)
+
+        return hear
 
     def report(self, request: Request, what: str) -> None:
         """Say what is tried, and of the quickest plan so far; no bound is known."""
@@ -417,21 +490,33 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
         trial = Trial.of(request, on_cluster(request, candidate) or candidate)
     except PipeplanError:
         return None
-    static = max(map(trial.ways[0].static_bytes, range(request.num_devices)))
-    if any(_beats(each.place, (request.num_devices, static, trial.bound_ns)) for each in best):
+    if _is_beaten(request, trial, trial.bound_ns, best):
         return None
     trial.look()
-    if trial.best is None or trial.value_ns is None:
+    return _point(request, trial, (), trial.candidate if asked.open else None)
+
+
+def _is_beaten(request: Request, trial: Trial, iteration_ns: int, best: Sequence[PlanPoint]) -> bool:
+    """Whether there is a point that no plan of a trial with that iteration can be better than."""
+    static = max(map(trial.ways[0].static_bytes, range(request.num_devices)))
+    return any(_beats(each.place, (request.num_devices, static, iteration_ns)) for each in best)
+
+
+def _point(
+    request: Request, trial: Trial, best: Sequence[PlanPoint], still_open: PlacementCandidate | None = None
+) -> PlanPoint | None:
+    """What a trial has found; None where it has no schedule, or one that cannot be better than what there is."""
+    value = trial.value_ns
+    if trial.best is None or value is None or _is_beaten(request, trial, value, best):
         return None
-    peak = max(peak_memory(trial.best.graph, trial.best.orders, trial.best.loop), key=lambda each: each.peak_bytes)
-    plan, still_open = partial(_trial_plan, request, trial), trial.candidate if asked.open else None
-    figures, known = (peak.peak_bytes, peak.parts[WORKSPACE], trial.value_ns), trial.settled
+    try:
+        known = of_blocks(request, trial.settled)
+    except PipeplanError:  # what is kept together fits only as one block
+        return None
+    peak = max(peak_memory(known.graph, known.orders, known.loop), key=lambda each: each.peak_bytes)
+    figures = peak.peak_bytes, peak.parts[WORKSPACE], known.iteration_ns
+    plan = partial(plan_of, request, trial, known)
     return PlanPoint(request, *figures, plan, known.workload, known.scheduler, still_open)
-
-
-def _trial_plan(request: Request, trial: Trial) -> Plan:
-    assert trial.best is not None
-    return planned(request, trial.candidate, trial.settled, trial.best.workload)
 
 
 def _with(best: Sequence[PlanPoint], found: PlanPoint) -> list[PlanPoint]:

@@ -34,7 +34,7 @@ from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of, first_counts
-from pipeplan.planning.alternatives import DifferentPlans, explained, kept_alternatives, tied_with
+from pipeplan.planning.alternatives import DifferentPlans, explained, kept_alternatives, tied_with, too_few
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
 from pipeplan.planning.candidates import (
@@ -83,8 +83,7 @@ from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.usual import USUAL
 from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, processes
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
-from pipeplan.schedule.longer import ShorterRun
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
@@ -812,7 +811,7 @@ class LookAtCandidates(PlanStep):
         _secure(search)
         if slicing is not None:
             slicing.at_once(request, trial)
-        search.budget.charge(SECONDS_PER_LOOK * sum(map(ShorterRun().actions, trial.ways)))
+        search.budget.charge(trial.look_seconds)
         search.report(trial)
 
     def _refuted(
@@ -923,6 +922,7 @@ class KeepAll(PlanStep):
             if not trial.worse(best):
                 how = best.candidate.usual or own if is_large(request) else None
                 trial.look(thorough=True, usual=how, others=False)
+                search.budget.charge(trial.look_seconds)
             if trial.best is not None:
                 search.trials.append(trial)
                 search.report(trial)
@@ -1011,16 +1011,9 @@ def search_plan(
         InfeasibleError: nothing fits; the text names the device, the bytes and what to change.
         UsageError: a request that contradicts the profile; an executor of threads.
     """
-    clock = time.monotonic if within is None else within.clock
-    budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
-    looking = named(steps, LookAtCandidates) or LookAtCandidates()
-    require_planner(request)
-    if request.start is not None:
-        require_start(request, request.start)
+    search = search_of(request, within, progress=progress, steps=steps, explain=explain)
     with request.reserve_said():
-        search = PlanSearch(request, budget, progress, steps, explains=explain)
-        with _workers_of(search, workers, executor):
-            search.run(lambda asked: _candidates(asked, steps, looking))
+        run_search(search, workers=workers, executor=executor)
         best = search.answer
         if best is None or (best is search.stands_in and _has_ended(search)):
             raise _nothing(search)
@@ -1031,10 +1024,13 @@ def search_plan(
     counts = CandidateCounts(
         search.looked_at,
         search.refuted + refuted,
-        search.unfinished + _left(search),
+        search.unfinished + num_left(search),
     )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
+    explanation = explained(search) if explain else None
+    if explanation is not None and search.unexplained:
+        notes += too_few(explanation)
     return Result(
         plan.with_alternatives(kept_alternatives(search)),
         schedule,
@@ -1053,11 +1049,39 @@ def search_plan(
             *(gain_said(search.start_ns, plan.predicted.iteration_ns) if request.only is None else ()),
         ),
         start_ns=search.start_ns,
-        explanation=explained(search) if explain else None,
+        explanation=explanation,
         sizes_left=_sizes_left(search) if counts.left else (),
         tie=tied_with(search, best),
         request=request,
     )
+
+
+def search_of(
+    request: Request,
+    within: Limit | None = None,
+    *,
+    progress: Progress | None = None,
+    steps: Sequence[SearchStep] = STEPS,
+    explain: bool = False,
+) -> PlanSearch:
+    """The search of a request before it begins: in the request's time, and in that of ``within``, too.
+
+    Raises:
+        UsageError: a request that contradicts the profile.
+    """
+    clock = time.monotonic if within is None else within.clock
+    budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
+    require_planner(request)
+    if request.start is not None:
+        require_start(request, request.start)
+    return PlanSearch(request, budget, progress, steps, explains=explain)
+
+
+def run_search(search: PlanSearch, *, workers: int = 1, executor: Executor | None = None) -> None:
+    """Run it to its end. Every trial that it made stays in it, whatever ends it."""
+    looking = named(search.steps, LookAtCandidates) or LookAtCandidates()
+    with _workers_of(search, workers, executor):
+        search.run(lambda asked: _candidates(asked, search.steps, looking))
 
 
 def _candidates(request: Request, steps: Sequence[SearchStep], looking: LookAtCandidates) -> Iterator[Proposal]:
@@ -1093,7 +1117,7 @@ _AT_ONCE = 8
 """For how many workers of an executor that is given there is work, where nobody said how many there are."""
 
 
-def _left(search: PlanSearch) -> int:
+def num_left(search: PlanSearch) -> int:
     """How many candidates there was no time for, as far as that is known without making them, which takes long."""
     found, all_seen = 0, False
     with Limit(math.inf if search.budget.deterministic else _COUNTING, clock=search.budget.clock).ended():
@@ -1285,8 +1309,14 @@ def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Schedule, Plan]:
         return schedule, made.plan.model_copy(update={"predicted": known.model_copy(update=proved)})
     _finish(search.request, trial)
     schedule = of_blocks(search.request, trial.settled)
-    whole = trial.best.workload if search.request.joined is None else without_parts(schedule.workload)
-    return schedule, planned(search.request, trial.candidate, schedule, whole)
+    return schedule, plan_of(search.request, trial, schedule)
+
+
+def plan_of(request: Request, trial: Trial, schedule: Schedule) -> Plan:
+    """The plan of a trial's schedule, whose stages have blocks where those of the trial may have groups of them."""
+    assert trial.best is not None
+    whole = trial.best.workload if request.joined is None else without_parts(schedule.workload)
+    return planned(request, trial.candidate, schedule, whole)
 
 
 def _finish(request: Request, trial: Trial) -> None:

@@ -35,7 +35,8 @@ from pipeplan.planning.exchanging import exchanging_workload
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
 from pipeplan.planning.workers import Ahead, Given, LostError
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, Budget
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, SECONDS_PER_LOOK, Budget
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FirstLook, first_look, plain_look, search_schedule
@@ -216,6 +217,11 @@ class Trial:
         """Those of the way of running backward that has most."""
         return max(sum(map(len, way.slots)) for way in self.ways)
 
+    @property
+    def look_seconds(self) -> float:
+        """What a look at its known schedules counts where seconds are deterministic."""
+        return SECONDS_PER_LOOK * sum(map(ShorterRun().actions, self.ways))
+
     def look_plainly(self, most_entries: int = MOST_ENTRIES) -> None:
         """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than so."""
         for workload in self.ways:
@@ -235,6 +241,14 @@ class Trial:
                 found |= schedule is not None
         if usual is not None and not found and others and self.num_actions <= FEW_ACTIONS:
             self.look(thorough=thorough)
+
+    def look_within(self, request: Request, share: Budget, usual: Usual | None = None, *, others: bool = True) -> None:
+        """The same in a share of the time, or a search where the schedule is one that is asked for; it is charged."""
+        if request.dictates:
+            self.search(request, share, share.remaining)
+        else:
+            self.look(usual=usual, others=others)
+        share.charge(self.look_seconds)
 
     def search(self, request: Request, budget: Budget, seconds: float, progress: Progress | None = None) -> None:
         """Search for so long, over the ways of running backward.
@@ -455,7 +469,7 @@ class PlanSearch:
     making plans has taken; the first was ``given_up`` if there was no time. The ``spare`` trial is for want of any
     other: its replicas divide more than they do by default. One that ``stands_in`` is cut evenly, and known as long as
     the planner that was asked for has none. Where the search ``explains`` what it found, ``beside`` are trials that
-    only stand beside the best.
+    only stand beside the best; layouts that there was no time for are left ``unexplained``.
     """
 
     request: Request
@@ -484,6 +498,7 @@ class PlanSearch:
     spare: Trial | None = None
     explains: bool = False
     beside: list[Trial] = field(default_factory=list)
+    unexplained: bool = False
     stands_in: Trial | None = None
     ahead: Ahead[LookAhead, LookedAt] | None = None
     _looked: LookedAt | None = None
