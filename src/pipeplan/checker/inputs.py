@@ -103,7 +103,7 @@ def check_profile(
             _check_state(number, stage, profile, known, findings)
         if rows:
             own = operations[number]
-            again, overhead_ns = _held_by_others(stage, known), plan.split_overhead_ns
+            again, overhead_ns = _held_too_often(stage, known), plan.split_overhead_ns
             change_ns = 0
             if stage.segments:
                 rows, change_ns, again = segment_rows(number, stage, rows, profile, findings)
@@ -1025,9 +1025,9 @@ def _check_operations(
 ) -> None:
     """Durations add up over the blocks; activations are taken by F (and I), and given back by B, or by I and W.
 
-    ``again`` bytes are of tensors that more than one block counts. ``ends`` are how long F gathers what leaves the
-    stage, and B or I the gradients of what came; None where that is not known. What lasts how long is compared only
-    where it is ``timed``.
+    ``again`` bytes are of tensors that blocks count and the stage does not hold. ``ends`` are how long F gathers what
+    leaves the stage, and B or I the gradients of what came; None where that is not known. What lasts how long is
+    compared only where it is ``timed``.
     """
     gathering = dict(zip((Role.FORWARD, Role.BACKWARD, Role.INPUT_GRAD), (*ends, ends[1]), strict=True))
     held = max(0, sum(row.activation_bytes for row in rows) - again)
@@ -1192,17 +1192,32 @@ def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
     return dict(found)
 
 
-def _held_by_others(stage: Stage, known: _Known) -> int:
-    """Bytes of tensors that blocks of the stage take after another block of it took them, whole or divided as it."""
-    samples = stage.microbatch_size // stage.replicas
-    taken: set[tuple[str, str, bool]] = set()
-    again = 0
+def _held_too_often(stage: Stage, known: _Known) -> int:
+    """Bytes that rows of the stage's blocks count and the stage does not hold: each tensor is there once, if at all.
+
+    What comes from another stage is kept for its gradient; what a block of the stage makes only where the backward of
+    that, or of one that takes it, needs it. Slices are other tensors than the whole.
+    """
+    samples, again = stage.microbatch_size // stage.replicas, dict(zip(stage.blocks, stage.again, strict=True))
+    rows: dict[tuple[object, bool], list[int]] = defaultdict(list)
+    kept: dict[tuple[object, bool], int] = {}
     for edge in itertools.chain.from_iterable(known.into.get(block, ()) for block in stage.blocks):
-        if edge.gradient and edge.tensor is not None:
-            held = (edge.source, edge.tensor, _is_divided(edge.target, stage, known))
-            again += _taken_bytes(edge, samples, stage, known) if held in taken else 0
-            taken.add(held)
-    return again
+        takes, makes = again[edge.target], again.get(edge.source)
+        need = edge.saved or ("yes" if edge.gradient else "again")
+        if not (takes is True or edge.gradient or need == "yes"):
+            continue
+        divided = _is_divided(edge.target, stage, known)
+        tensor = (edge.source, edge.target if edge.tensor is None else (edge.tensor,)), divided
+        size = _taken_bytes(edge, samples, stage, known)
+        rows[tensor].append(size)
+        if makes is None or need == "yes" or (takes is True and need == "again"):
+            kept[tensor] = size
+        own = makes is not None and makes is not True and _is_divided(edge.source, stage, known) == divided
+        if own and (edge.saved_by_source == "yes" or (edge.saved_by_source == "core" and makes is False)):
+            if len(rows[tensor]) == 1:
+                rows[tensor].append(size)
+            kept[tensor] = size
+    return sum(sum(sizes) - kept.get(tensor, 0) for tensor, sizes in rows.items())
 
 
 def _is_divided(block: str, stage: Stage, known: _Known) -> bool:

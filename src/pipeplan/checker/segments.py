@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
 
@@ -74,17 +75,30 @@ def _slow(ns: int, speed: float) -> int:
 
 
 def _counted_twice(stage: Stage, profile: Profile, size: int) -> int:
-    """Bytes of tensors that a run takes after another run of the stage took them; what it makes itself is inside."""
-    taken = set[tuple[str, str]]()
-    found = 0
-    for blocks in runs_of(stage):
-        entering: dict[tuple[str, str], Edge] = {}
+    """Bytes of tensors that runs count and the stage does not hold; what a run makes for itself is inside of it.
+
+    What a run of several blocks needs for its backward is not known: all that it takes.
+    """
+    runs = runs_of(stage)
+    backend = {block: each.backend for each in stage.segments for block in each.blocks}
+    alone = {blocks[0] for blocks in runs if backend.get(blocks[0], EAGER) == EAGER}
+    counted: Counter[tuple[str, str | None, str]] = Counter()
+    sizes, kept = dict[tuple[str, str | None, str], int](), set[tuple[str, str | None, str]]()
+    for blocks in runs:
+        entering: dict[tuple[str, str | None, str], Edge] = {}
         for block in blocks:
             for edge in profile.edges_into.get(block, ()):
-                if edge.gradient and edge.tensor is not None and edge.source not in blocks:
-                    entering.setdefault((edge.source, edge.tensor), edge)
-        for key, edge in entering.items():
-            if key in taken:
-                found += edge.bytes_per_sample if edge.broadcast else edge.bytes_per_sample * size
-        taken |= entering.keys()
-    return found
+                saved = edge.gradient if edge.saved is None else edge.saved == "yes"
+                if edge.source in blocks or not (edge.gradient or saved):
+                    continue
+                tensor = edge.source, edge.tensor, edge.target if edge.tensor is None else ""
+                entering.setdefault(tensor, edge)
+                if saved or block not in alone or edge.source not in stage.blocks:
+                    kept.add(tensor)
+        for tensor, edge in entering.items():
+            sizes[tensor] = edge.bytes_per_sample if edge.broadcast else edge.bytes_per_sample * size
+            if not counted[tensor] and edge.source in alone and edge.saved_by_source != "no":
+                counted[tensor] += 1
+                kept.add(tensor)
+            counted[tensor] += 1
+    return sum(sizes[tensor] * (count - (tensor in kept)) for tensor, count in counted.items())

@@ -21,6 +21,7 @@ from pipeplan.costs.stages import group_costs
 from pipeplan.costs.zero import Experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Edge, Placement, Plan, Profile, Recipe, RingCosts, TiedParameter
+from pipeplan.files.profile import NEEDS
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES
 from pipeplan.workload.elements import Again, Recompute, Stage, recompute_of
@@ -200,7 +201,11 @@ class _GroupBlocks:
         """Equal for groups with the same rows."""
         members = {block.id for block in blocks}
         into = tuple(
-            (edge.source in members, edge.tensor, edge.bytes_per_sample, edge.broadcast, edge.gradient)
+            (
+                edge.source in members,
+                *(edge.tensor, edge.bytes_per_sample, edge.broadcast, edge.gradient),
+                *(edge.saved, edge.saved_by_source),
+            )
             for block in blocks
             for edge in self.profile.edges_into.get(block.id, ())
         )
@@ -359,16 +364,20 @@ def _edges(profile: Profile, of: Mapping[str, str]) -> Iterator[Edge]:
     between = [edge for edge in profile.edges if of[edge.source] != of[edge.target]]
     sources = Counter(of[source] for source in {edge.source for edge in between})
     pairs = Counter((of[edge.source], of[edge.target]) for edge in between)
-    seen = set[tuple[str, str, str | None]]()
+    inside = {edge.key for edge in profile.edges if of[edge.source] == of[edge.target] and edge.is_saved()}
+    found: dict[tuple[str, str, str | None], Edge] = {}
     for edge in between:
         source, target, tensor = of[edge.source], of[edge.target], edge.tensor
         if tensor is None and pairs[source, target] > 1:
             tensor = f"{edge.source} to {edge.target}"
         elif tensor is not None and sources[source] > 1:
             tensor = f"{edge.source}: {tensor}"
-        if (source, target, tensor) not in seen:
-            seen.add((source, target, tensor))
-            yield edge.model_copy(update={"source": source, "target": target, "tensor": tensor})
+        whose: dict[str, Any] = {"saved_by_source": "yes"} if edge.key in inside else {}
+        made = edge.model_copy(update={"source": source, "target": target, "tensor": tensor, **whose})
+        before = found.setdefault((source, target, tensor), made)
+        if NEEDS.index(made.need) > NEEDS.index(before.need):  # another block of the group needs it more
+            found[source, target, tensor] = before.model_copy(update={"saved": made.saved})
+    yield from found.values()
 
 
 def _tied(profile: Profile, of: Mapping[str, str]) -> Iterator[TiedParameter]:

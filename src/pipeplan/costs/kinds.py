@@ -24,8 +24,9 @@ import numpy as np
 
 from pipeplan.costs.speeds import exactly
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Plan, Profile
+from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
 from pipeplan.files.cluster import DeviceKind
+from pipeplan.files.profile import COUNTS, NEEDS
 from pipeplan.time_limit import checked
 
 _TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns", "selective_ns")
@@ -57,7 +58,26 @@ def for_kinds(
             f"--profile-for: devices called {fast.name!r} have speed {fast.speed:g} in cluster {cluster.name!r}, and "
             "where kinds have profiles of their own none has a speed; leave out its speed and give its --profile-for"
         )
-    return profile.with_kinds(profiles)
+    every = _with_same_edges([profile, *profiles.values()])
+    return every[0].with_kinds(dict(zip(profiles, every[1:], strict=True)))
+
+
+def _with_same_edges(profiles: Sequence[Profile]) -> list[Profile]:
+    """Profiles of the same model, whose edges say of who needs their tensors what holds on all kinds of devices."""
+    edges = tuple(map(_cautious, zip(*(profile.edges for profile in profiles), strict=True)))
+    return [
+        each if each.edges == edges else each.model_copy(update={"edges": edges}).read_as(sha256_of(each))
+        for each in profiles
+    ]
+
+
+def _cautious(edges: Sequence[Edge]) -> Edge:
+    """The same edge on several kinds: its tensor is held where some hold it, and counted once where all count it so."""
+    first, needs = edges[0], sorted((edge.need for edge in edges), key=NEEDS.index)
+    saved = needs[-1] if first.gradient else needs[0]
+    by_source = min((edge.saved_by_source for edge in edges), key=COUNTS.index)
+    same = saved == first.model_copy(update={"saved": None}).need
+    return first.model_copy(update={"saved": None if same else saved, "saved_by_source": by_source})
 
 
 def _require_same_model(profile: Profile, kind: str, own: Profile) -> None:
@@ -86,9 +106,16 @@ def _require_same_model(profile: Profile, kind: str, own: Profile) -> None:
                 f"{profile.where}; profile both with the same --microbatch, --shards, --context, --expert and --etp"
             )
     for key in ("edges", "tied", "recipe", "tokens_per_sample"):
-        pair = getattr(profile, key), getattr(own, key)
+        pair = _said(profile, key), _said(own, key)
         if pair[0] != pair[1]:
             raise differ(f"{key} are" if key in ("edges", "tied") else f"{key} is", *map(_short, pair))
+
+
+def _said(profile: Profile, key: str) -> object:
+    """What a profile says under a key; of edges all but who needs their tensors, which kinds may differ in."""
+    if key != "edges":
+        return getattr(profile, key)
+    return tuple(edge.model_copy(update={"saved": None, "saved_by_source": "no"}) for edge in profile.edges)
 
 
 def _short(value: object) -> str:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from pipeplan.costs.blocks import StageCost, block_costs, running_on
 from pipeplan.costs.forwards import held_by_units
-from pipeplan.costs.messages import distinct, edge_bytes
+from pipeplan.costs.held_once import counted_again
 from pipeplan.costs.speeds import at_speed
 from pipeplan.errors import UsageError
-from pipeplan.files import CostRow, Edge, Profile
+from pipeplan.files import CostRow, Profile
 from pipeplan.files.profile import EAGER
 from pipeplan.workload.elements import Segment, Stage
 
@@ -37,7 +37,7 @@ def with_segments(profile: Profile, stage: Stage, plain: StageCost) -> StageCost
         backward_ns=sum(row.whole_backward_ns for row in rows),
         input_grad_ns=sum(row.input_grad_ns or 0 for row in rows) if split else None,
         weight_grad_ns=sum(row.weight_grad_ns or 0 for row in rows) if split else None,
-        activation_bytes=max(0, sum(row.activation_bytes for row in rows) - _counted_again(profile, units, size)),
+        activation_bytes=max(0, sum(row.activation_bytes for row in rows) - _too_often(profile, units, size)),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
     )
@@ -114,12 +114,9 @@ def no_row(unit: Segment, size: int) -> str:
     )
 
 
-def _counted_again(profile: Profile, units: Iterable[Segment], size: int) -> int:
-    """Bytes of inputs that several units count as held, beyond the first time; inside of a unit they count once."""
-    taken: list[Edge] = []
-    for unit in units:
-        entering = [edge for id_ in unit.blocks for edge in profile.edges_into.get(id_, ())]
-        outside = [edge for edge in entering if edge.source not in unit.blocks]
-        named = [edge for edge in outside if edge.tensor is not None and edge.gradient]
-        taken += distinct(named)
-    return sum(edge_bytes(edge, size) for edge in taken) - sum(edge_bytes(edge, size) for edge in distinct(taken))
+def _too_often(profile: Profile, units: Sequence[Segment], size: int) -> int:
+    """Bytes by which what the units count as held is more than they hold together."""
+    blocks = [block for unit in units for block in unit.blocks]
+    numbered = ((number, unit) for number, unit in enumerate(units) if unit.backend != EAGER)
+    fused = {block: number for number, unit in numbered for block in unit.blocks}
+    return counted_again(profile, blocks, [False] * len(blocks), size, fused=fused)

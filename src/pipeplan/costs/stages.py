@@ -16,8 +16,9 @@ from pipeplan.costs.communication import contention_of_sums
 from pipeplan.costs.context import exchange_on, of_stages
 from pipeplan.costs.experts import ExpertState, kept_of
 from pipeplan.costs.forwards import held_by_forward
+from pipeplan.costs.held_once import counted_again, loose_edges
 from pipeplan.costs.kinds import kinds_on, on_kinds
-from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
+from pipeplan.costs.messages import Crossings, dependencies, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
 from pipeplan.costs.segments import require_plain, with_segments
 from pipeplan.costs.shared import SharedState, with_syncs
@@ -38,7 +39,7 @@ from pipeplan.costs.zero import (
     with_exchanges,
 )
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Recipe, TiedParameter
+from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
 from pipeplan.workload.elements import (
@@ -78,11 +79,11 @@ def stage_costs(
 ) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
 
-    Times, activations and parameters add up; a tensor that several of the blocks take and give a gradient for is held
-    once (of blocks that divide it along the sequence, a slice), and so are parameters that they share. Workspace is the
-    largest, since only one block runs at a time. Of what replicas divide by ``zero`` there is one part, and what they
-    exchange of each block takes its time where they are ``exchanging``; by default that is left out. A device has one
-    of ``context`` parts of each sequence, and what ``experts`` says of those of its blocks; it has this ``speed``.
+    Times, activations and parameters add up; tensors between the blocks are held as :mod:`pipeplan.costs.held_once`
+    says, and parameters that they share once. Workspace is the largest, since only one block runs at a time. Of what
+    replicas divide by ``zero`` there is one part, and what they exchange of each block takes its time where they are
+    ``exchanging``; by default that is left out. A device has one of ``context`` parts of each sequence, and what
+    ``experts`` says of those of its blocks; it has this ``speed``.
 
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
@@ -154,13 +155,14 @@ def _costs_of_groups(
         return rows[key]
 
     parts, tied = _parts_in(profile, shards, context), _tied_in(profile, shards, cut)
+    is_loose = bool(loose_edges(profile))
 
     def taken_by(id_: str) -> int:
         return sum(edge_bytes(edge, microbatch_size, parts(alike[id_])) for edge in into.get(id_, ()))
 
-    def counted_again(blocks: Sequence[str]) -> int:
-        edges = ((edge, parts(alike[id_])) for id_ in blocks for edge in into.get(id_, ()))
-        return _counted_again(edges, microbatch_size)
+    def too_often(blocks: Sequence[str], recompute: Recompute) -> int:
+        again = asked_again([by_id[id_] for id_ in blocks], recompute) if is_loose else ()
+        return counted_again(profile, blocks, again, microbatch_size, lambda id_: parts(alike[id_]))
 
     def shared(blocks: Sequence[str]) -> Mapping[TiedShare, int]:
         return Counter(each for id_ in blocks for each in tied.get(id_, ())) if tied else {}
@@ -171,7 +173,7 @@ def _costs_of_groups(
         own = [row_of(*each) for each in zip(chosen, asked_again(chosen, recompute), taken, strict=True)]
         state = sum((kept(alike[id_]) for id_ in blocks), MemoryBytes())
         if not profile.is_inference:
-            return _summed(own, state, counted_again(blocks), shared(blocks))
+            return _summed(own, state, too_often(blocks, recompute), shared(blocks))
         held = held_by_forward(profile, blocks, own)
         cost = _summed(own, state, 0, shared(blocks))
         return replace(cost, activation_bytes=held.given, workspace_bytes=held.inner)
@@ -180,7 +182,7 @@ def _costs_of_groups(
     same = profile, groups, microbatch_size, shards
     if (columns := _columns_of(*same, context=context, speed=speed, **kept_so)) is not None:
         sizes = [len(blocks) for blocks, _ in groups]
-        twice = [counted_again(blocks) if len(blocks) > 1 else 0 for blocks, _ in groups]
+        twice = [too_often(*group) for group in groups]
         return list(columns.stages(sizes, twice, [shared(blocks) for blocks, _ in groups]))
     return [summed(*group) for group in checked(groups, 64)]
 
@@ -290,17 +292,18 @@ def _tied_in(profile: Profile, shards: int, cut: Mapping[MemoryKind, int]) -> di
     return found
 
 
-def _summed(
-    rows: Sequence[CostRow], state: MemoryBytes, counted_again: int, shared: Mapping[TiedShare, int]
-) -> StageCost:
-    """Costs of blocks with these rows, the ``state`` of all, and how often they have what some share."""
+def _summed(rows: Sequence[CostRow], state: MemoryBytes, too_often: int, shared: Mapping[TiedShare, int]) -> StageCost:
+    """Costs of blocks with these rows, the ``state`` of all, and how often they have what some share.
+
+    ``too_often`` are the bytes by which their activations are more than they hold together.
+    """
     split = all(row.input_grad_ns is not None for row in rows)
     return StageCost(
         forward_ns=sum(row.forward_ns for row in rows),
         backward_ns=sum(row.whole_backward_ns for row in rows),
         input_grad_ns=sum(row.input_grad_ns or 0 for row in rows) if split else None,
         weight_grad_ns=sum(row.weight_grad_ns or 0 for row in rows) if split else None,
-        activation_bytes=max(0, sum(row.activation_bytes for row in rows) - counted_again),
+        activation_bytes=max(0, sum(row.activation_bytes for row in rows) - too_often),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
         state=state - _again(shared),
@@ -311,22 +314,6 @@ def _summed(
 def _again(shared: Mapping[TiedShare, int]) -> MemoryBytes:
     """What several blocks each count of what they share, beyond the first time."""
     return sum((each.state * (count - 1) for each, count in shared.items()), MemoryBytes())
-
-
-def _counted_again(edges: Iterable[tuple[Edge, int]], microbatch_size: int) -> int:
-    """Bytes of inputs that several of the blocks these edges lead to count as held, beyond the first time.
-
-    Edges are with the number of slices of which the block takes one.
-    """
-    shared: dict[int, list[Edge]] = defaultdict(list)
-    for edge, parts in edges:
-        if edge.tensor is not None and edge.gradient:
-            shared[parts].append(edge)
-
-    def size(edges: Iterable[Edge], parts: int) -> int:
-        return sum(edge_bytes(edge, microbatch_size, parts) for edge in edges)
-
-    return sum(size(own, parts) - size(distinct(own), parts) for parts, own in shared.items())
 
 
 FOLD_FROM = 64

@@ -17,7 +17,7 @@ from pipeplan.files.placement import Placement
 from pipeplan.files.recipe import CUSTOM, Recipe
 from pipeplan.graphs import topological_order
 from pipeplan.units import MAX_BYTES, bytes_of, ns_of
-from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds, Text
+from pipeplan.workload.elements import Again, Bytes, Count, Index, Items, Name, Nanoseconds, Text
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS
 
 TokensPerSample = Annotated[
@@ -441,11 +441,23 @@ class Block(Parts):
         return self
 
 
+Saved = Literal["no", "again", "yes"]
+SavedBySource = Literal["no", "core", "yes"]
+NEEDS: tuple[Saved, ...] = ("no", "again", "yes")
+COUNTS: tuple[SavedBySource, ...] = ("no", "core", "yes")
+"""Both from the least to the most."""
+
+
 class Edge(FileModel):
     """A tensor that one block hands to another.
 
     Edges from one source with the same ``tensor`` carry the same: it goes to each stage once, and a stage with several
     blocks that take it holds it once. Without a name every edge has a tensor of its own.
+
+    The target's row counts what it takes among ``activation_bytes`` where that has a gradient, and where ``saved`` says
+    that its backward needs it; the source's row counts what it gives where ``saved_by_source`` says so. A stage with
+    both ends holds the tensor once where any of its blocks needs it, and else not: it is there while they run, which
+    the target's ``workspace_bytes`` count. One that has the target alone keeps what a gradient goes back for.
     """
 
     source: Name
@@ -457,6 +469,42 @@ class Edge(FileModel):
     ] = None
     gradient: Annotated[bool, Field(description="whether a gradient flows back")] = True
     broadcast: Annotated[bool, Field(description="one tensor for all samples instead of a slice for each")] = False
+    saved: Annotated[
+        Saved | None,
+        said_only(
+            None,
+            "whether the target's backward needs it, or its forward once more where that is computed again; null: it "
+            "does if it gives a gradient for it, else only again",
+        ),
+    ] = None
+    saved_by_source: Annotated[
+        SavedBySource,
+        said_only("no", "whether the source's backward needs it, too; core: where it does not recompute its attention"),
+    ] = "no"
+
+    @property
+    def need(self) -> Saved:
+        """Whether the target's backward needs it."""
+        return self.saved or ("yes" if self.gradient else "again")
+
+    def is_saved(self, again: Again = False) -> bool:
+        """Whether the backward of a target that runs so needs it."""
+        return self.need == "yes" or (again is True and self.need == "again")
+
+    def is_counted(self, again: Again = False) -> bool:
+        """Whether the rows of a target that runs so count it as held: of what is computed again all that it takes."""
+        return self.gradient or again is True or self.need == "yes"
+
+    def is_counted_by_source(self, again: Again = False) -> bool:
+        """Whether the rows of a source that runs so count it."""
+        if again is True:
+            return False
+        return self.saved_by_source == "yes" or (self.saved_by_source == "core" and again != "selective")
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for edges that carry the same tensor, and no others."""
+        return (self.source, self.target) if self.tensor is None else (self.source, None, self.tensor)
 
 
 class TiedParameter(Parts):
@@ -628,6 +676,11 @@ class Profile(File):
                     raise ValueError(
                         f"edges[{index}] and edges[{first}] carry tensor {edge.tensor!r} of {edge.source!r} in "
                         "different sizes"
+                    )
+                if edge.saved_by_source != known.saved_by_source:
+                    raise ValueError(
+                        f"edges[{index}] and edges[{first}] carry tensor {edge.tensor!r} of {edge.source!r}, and say "
+                        "different things of saved_by_source"
                     )
         self._require_mode()
         self._require_counts()

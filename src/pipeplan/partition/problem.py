@@ -14,22 +14,23 @@ published planners, which count it: they are given ``links``.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import add
 from typing import Any, NamedTuple
 
 from pipeplan.costs import StageCost, block_columns, group_costs
 from pipeplan.costs.columns import Columns
 from pipeplan.costs.context import exchanged_as
+from pipeplan.costs.held_once import Repeat, repeats_of
 from pipeplan.costs.kinds import on_kinds
+from pipeplan.costs.messages import edge_bytes
 from pipeplan.costs.zero import ALONE, TOGETHER, WHOLE, Exchanging, Experts, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.files import Edge, PlacedStage, Placement, Profile
-from pipeplan.partition.chain.costs import ChainCosts, Repeat
+from pipeplan.files import PlacedStage, Placement, Profile
+from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.time_limit import Limit, TimeUpError
@@ -150,7 +151,7 @@ class PartitionProblem:
     ``rows`` are the numbers of samples that a replica can have, each of which divides ``mini_batch``, without and with
     recomputation as far as stages may choose. ``memory_bytes`` of every device; None is no limit. What follows the
     actions of a stage is ``all_reduce``; of one without replicas nothing does unless it ``steps``. ``repeats`` [row]
-    are tensors that several blocks count as held, for the blocks in topological ``order``. Where nothing fits, it may
+    are what ranges of blocks count too often, for the blocks in topological ``order``. Where nothing fits, it may
     take ``patience`` seconds by the clock to find out how much memory would do; inf where no clock may count.
     Planners that count messages do so over ``links``; with None messages take no time.
     """
@@ -401,25 +402,10 @@ def _checked_sizes(sizes: Sequence[int] | None, mini_batch: int) -> list[int]:
 
 
 def _repeats_of(profile: Profile, rows: Sequence[Pricing]) -> tuple[tuple[Repeat, ...], ...]:
-    """[row] each block that takes a tensor and gives a gradient for it, with the next one that does.
+    """[row] what ranges of blocks count too often, or too seldom, for tensors between them."""
+    order = profile.topological_order()
 
-    What one block counts for a tensor is its own, so a range that has n of them counts it n - 1 times too often.
-    """
-    takers: dict[tuple[str, str], list[Edge]] = defaultdict(list)
-    for edge in profile.edges:
-        if edge.tensor is not None and edge.gradient:
-            takers[edge.source, edge.tensor].append(edge)
-    several = [edges for edges in takers.values() if len(edges) > 1]
-    place = {block: index for index, block in enumerate(profile.topological_order() if several else ())}
-    pairs = [(*pair, edges[0]) for edges in several for pair in pairwise(sorted(place[edge.target] for edge in edges))]
-    return tuple(
-        tuple(
-            (
-                first,
-                second,
-                edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * row.samples // row.context),
-            )
-            for first, second, edge in pairs
-        )
-        for row in rows
-    )
+    def of_row(row: Pricing) -> tuple[Repeat, ...]:
+        return repeats_of(profile, order, row.recompute, lambda edge: edge_bytes(edge, row.samples, row.context))
+
+    return tuple(map(of_row, rows))

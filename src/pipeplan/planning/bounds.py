@@ -16,6 +16,7 @@ from pipeplan.costs import can_split
 from pipeplan.costs.after import least_steps_ns
 from pipeplan.costs.blocks import asked_again, block_costs
 from pipeplan.costs.context import exchanged_as, open_exchanges
+from pipeplan.costs.held_once import bytes_into, loose_edges
 from pipeplan.costs.speeds import at_speed, exactly
 from pipeplan.costs.zero import WHOLE, Experts
 from pipeplan.errors import UsageError
@@ -23,7 +24,7 @@ from pipeplan.files import Block, CostRow, Plan, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.planning.candidates import shards_of, strategy_choices
-from pipeplan.planning.held_bounds import HeldBound, input_bytes, undominated, way_of
+from pipeplan.planning.held_bounds import HeldBound, undominated, way_of
 from pipeplan.planning.request import SUBMODULES, Request, size_of
 from pipeplan.planning.uniform_space import Blocks, Choice
 from pipeplan.time_limit import checked
@@ -68,30 +69,34 @@ def least_state_bytes(request: Request) -> int:
 def held_bound(request: Request) -> int:
     """Ns that no iteration of any plan of a chain is below, by what devices hold; 0 where that says nothing.
 
-    Of blocks that each wait for the one before, and share no tensor that they would hold once.
+    Of blocks that each wait for the one before.
     """
     request = request.levelled
     profile, splits = request.profile, _may_split(request)
     limits = [limit for limit in request.memory if limit is not None]
     blocks = Blocks.of(profile)
-    if len(limits) < request.num_devices or not blocks.chained or blocks.shares_tensors:
+    if len(limits) < request.num_devices or not blocks.chained:
         return 0
     levels = (request.recompute,) if request.recompute is not None else levels_of(profile)
     fastest = max(request.speeds)
     halved = request.num_parted != 0
-    ways = []
+    ways, loose = [], loose_edges(profile)
     for name in checked(blocks.each, 1):
         block = profile.by_id[name]
+        into, not_held = profile.edges_into.get(name, ()), loose.get(name, ())
         rows = {
             (split, size, again, number): row
             for split, size in _shares(request, block)
             for again in dict.fromkeys(asked_again([block], level)[0] for level in levels)
             for number, row in enumerate(
-                _costs(profile, block, size, split, (again,), input_bytes(blocks, block, size, split[0], split[1]))
+                _costs(profile, block, size, split, (again,), bytes_into(block, into, size, *split[:2]))
             )
         }
         halves = {key: rows.get((key[0], key[1] // 2, *key[2:])) for key in rows if halved and key[1] % 2 == 0}
-        found = [way_of(row, halves.get(key), fastest, splits=splits) for key, row in rows.items()]
+        found = [
+            way_of(row, halves.get(key), bytes_into(block, not_held, key[1], *key[0][:2]), fastest, splits=splits)
+            for key, row in rows.items()
+        ]
         ways.append(undominated(found))
     computing, room = float(sum(request.speeds)), sum(limits) - least_state_bytes(request)
     steps = least_steps_ns(profile)

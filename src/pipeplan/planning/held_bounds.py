@@ -27,10 +27,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeplan.costs.blocks import places_divided
-from pipeplan.files import Block, CostRow
+from pipeplan.files import CostRow
 from pipeplan.partition.chain.costs import FloatArray
-from pipeplan.planning.uniform_space import Blocks
 from pipeplan.time_limit import checked
 
 MOST_CELLS = 2**14
@@ -130,17 +128,8 @@ def undominated(ways: Sequence[BlockWay]) -> list[BlockWay]:
     return kept
 
 
-def input_bytes(blocks: Blocks, block: Block, samples: int, shards: int, context: int) -> int:
-    """What a device has of what a block takes, which is all it keeps where it is computed again."""
-    parts = context * places_divided(block, shards)
-    edges = blocks.profile.edges_into.get(block.id, ())
-    return sum(
-        edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * samples // parts) for edge in edges
-    )
-
-
-def way_of(row: CostRow, half: CostRow | None, fastest: float, *, splits: bool) -> BlockWay:
-    """A row as a way, whose forward may run in two of ``half``."""
+def way_of(row: CostRow, half: CostRow | None, loose: int, fastest: float, *, splits: bool) -> BlockWay:
+    """A row as a way, whose forward may run in two of ``half``; ``loose`` bytes of it a stage need not hold for it."""
     devices, samples = row.shards * row.context, row.microbatch_size
     forward, passing = row.forward_ns, row.forward_ns
     if half is not None:
@@ -150,5 +139,5 @@ def way_of(row: CostRow, half: CostRow | None, fastest: float, *, splits: bool) 
         backward = min(backward, row.input_grad_ns + row.weight_grad_ns)
         back = min(back, row.input_grad_ns)
     work = (forward + backward) * devices / samples
-    held, beside = row.activation_bytes * devices / samples, row.workspace_bytes * work / fastest
+    held, beside = max(0, row.activation_bytes - loose) * devices / samples, row.workspace_bytes * work / fastest
     return BlockWay(work, held, (passing + back) / fastest, beside)

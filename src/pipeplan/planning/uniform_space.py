@@ -23,6 +23,7 @@ from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
 from pipeplan.costs.blocks import places_divided
 from pipeplan.costs.columns import Columns
+from pipeplan.costs.held_once import bytes_into, loose_edges
 from pipeplan.costs.recipes import state_of
 from pipeplan.costs.stages import require_apart
 from pipeplan.costs.states import States
@@ -200,15 +201,13 @@ def _fewer(choices: Sequence[Choice], pricings: Sequence[Pricing]) -> dict[int, 
 class Blocks:
     """A profile's blocks in the order that is cut, those that cost the same as one: ``kinds`` [block] of ``each``.
 
-    ``chained``: each waits for the one before it, and that for its gradient. ``shares_tensors``: together some hold
-    less than alone.
+    ``chained``: each waits for the one before it, and that for its gradient.
     """
 
     profile: Profile
     each: tuple[str, ...]
     kinds: tuple[int, ...]
     chained: bool
-    shares_tensors: bool
     states: States
     _known: dict[Pricing, Columns] = field(default_factory=dict, repr=False, compare=False)
 
@@ -217,10 +216,12 @@ class Blocks:
         """Of a profile."""
         tied = {block for each in profile.tied for block in each.blocks}
         order, alike, into = profile.topological_order(), profile.alike, profile.edges_into
+        loose = loose_edges(profile)
         numbers: dict[tuple[object, ...], int] = {}
         found, each = [], list[str]()
         for name in checked(order, 16):
-            like = alike[name], _fed(into.get(name, ())), name if name in tied else ""
+            fed = _fed(into.get(name, ())), _fed(loose.get(name, ()))
+            like = alike[name], *fed, name if name in tied else ""
             if like not in numbers:
                 numbers[like] = len(each)
                 each.append(name)
@@ -231,7 +232,6 @@ class Blocks:
             tuple(each),
             tuple(found),
             all(pair in pairs for pair in pairwise(order)),
-            any(edge.tensor is not None for edge in profile.edges),
             States.of([profile.by_id[name] for name in each], profile.recipe),
         )
 
@@ -245,6 +245,12 @@ class Blocks:
         if pricing not in self._known:
             self._known[pricing] = pricing.columns(self.profile, self.each)
         return self._known[pricing]
+
+    def loose_bytes(self, pricing: Pricing) -> Array:
+        """[kind] bytes that a block of it counts, and that a stage of several need not hold because of it."""
+        loose, case = loose_edges(self.profile), (pricing.samples, pricing.shards, pricing.context)
+        found = (bytes_into(self.profile.by_id[name], loose.get(name, ()), *case) for name in self.each)
+        return np.fromiter(found, dtype=np.int64, count=len(self.each))
 
     @property
     def counts(self) -> Array:
@@ -359,10 +365,13 @@ class _Sums:
             return int(np.dot(counts, values))
 
         shared = blocks.counted_again(pricing.shards, pricing.zero)
-        apart = not blocks.shares_tensors
         each_way = [own for _, own in ways] or [costs]
-        least = np.minimum.reduce([each.activation_bytes for each in each_way])
-        beside = np.minimum.reduce([each.activation_bytes + each.workspace_bytes for each in each_way])
+        loose = blocks.loose_bytes(pricing)
+        held = np.maximum(0, costs.activation_bytes - loose)
+        least = np.minimum.reduce([np.maximum(0, each.activation_bytes - loose) for each in each_way])
+        beside = np.minimum.reduce(
+            [np.maximum(0, each.activation_bytes - loose) + each.workspace_bytes for each in each_way]
+        )
         widest = each_way if len(ways) > 1 else [costs]
         saved, longer = savings(_choices_of(request.profile, blocks, ways))
         weight = total(np.where(costs.split, costs.weight_grad_ns, 0))
@@ -378,13 +387,13 @@ class _Sums:
             share=float((way[worked] / work[worked]).min()) if blocks.chained and worked.any() else 0.0,
             static_bytes=total(costs.state.sum(axis=1)) - shared.total,
             gradient_bytes=total(costs.state[:, STATE_KINDS.index(GRADIENTS)]) - shared[GRADIENTS],
-            activation_bytes=apart * total(costs.activation_bytes),
-            least_bytes=apart * total(least),
-            weight_grad_bytes=apart * total(costs.weight_grad_bytes),
+            activation_bytes=total(held),
+            least_bytes=total(least),
+            weight_grad_bytes=total(costs.weight_grad_bytes),
             workspace_bytes=max(int(each.workspace_bytes.max()) for each in widest),
             beside_bytes=beside[kinds],
             alone_bytes=int((costs.state.sum(axis=1) + beside).max()),
-            area=_area(costs, least, kinds) if apart and blocks.chained else 0.0,
+            area=_area(costs, least, kinds) if blocks.chained else 0.0,
             saved_bytes=saved,
             again_ns=longer,
             eased=_eased(costs, blocks.columns(pricing._replace(recompute=request.recompute or False))),

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED, StageCost, TiedShare
+from pipeplan.costs.held_once import Repeat
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
 
 Range = tuple[int, int]
@@ -181,19 +182,16 @@ FloatArray = NDArray[np.float64]
 Place = int | Array
 """Where a range begins or ends, or ranges do."""
 
-Repeat = tuple[int, int, int]
-"""Two blocks, in the order of the chain, that take the same tensor, and its bytes: a stage with both holds it once."""
-
 
 @dataclass(frozen=True, slots=True)
 class ChainCosts:
     """Running ``sums`` [kind, ..., block + 1] of what blocks cost, in ns and bytes.
 
     ``widest`` [..., power, begin] is the largest workspace of the 2^power blocks from ``begin`` on. ``repeated``
-    [begin, end] are bytes that the blocks of a range count as held more than once. ``tied`` is what blocks share, which
-    a range with several of them has once: each with how many of them there are before each cut [cut]; of several rows
-    it is the first one's, and ``tied_rows`` [tied, row] are those of all. ``transfer_ns`` is what sending between any
-    two stages takes, where that is looked at.
+    [begin, end] are bytes that the blocks of a range count as held, and together do not hold. ``tied`` is what blocks
+    share, which a range with several of them has once: each with how many of them there are before each cut [cut]; of
+    several rows it is the first one's, and ``tied_rows`` [tied, row] are those of all. ``transfer_ns`` is what sending
+    between any two stages takes, where that is looked at.
     """
 
     sums: Array

@@ -145,9 +145,10 @@ class _Values:
         self._given[block] = self._layouts.given.get(block, WHOLE_TENSOR) if made.ndim else WHOLE_TENSOR
         self._found[block, self._given[block]] = made
 
-    def keep(self, blocks: Collection[str]) -> None:
-        """Let go of all outputs, and of what came, but those of these blocks."""
-        self._found = {key: tensor for key, tensor in self._found.items() if key[0] in blocks}
+    def let_go(self, blocks: Collection[str]) -> None:
+        """Let go of the outputs of these blocks, in every layout: what backward needs of them, autograd has."""
+        for key in [key for key in self._found if key[0] in blocks] if blocks else ():
+            del self._found[key]
 
     def taken(self, source: str, block: str) -> Tensor:
         """A block's output as another takes it."""
@@ -218,8 +219,9 @@ class StageRunner:
     there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does. ``state``
     is what it exchanges during the program. ``segments`` are what kernel backends run of it, each of which has a graph
     of its own: of training, or of forwards alone where it is of ``inference``; none: its blocks run one by one.
-    Gradients are ``loss_scale`` times those of the loss. While it is
-    ``evaluating``, nothing is kept for a backward; else it counts which experts words choose, by block.
+    Gradients are ``loss_scale`` times those of the loss. What a block makes is let go of after the last that takes it,
+    but for what autograd needs. While it is ``evaluating``, nothing is kept for a backward; else it counts which
+    experts words choose, by block.
     """
 
     part: StagePart
@@ -240,8 +242,10 @@ class StageRunner:
     word_counts: dict[str, WordCounts] = field(default_factory=dict)
     _returned: frozenset[str] = field(init=False)
     _enters: dict[str, TensorLayout] = field(init=False, default_factory=dict)
+    _last_used: Sequence[Sequence[str]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._last_used = list(self._last_uses())
         # blocks whose stages get gradients back by the plan
         self._returned = frozenset(name for source in self.part.returns for name in self.part.inputs[source])
 
@@ -286,8 +290,7 @@ class StageRunner:
         begin, end = self._blocks_of(part)
         for number in range(begin, end):
             self._run_block(number, values, own, samples)
-            if self.evaluating:
-                values.keep(self._needed_after(number))
+            values.let_go(self._last_used[number])
         return self._made(begin, end, values, held, own, samples)
 
     def _run_segments(
@@ -303,8 +306,8 @@ class StageRunner:
                         self._run_block(number, values, own, samples)
                 else:
                     self._run_at_once(segment, segment.call, values, own, samples)
-            if self.evaluating:
-                values.keep(self._needed_after(end - 1))
+            for number in range(begin, end):
+                values.let_go(self._last_used[number])
             found = self._made(begin, end, values, held, own, samples)
             begin = end
         return found
@@ -358,11 +361,14 @@ class StageRunner:
         values.put(block, self.state.watch(number, made))
         self.state.leave(number)
 
-    def _needed_after(self, number: int) -> set[str]:
-        """The blocks whose outputs later ones take, or leave the stage, or are losses."""
-        later = {source for block in self.part.blocks[number + 1 :] for source, _ in self.specs[block].inputs}
-        losses = {block for block in self.part.blocks if self.specs[block].loss}
-        return later.union(losses, *self.part.outputs.values())
+    def _last_uses(self) -> Iterator[list[str]]:
+        """[block] the blocks whose outputs none after it takes, nor another stage, nor the loss."""
+        last: dict[str, int] = {}
+        for number, block in enumerate(self.part.blocks):
+            last |= dict.fromkeys((block, *(source for source, _ in self.specs[block].inputs)), number)
+        kept = {block for block in self.part.blocks if self.specs[block].loss}.union(*self.part.outputs.values())
+        for number in range(len(self.part.blocks)):
+            yield [block for block, used in last.items() if used == number and block not in kept]
 
     def _blocks_of(self, part: int) -> tuple[int, int]:
         """The first of its blocks, and the one after its last, by their places."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -14,11 +15,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pipeplan.files import CostRow, FileModel
-from pipeplan.files.profile import Phase
+from pipeplan.files.profile import Phase, Saved, SavedBySource
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.parallel.attention_cores import ATTENTION, RecomputedCores
 from pipeplan.runtime.parallel.batch_norms import recomputed
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_compiled
+from pipeplan.runtime.profiling.build_profile import Kind, SavedTensors
 from pipeplan.runtime.profiling.instruments import (
     Meter,
     Usage,
@@ -77,6 +79,8 @@ class RowKey:
 class KeptRow(FileModel):
     """Measurements of one kind of block in one case; ``times`` are of each timed run: F, B, I, W in ns.
 
+    ``saved_inputs`` and ``saved_outputs`` say of each whether backward needs it; where empty, nobody looked.
+
     ``core_times`` are those of its attention cores alone; ``ring_times`` and ``ring_workspace_bytes`` what it takes
     where devices that share sequences send keys and values around a ring.
     """
@@ -97,6 +101,8 @@ class KeptRow(FileModel):
     core_times: Items[Nanoseconds] = ()
     ring_times: Items[tuple[Nanoseconds, Nanoseconds, Nanoseconds, Nanoseconds]] = ()
     ring_workspace_bytes: Bytes | None = None
+    saved_inputs: Items[Saved] = ()
+    saved_outputs: Items[SavedBySource] = ()
 
     @property
     def key(self) -> RowKey:
@@ -111,8 +117,9 @@ class Bench:
 
     ``selective_bytes`` are held where backward computes attention cores again, None where there are none, and
     ``core_times`` what these take. ``ring_workspace_bytes`` and ``ring_times`` are taken where devices with other
-    pieces of sequences send keys and values around a ring, None where it has no such attention. ``inputs`` are what it
-    takes of its sources, ``needs_grad`` whether each gets a gradient, ``gradients`` those of its outputs, by index.
+    pieces of sequences send keys and values around a ring, None where it has no such attention. ``saved_inputs`` and
+    ``saved_outputs`` say which of these its backward needs. ``inputs`` are what it takes of its sources, ``needs_grad``
+    whether each gets a gradient, ``gradients`` those of its outputs, by index.
     With ``recompute`` (in the key) F keeps only its inputs, and B and I run it again first.
     """
 
@@ -132,6 +139,9 @@ class Bench:
     core_times: list[int] = field(default_factory=list)
     ring_times: list[RingTimes] = field(default_factory=list)
     ring_workspace_bytes: int | None = None
+    saved_inputs: tuple[Saved, ...] = ()
+    saved_outputs: tuple[SavedBySource, ...] = ()
+    _given: list[int] = field(default_factory=list)
 
     def forward(self) -> _Roots:
         """F: what backward starts from; nothing if no gradient is needed. The outputs themselves are let go of."""
@@ -140,6 +150,7 @@ class Bench:
         ]
         made = outputs_of(self._run(*leaves, *self.samples))
         assert made is not None, "its shapes are known: tensors come out"
+        self._given = [tensor.untyped_storage()._cdata for tensor in made]
         return [
             (get_gradient_edge(made[index]), gradient)
             for index, gradient in self.gradients
@@ -233,6 +244,8 @@ class Bench:
             ring_times=tuple(self.ring_times),
             ring_workspace_bytes=self.ring_workspace_bytes,
             times=tuple(self.times),
+            saved_inputs=self.saved_inputs,
+            saved_outputs=self.saved_outputs,
         )
 
     def take_up(self, kept: KeptRow) -> None:
@@ -243,6 +256,7 @@ class Bench:
         self.workspace_bytes = kept.workspace_bytes
         self.ring_workspace_bytes, self.ring_times = kept.ring_workspace_bytes, list(kept.ring_times)
         self.times = list(kept.times)
+        self.saved_inputs, self.saved_outputs = kept.saved_inputs, kept.saved_outputs
 
     def measure_memory(self) -> None:
         """Bytes held after F and after I, and what running takes beyond them."""
@@ -276,8 +290,25 @@ class Bench:
         """
         held = _without(storages([*saved(), *self._kept_inputs()]) if roots else {}, self._own)
         self.activation_bytes = sum(held.values())
+        if not self.key.recompute:
+            needed = storages(saved()) if roots else {}
+            self.note_needed([each.untyped_storage()._cdata in needed for each in self.inputs], bool(needed))
+            self.saved_outputs = tuple("yes" if each in needed else "no" for each in self._given)
         given = storages([*self.inputs, *self.samples])
         return sum(size for address, size in held.items() if address in given)
+
+    def note_needed(self, inputs: Iterable[bool], any_: bool) -> None:
+        """Fill in of each input whether backward needs it; where it needs ``any_`` tensor, all once more in a forward.
+
+        torch's checkpoint lets go of what a function takes whose backward needs nothing.
+        """
+        self.saved_inputs = tuple("yes" if needs else "again" if any_ else "no" for needs in inputs)
+
+    @property
+    def _unsaved_bytes(self) -> int:
+        """What the row counts of inputs that backward does not need."""
+        both = zip(self.inputs, self.needs_grad, self.saved_inputs, strict=False)
+        return sum(storages(tensor for tensor, needs, saved in both if needs and saved != "yes").values())
 
     def _note_without_cores(self) -> None:
         """Fill in what waits for B where it computes attention cores again: not what they make, but what they take."""
@@ -286,6 +317,8 @@ class Bench:
         if roots:
             held = _without(storages([*saved(), *self._kept_inputs(), *cores.given]), self._own)
             self.selective_bytes = min(self.activation_bytes, sum(held.values()))
+            both = zip(self.saved_outputs, self._given, strict=True)
+            self.saved_outputs = tuple(own if own == "no" or key in held else "core" for own, key in both)
 
     def note_weight_grads(self, queue: WeightGradQueue) -> None:
         """Fill in what waits for W after I."""
@@ -322,13 +355,14 @@ class Bench:
         """The most that F, B, I or W takes beyond what the row counts as held while it runs, its outputs included.
 
         ``given`` bytes of the inputs, and the gradients of the outputs, were there before anything was counted; I
-        counts as holding what F left or what W needs, whichever is more.
+        counts as holding what F left or what W needs, whichever is more. Inputs that backward does not need are there
+        while F runs, though a stage that makes them itself does not count them as held.
         """
         held, deferred = self.activation_bytes, self.weight_grad_bytes
         gradient = sum(gradient.nbytes for _, gradient in self.gradients)
         return max(
             0,
-            given + usage["F"].peak - held,
+            given + usage["F"].peak - held + self._unsaved_bytes,
             given + gradient + usage["B"].peak - held,
             given + gradient + usage["I"].peak - max(held, deferred),
             usage["W"].peak - usage["W"].start,
@@ -340,6 +374,7 @@ class Bench:
         if self.selective_bytes is not None:
             medians["selective_ns"] = int(statistics.median(self.core_times or [0]))
         own = {"block", "phase", "tokens", "times", "core_times", "ring_times", "ring_workspace_bytes"}
+        own |= {"saved_inputs", "saved_outputs"}
         return CostRow(
             **self.kept().model_dump(exclude=own),
             **medians,
@@ -352,6 +387,15 @@ class Bench:
         if self.ring_workspace_bytes is None or not self.ring_times:
             return None
         return MeasuredRing.of(self.ring_times, self.ring_workspace_bytes - self.workspace_bytes)
+
+
+def saved_by_kind(benches: Iterable[Bench]) -> dict[Kind, list[SavedTensors]]:
+    """What blocks of a kind need of their inputs and outputs, at each size; of what is computed again that is clear."""
+    found: dict[Kind, list[SavedTensors]] = defaultdict(list)
+    for bench in benches:
+        if not bench.key.recompute:
+            found[bench.key.kind].append(SavedTensors(bench.saved_inputs, bench.saved_outputs))
+    return found
 
 
 class CountedCores(TorchFunctionMode):

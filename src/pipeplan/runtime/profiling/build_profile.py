@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -25,6 +25,7 @@ from pipeplan.costs.communication import Exchange, Prices, time_of_groups
 from pipeplan.costs.recipes import unnamed_bytes
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Source, TiedParameter
+from pipeplan.files.profile import COUNTS, NEEDS, Saved, SavedBySource
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_per_sample
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
@@ -401,10 +402,12 @@ def profile_of_kinds(
     step_bytes_per_s: int | None,
     more: Mapping[str, Sequence[CostRow]] | None = None,
     rings: Mapping[tuple[Kind, int], MeasuredRing] | None = None,
+    saved: Mapping[Kind, Sequence[SavedTensors]] | None = None,
 ) -> Profile:
     """The profile whose blocks have the rows of their kinds, with what collectives take, and ``more``.
 
-    ``rings`` are those of kinds and micro-batch sizes, whether blocks are recomputed or not. Raises UsageError.
+    ``rings`` are those of kinds and micro-batch sizes, whether blocks are recomputed or not; ``saved`` says of a kind
+    what its backward needs of inputs and outputs, wherever that was looked at. Raises UsageError.
     """
     kinds, of_kind = kinds_of(splits), defaultdict[Kind, list[CostRow]](list)
     for kind, row in rows:
@@ -424,7 +427,44 @@ def profile_of_kinds(
                 require_row(f"block {block.spec.id!r}", dict(whole))
                 costs[block.spec.id].append(whole)
     by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
-    return profile_of(model, unsplit, by_block, source, recipe, step_bytes_per_s)
+    edges = tuple(_edges_saved(unsplit, splits, kinds, saved or {}))
+    return profile_of(model, replace(unsplit, edges=edges), by_block, source, recipe, step_bytes_per_s)
+
+
+class SavedTensors(NamedTuple):
+    """Of each of a block's inputs whether its backward needs it, and of each output."""
+
+    inputs: tuple[Saved, ...]
+    outputs: tuple[SavedBySource, ...]
+
+
+def _edges_saved(
+    graph: BlockGraph,
+    splits: Sequence[ModelShare],
+    kinds: Mapping[Hashable, Kind],
+    saved: Mapping[Kind, Sequence[SavedTensors]],
+) -> Iterator[Edge]:
+    """The edges, which say what blocks need of them where that is so for all sizes and ways to split.
+
+    An input that some need and others do not is one that is needed; an output is counted once only where all do.
+    """
+    known: dict[str, list[SavedTensors]] = defaultdict(list)
+    for split in splits:
+        for block in split.graph.blocks:
+            own = saved.get(kinds[block.likeness], [SavedTensors((), ())])
+            known[block.spec.id] += own
+    edges = iter(graph.edges)
+    for block in graph.blocks:
+        for source, index in dict.fromkeys(block.spec.inputs):
+            edge, place = next(edges), block.spec.inputs.index((source, index))
+            own, others = known[block.spec.id], known[source]
+            if own and all(len(each.inputs) == len(block.spec.inputs) for each in own):
+                needs = sorted((each.inputs[place] for each in own), key=NEEDS.index)[-1 if edge.gradient else 0]
+                edge = edge.model_copy(update={"saved": None if needs == edge.need else needs})
+            if others and all(index < len(each.outputs) for each in others):
+                least = min((each.outputs[index] for each in others), key=COUNTS.index)
+                edge = edge.model_copy(update={"saved_by_source": least})
+            yield edge
 
 
 def bare_profile(model: Model, graph: BlockGraph) -> Profile:

@@ -76,8 +76,10 @@ class CountedBench(Bench):
 
     ``core_bytes`` are less held where its attention core is computed again; None where it has no core.
     ``shared_bytes`` are those of keys and values, which have ``heads`` heads, ``mixed_bytes`` what the core makes.
+    ``outputs`` are the numbers of what it gives in the trace of fused kernels.
     """
 
+    outputs: Sequence[int] = ()
     core_bytes: int | None = None
     shared_bytes: int = 0
     mixed_bytes: int = 0
@@ -110,6 +112,7 @@ class CountedBench(Bench):
                     roots = self.forward()
                 given = self.note_activations(roots, saved)
                 held = storages([*saved(), *self._kept_inputs()]) if roots else {}
+                needed = meter.numbered(storages(saved()) if roots else {})
                 if meter.core.kernels and not self.key.recompute:
                     self.core_bytes = meter.core.held_of(held) - meter.core.given_beside(held)
                 numbers = meter.numbered(held)
@@ -121,20 +124,30 @@ class CountedBench(Bench):
                     queue.run()
             usage = meter.usage
             if meter.trace is not None:
-                usage, given = self._note_fused(FusedTrace(meter.trace), meter, numbers)
+                usage, given = self._note_fused(FusedTrace(meter.trace), meter, numbers, needed)
             self.workspace_bytes = self.workspace(usage, given)
 
-    def _note_fused(self, fused: FusedTrace, meter: Tally, held: Mapping[int, int]) -> tuple[dict[str, Usage], int]:
-        """Fill in what fused kernels hold; returns what they have in use, and how much of it the block was given."""
+    def _note_fused(
+        self, fused: FusedTrace, meter: Tally, held: Mapping[int, int], needed: Mapping[int, int]
+    ) -> tuple[dict[str, Usage], int]:
+        """Fill in what fused kernels hold; returns what they have in use, and how much of it the block was given.
+
+        ``held`` is what torch holds, ``needed`` what of it its backward needs.
+        """
         own, given = meter.numbered(self._own), meter.numbered(storages([*self.inputs, *self.samples]))
         kept = fused.held({storage: size for storage, size in held.items() if storage not in own}, own)
         self.activation_bytes = sum(kept.values())
+        if not self.key.recompute:
+            used = fused.held({storage: size for storage, size in needed.items() if storage not in own}, own)
+            inputs = [meter.numbered(storages([each])).keys() for each in self.inputs]
+            self.note_needed([not used.keys().isdisjoint(each) for each in inputs], bool(needed))
+            self.saved_outputs = tuple("yes" if each in used else "no" for each in self.outputs)
         return fused.usage, sum(size for storage, size in kept.items() if storage in given)
 
     def _run(self, *arguments: Tensor) -> object:
         made = super()._run(*arguments)
         if self.tally is not None:
-            self.tally.note_outputs(made)
+            self.outputs = self.tally.note_outputs(made)
         return made
 
 
@@ -408,10 +421,13 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has it
         """Bytes of storages by their numbers in the trace, of those that are in it."""
         return {self._numbers[key]: size for key, size in found.items() if key in self._numbers}
 
-    def note_outputs(self, made: object) -> None:
-        """These are taken by others."""
-        if self.trace is not None:
-            self.trace.outputs |= self.numbered(storages(t for t in tree_leaves(made) if isinstance(t, Tensor))).keys()
+    def note_outputs(self, made: object) -> list[int]:
+        """These are taken by others; [output] their numbers in the trace, if there is one."""
+        tensors = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+        if self.trace is None:
+            return []
+        self.trace.outputs |= self.numbered(storages(tensors)).keys()
+        return [self._numbers.get(each.untyped_storage()._cdata, -1) for each in tensors]
 
     def _allocate(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -42,7 +42,7 @@ from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Recipe, RingCosts
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.benches import RowKey
+from pipeplan.runtime.profiling.benches import RowKey, saved_by_kind
 from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
     Kind,
@@ -149,8 +149,9 @@ def estimate_model(
             "--expert is for estimates of fused kernels; leave --kernels eager and --calibrate PROFILE out"
         )
     every = (*splits, *alone_with_words(model, splits, [each.size for each in spreads], dtype))
-    rows, cores = dict[RowKey, tuple[CostRow, Work]](), dict[RowKey, tuple[int, int]]()
+    rows, cores, benches = dict[RowKey, tuple[CostRow, Work]](), dict[RowKey, tuple[int, int]](), list[CountedBench]()
     for bench, work in counted(every, sizes, dtype, recompute, progress, fused=fused):
+        benches.append(bench)
         asked = bench.key.context if bench.key.context in context else 1  # others are only for experts' words
         rows[bench.key] = _untimed(bench.row()), over_whole_sequences(work, asked, bench.key.label)
         cores[bench.key] = _of_key_value_heads(model, bench), bench.mixed_bytes
@@ -187,7 +188,8 @@ def estimate_model(
     known = None if calibration is None else calibration.step_bytes_per_s
     rate = known or estimated_rate(unsplit, recipe, dtype, device)
     more = _expert_rows(every, splits, spreads, rows, kernel_ns, every_price, links_of(device, cluster), dtype)
-    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate, more)
+    saved = saved_by_kind(benches)
+    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate, more, saved=saved)
 
 
 def links_of(device: DevicePreset, cluster: Cluster | None) -> Callable[[int], LinkPath]:

@@ -21,7 +21,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Recipe, Source
 from pipeplan.runtime.models.losses import find_losses
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.benches import TIMES, Bench
+from pipeplan.runtime.profiling.benches import TIMES, Bench, saved_by_kind
 from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
     Kind,
@@ -144,7 +144,8 @@ def profile_model(
     more = measured_expert_rows(shares, splits, unsplit, spreads, of_kind, cluster, dtype)
     source = measured_source(dtype, where, " ".join(notes))
     rings = {(bench.key.kind, bench.key.size): ring for bench in benches.all if (ring := bench.ring()) is not None}
-    return profile_of_kinds(model, splits, unsplit, rows, price, source, recipe, rate, more, rings)
+    saved = saved_by_kind(benches.all)
+    return profile_of_kinds(model, splits, unsplit, rows, price, source, recipe, rate, more, rings, saved)
 
 
 def require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:
