@@ -83,7 +83,10 @@ CASES = [
 def test_stages_keep_what_the_plan_says(
     name: str, dtype: torch.dtype, sequence: int | None, grain: Grain | None
 ) -> None:
-    """To the byte, of profiles measured here, with this attention and in this format; and of estimates for it."""
+    """To the byte, of profiles measured here, with this attention and in this format; and of estimates for it.
+
+    Where attention cores are computed again, and of estimates, within 1 %.
+    """
     model = load_model(name, sequence=sequence, grain=grain)
     profile = profile_model(model, [SIZE], repeats=1, warmup=0, dtype=dtype, recompute=True)
     estimate = estimate_model(model, [SIZE], device=device_preset("cpu"), dtype=dtype, recompute=True)
@@ -98,7 +101,7 @@ def test_stages_keep_what_the_plan_says(
     for how in ways:
         plan = plan_of(model, profile, **how)
         found = list(held_bytes(model, plan, dtype))
-        assert found == planned(plan), how
+        assert found == pytest.approx(planned(plan), rel=0.01 if how.get("recompute") == "selective" else 0), how
         assert planned(plan_of(model, estimate, **how)) == pytest.approx(found, rel=0.01), how
 
 
