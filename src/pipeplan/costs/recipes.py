@@ -44,7 +44,9 @@ _FORMATS: dict[str, tuple[GradientDtype, int]] = {
 class StateRecipe:
     """What training keeps for every parameter, in bytes by the names of kinds of memory.
 
-    ``dtype`` is the number format that blocks compute in, ``products`` that of matrix products where it is another. Of
+    ``dtype`` is the number format that blocks compute in, ``products`` that of matrix products where it is another.
+    Whatever asks for it by name has gradients add up in what it ``accumulates`` in, where that is another than that of
+    a file which names it alone. Of
     ``bytes`` those of ``frozen`` are for parameters that are not trained, by default as many as the copy that computes
     has, and ``workspace`` is of a copy that is there only while a block runs. ``optimizer`` has the bytes of its state
     by the optimizer's name.
@@ -56,6 +58,7 @@ class StateRecipe:
     bytes: Mapping[str, int]
     optimizer: Mapping[str, int]
     products: str = ""
+    accumulates: GradientDtype | None = None
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -294,13 +297,13 @@ def optimizer_bytes(recipe: Recipe) -> int:
 
 
 def checked_recipe(name: str, gradient_dtype: GradientDtype | None = None, optimizer: str | None = None) -> Recipe:
-    """A recipe of the catalog with what is chosen of it.
+    """A recipe of the catalog with what is chosen of it; gradients add up as is usual for it where nothing is chosen.
 
     Raises:
         UsageError: there is none of that name, or it has no such gradients or optimizer.
     """
-    state_recipe(name)  # a name that is none, of whatever letters, is refused as such
-    found = Recipe(name=name, gradient_dtype=gradient_dtype, optimizer=optimizer or ADAMW)
+    usual = state_recipe(name).accumulates  # a name that is none, of whatever letters, is refused as such
+    found = Recipe(name=name, gradient_dtype=gradient_dtype or usual, optimizer=optimizer or ADAMW)
     plain = Recipe(name=name, optimizer=found.optimizer)
     if _per_parameter(found) == _per_parameter(plain):
         return plain  # the gradients are those it has anyway
@@ -329,9 +332,18 @@ def recipe_asked(
             f"{profile.where} has the recipe custom, which says only bytes, so that {flag} means nothing for it; "
             f"give --precision, too, one of {', '.join(RECIPES)}"
         )
-    if precision is None or precision == own.name:
-        return checked_recipe(own.name, gradient_dtype or own.gradient_dtype, optimizer or own.optimizer)
-    return checked_recipe(precision, gradient_dtype, optimizer or own.optimizer)
+    optimizer = optimizer or own.optimizer
+    if precision is None and gradient_dtype is None:
+        return checked_recipe(own.name, own.gradient_dtype or gradient_format(own), optimizer)
+    if precision in (None, own.name):
+        return checked_recipe(own.name, gradient_dtype or own.gradient_dtype, optimizer)
+    return checked_recipe(precision, gradient_dtype, optimizer)
+
+
+def gradient_format(recipe: Recipe) -> GradientDtype:
+    """The format that gradients add up in. Raises as :func:`state_of`."""
+    usable = {size: name for name, size in _FORMATS.values() if name in state_recipe(recipe.name).gradient_dtypes}
+    return usable[_per_parameter(recipe).trained[GRADIENTS]]
 
 
 def _of_inference(profile: Profile, precision: str | None, of_training: str | None) -> Recipe:

@@ -38,8 +38,7 @@ def plan_of(model: Model, profile: Profile, share: float = 0.5, **how: Any) -> P
     cut = max(1, int(share * len(ids)))
     halves = ids[:cut], ids[cut:]
     stages = [PlacedStage(blocks=tuple(own), devices=(device,)) for device, own in enumerate(halves)]
-    sizes = {"num_microbatches": COUNT, "microbatch_size": SIZE}
-    return placed_plan(model, stages, profile=profile, **sizes, **how)
+    return placed_plan(model, stages, profile=profile, num_microbatches=COUNT, microbatch_size=SIZE, **how)
 
 
 def held_bytes(model: Model, plan: Plan, dtype: torch.dtype) -> Iterator[int]:
@@ -121,7 +120,7 @@ def test_stages_let_go_of_what_no_later_block_takes() -> None:
     made: dict[str, weakref.ref[torch.UntypedStorage]] = {}
     specs = {block: model.block(block) for block in part.blocks}
     modules = {block: model.build(block, 0) for block in part.blocks}
-    needed = {edge.key[0] for edge in profile.edges if edge.is_saved() and edge.target in part.blocks}
+    needed = {edge.source for edge in profile.edges if edge.is_saved() and edge.target in part.blocks}
     needed |= {edge.source for edge in profile.edges if edge.saved_by_source != "no"}
     last = {source: block for block in part.blocks for source, _ in specs[block].inputs}
     for block, module in modules.items():

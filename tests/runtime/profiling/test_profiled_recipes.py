@@ -30,7 +30,8 @@ def estimated(**how: Any) -> Profile:
     ("device", "asked", "recipe", "dtype", "each"),
     [
         ("a100-80gb", {}, Recipe(name="bf16-mixed"), "bfloat16", 18),
-        ("v100-32gb", {}, Recipe(name="fp16-mixed"), "float16", 16),
+        ("v100-32gb", {}, Recipe(name="fp16-mixed", gradient_dtype="fp32"), "float16", 18),
+        ("v100-32gb", {"gradient_dtype": "fp16"}, Recipe(name="fp16-mixed"), "float16", 16),
         ("a100-80gb", {"dtype": "float32"}, Recipe(name="fp32"), "float32", 16),
         ("a100-80gb", {"gradient_dtype": "bf16"}, Recipe(name="bf16-mixed", gradient_dtype="bf16"), "bfloat16", 16),
         ("a100-80gb", {"precision": "bf16", "optimizer": "sgd"}, Recipe(name="bf16", optimizer="sgd"), "bfloat16", 4),

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import pipeplan
 from builders.chains import chain_plan
 from pipeplan.cli.run_verb import run_command
-from pipeplan.costs.recipes import bytes_per_parameter
+from pipeplan.costs.recipes import bytes_per_parameter, checked_recipe
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, Recipe
 from pipeplan.runtime.models.load import load_model
@@ -64,10 +64,11 @@ def test_a_recipe_that_no_run_can_follow_is_refused_by_name() -> None:
         (Recipe(name="bf16-mixed", gradient_dtype="bf16"), {}, "bfloat16"),
         (Recipe(name="fp16-mixed"), {}, "float16"),
         (Recipe(name="fp16-mixed", gradient_dtype="fp32"), {}, "float32"),
-        (Recipe(name="bf16-mixed", gradient_dtype="bf16"), {"precision": "fp16-mixed"}, "float16"),
+        (Recipe(name="bf16-mixed", gradient_dtype="bf16"), {"precision": "fp16-mixed"}, "float32"),
         (Recipe(name="bf16"), {"precision": "bf16-mixed"}, "float32"),
         (Recipe(name="bf16-mixed"), {"dtype": "float64"}, None),
         (None, {"precision": "bf16-mixed"}, "float32"),
+        (None, {"precision": "fp16-mixed"}, "float32"),
     ],
 )
 def test_gradients_add_up_as_the_recipe_says(recipe: Recipe | None, asked: dict[str, str], found: str | None) -> None:
@@ -162,7 +163,7 @@ def test_a_run_keeps_what_its_recipe_says(name: str) -> None:
     (state,) = updater.optimizer.state.values()
     held = sum(each.nbytes for each in {id(each): each for each in (weight, master)}.values())
     kept = sum(each.nbytes for key, each in state.items() if key != "step") + held + gradient_bytes
-    assert kept == 8 * sum(size for _, size in bytes_per_parameter(Recipe(name=name)).items())
+    assert kept == 8 * sum(size for _, size in bytes_per_parameter(checked_recipe(name)).items())
 
 
 def test_momentum_is_kept() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
-from pipeplan.costs.recipes import bytes_per_parameter
+from pipeplan.costs.recipes import checked_recipe, gradient_format
 from pipeplan.costs.throughput import PASSES, Throughput, Yardstick
 from pipeplan.display import Displayed
 from pipeplan.errors import UsageError, choose_from
@@ -23,7 +23,6 @@ from pipeplan.runtime.models.given_names import Name, PythonValue, is_configurat
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
 from pipeplan.workload.folding import of_devices
-from pipeplan.workload.kinds import GRADIENTS
 
 OPTIMIZERS = {
     "adamw": "torch.optim:AdamW",
@@ -71,9 +70,6 @@ IS_RANK = "PIPEPLAN_RANK"
 
 _OFF = 0.1
 """Share of the predicted time by which an iteration may be off without a word."""
-
-_WIDE = 4
-"""Bytes of a gradient in float32."""
 
 LR_SCHEDULES = ("constant", "cosine", "linear")
 
@@ -238,9 +234,8 @@ class TrainOptions(RunOptions):
         found = replace(self, dtype=own or self.dtype, precision=name, optimizer=optimizer)
         if name is None or not keeps or self.gradients is not None:
             return found
-        recipe = made_for if made_for.name == name else Recipe(name=name)
-        wide = bytes_per_parameter(recipe.model_copy(update={"optimizer": ADAMW}))[GRADIENTS] == _WIDE
-        return replace(found, gradients="float32" if wide else own)
+        recipe = made_for if made_for.name == name else checked_recipe(name)
+        return replace(found, gradients="float32" if gradient_format(recipe) == "fp32" else own)
 
     def _of_inference(self, plan: Plan) -> Self:
         """The same for forwards alone, in the format of the plan's recipe. Raises UsageError."""
