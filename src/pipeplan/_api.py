@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -655,7 +655,8 @@ def run(
     """Run a plan with one process per device here, among which the cores are divided.
 
     ``on_event`` gets what is known at the start, each step's result as it ends, and each evaluation's; ``on_look``,
-    many times a second, where rank 0 is, in words. Ranks of options with objects are copies of this process.
+    many times a second, where rank 0 is, in words. Ranks of options with objects are copies of this process. Signals
+    end it as :func:`run_as_rank`.
 
     Raises:
         InvalidPlanError: the plan, which is ``where`` it says, is not right.
@@ -675,7 +676,8 @@ def run(
         cores = 1 if options.has_objects else (os.cpu_count() or 1)  # a copy has no pool of threads
         options = replace(options, num_threads=max(1, cores // plan.num_devices))
     others = OthersUse()
-    result = run_local(options.job, plan, options, on_event, on_look, *_copied(options, plan.num_devices))
+    with _stopping(options):
+        result = run_local(options.job, plan, options, on_event, on_look, *_copied(options, plan.num_devices))
     return _outcome(plan, options, result, others.cores())
 
 
@@ -735,9 +737,7 @@ def run_as_rank(
     A rank that fails says so, and its process ends with the error's exit code. A training that writes checkpoints ends
     with one after the step in which SIGTERM or SIGUSR1 came, which the outcome's ``stopped_by`` says.
     """
-    from pipeplan.runtime.launch.stopping import STOPPING
     from pipeplan.runtime.launch.worker import run_under_torchrun
-    from pipeplan.runtime.training.options import TrainOptions
 
     plans: list[Plan] = []
 
@@ -745,11 +745,19 @@ def run_as_rank(
         plans.append(read())
         return plans[-1]
 
-    saves = isinstance(options, TrainOptions) and options.checkpoint is not None
     heard = on_event if os.environ["RANK"] == "0" else lambda event: None
-    with STOPPING.heeded() if saves else nullcontext():
+    with _stopping(options):
         result = run_under_torchrun(options.job, kept, _with_kernels(options), heard)
     return _outcome(plans[-1], _settled(options, plans[-1]), result)
+
+
+def _stopping(options: RunOptions) -> AbstractContextManager[None]:
+    """Around a run: one that writes checkpoints ends with one where SIGTERM or SIGUSR1 comes."""
+    from pipeplan.runtime.launch.stopping import STOPPING
+    from pipeplan.runtime.training.options import TrainOptions
+
+    saves = isinstance(options, TrainOptions) and options.checkpoint is not None
+    return STOPPING.heeded() if saves else nullcontext()
 
 
 def join_launcher() -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -66,6 +68,33 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(heard: list[int], t
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == []
     assert heard == [signal.SIGUSR1], "no run has taken note of it"
+
+
+def test_ranks_that_a_program_starts_end_as_it_is_asked_to(heard: list[int], tmp_path: Path) -> None:
+    """The signal comes to the program alone, which hands it on."""
+    saved = str(tmp_path / "saved")
+    two = model_plan(load_model("gpt2-tiny"), [0, 1], num_microbatches=2)
+    found = pipeplan.run(two, "gpt2-tiny", steps=100_000, checkpoint=saved, on_step=sends(signal.SIGUSR1))
+    assert (found.stopped_by, heard) == (signal.SIGUSR1, [])
+    (step,) = CheckpointFolder(saved).whole()
+    assert step == len(found.result.steps) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_a_local_run_ends_with_a_checkpoint(number: int, code: int, tmp_path: Path) -> None:
+    two, saved = model_plan(load_model("gpt2-tiny"), [0, 1], num_microbatches=2), tmp_path / "saved"
+    (tmp_path / "plan.json").write_text(two.model_dump_json())
+    command = [sys.executable, "-m", "pipeplan", "run", str(tmp_path / "plan.json"), "--model", "gpt2-tiny"]
+    command += ["--local", "--steps", "100000", "--checkpoint", str(saved)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("step 0")
+        process.send_signal(number)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == code, said
+    assert f"ended by {signal.Signals(number).name}" in said
+    assert CheckpointFolder(str(saved)).whole()
 
 
 def test_other_threads_leave_handlers_alone(heard: list[int]) -> None:

@@ -37,6 +37,7 @@ from pipeplan.runtime.launch.loopback import transport_interfaces
 from pipeplan.runtime.launch.output import RankOutput
 from pipeplan.runtime.launch.processes import CopiedProcess, Identity
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, death, first_failure, has_own_cause, verdict
+from pipeplan.runtime.launch.stopping import STOPPING
 from pipeplan.texts import printable
 
 RANK = (sys.executable, "-m", "pipeplan.runtime.launch.__main__")
@@ -50,6 +51,7 @@ _STDERR = 2  # the descriptor, since sys.stderr may be replaced by something tha
 _POLL_S = 0.05
 _GRACE_S = 0.5  # after the first sign of trouble: its cause may be reported by another rank a moment later
 _LATE_NS = 2_000_000_000  # a rank should report its own timeout before the parent does
+_DEAF = (Phase.UNSEEN, Phase.STARTING, Phase.LOADING)  # a rank that has no handlers of signals yet
 _PAUSE_NS = 1_000_000_000  # between two looks: the parent was stopped meanwhile, or waited for who reads its output
 _EXIT_S = 30.0
 
@@ -100,6 +102,7 @@ def run_local(
     listener, job = Listener(on_event), job_of(plan, options)
     watch_local(work, device_programs(plan), job, options.timeout_ns, listener, command, on_look)
     assert listener.result is not None, "rank 0 ends well only after it has reported its result"
+    STOPPING.ended = listener.result.stopped_by > 0
     return listener.result
 
 
@@ -173,6 +176,7 @@ class _Ranks:
         self.deaths: dict[int, Failure] = {}
         self.done: set[int] = set()
         self.looked_ns = self.resumed_ns = time.monotonic_ns()
+        self.handed_on = 0
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> _Ranks:
@@ -284,6 +288,7 @@ class _Ranks:
                 selector.register(child.reports, selectors.EVENT_READ, rank)
             while selector.get_map():
                 self._receive(selector, listen)
+                self._hand_on()
                 on_look(self.board.place(0))
                 self._notice_hangs()
                 if self.failures or self._died():
@@ -291,6 +296,18 @@ class _Ranks:
                     if self.failures or self._died():  # a rank may have ended well between two looks
                         raise self._verdict()
         self._await_exits()
+
+    def _hand_on(self) -> None:
+        """Let the ranks end with a checkpoint, once all of them can take note of it, where this process is asked to.
+
+        One that has ended, and its number, is not taken by another process before it is waited for.
+        """
+        if not STOPPING.asked or any(self.board.read(rank).phase in _DEAF for rank in range(len(self.ranks))):
+            return
+        for child in self.ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.process.pid, STOPPING.asked)
+        self.handed_on, STOPPING.asked = STOPPING.asked, 0
 
     def _receive(self, selector: selectors.BaseSelector, listen: Callable[[int, Report], None]) -> None:
         ready = selector.select(_POLL_S)
@@ -359,3 +376,4 @@ class _Ranks:
                 raise ExecutionError(f"rank {rank} did not exit after its last step") from None
             if status or rank not in self.done:
                 raise verdict(death(rank, status, self.board), self.board, self.timeout_ns)
+        STOPPING.asked = STOPPING.asked or self.handed_on  # unless the ranks have ended for it

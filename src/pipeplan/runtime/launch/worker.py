@@ -46,6 +46,7 @@ from pipeplan.runtime.launch.status import (
     tell,
     verdict,
 )
+from pipeplan.runtime.launch.stopping import STOPPING
 from pipeplan.texts import printable
 
 Work = Callable[[Report, RankContext], None]
@@ -70,11 +71,16 @@ def be_rank(identity: Mapping[str, Any]) -> None:
         job = identity["job"]
         if isinstance(job, int):
             job = json.loads(_content(job))
-        if job.get("options", job).get("device", "cpu") == "cpu":
+        options = job.get("options", job)
+        if options.get("device", "cpu") == "cpu":
             keep_to_own_cores(rank, world_size)  # before torch.distributed has threads
         timeout = _start_timeout(identity["timeout_ns"])
-        with _process_group(_local_store(identity["meeting"], timeout), progress, world_size, timeout):
+        with (
+            STOPPING.heeded() if options.get("checkpoint") else contextlib.nullcontext(),
+            _process_group(_local_store(identity["meeting"], timeout), progress, world_size, timeout),
+        ):
             work(job, RankContext(rank, progress, report))
+            STOPPING.ended = True  # what comes now the process that has started this one takes note of
     except BaseException as error:
         failure = failure_of(error, progress)
     report({"event": "done"} if failure is None else {"event": "failure", "failure": asdict(failure)})
