@@ -348,8 +348,11 @@ def cluster_of(count: int, latency_s: float) -> Mapping[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How hosts ended: seconds from the cut to the last one's end, exit codes, and what those said that were left."""
+    """How hosts ended: the ``name`` of the one that was cut off, seconds from then to the last one's end, exit codes,
+    and what those said that were left.
+    """
 
+    name: str
     seconds: float
     codes: list[int]
     said: str
@@ -368,7 +371,8 @@ def cut(count: int, timeout_s: float = 5.0) -> Cut:
         codes = [process.wait(240) for process in processes[:-1]]
         seconds = time.monotonic() - begin
         said = "".join((folder / str(number)).read_text() for number in range(count - 1))
-    return Cut(seconds, codes, "; ".join(re.findall(r"^pipeplan: (rank \d+ .*)", said, re.MULTILINE)))
+        name = hosts.names[count - 1]
+    return Cut(name, seconds, codes, "; ".join(re.findall(r"^pipeplan: ((?:nothing|rank) .*)", said, re.MULTILINE)))
 
 
 def _until_steps(output: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from torch.distributed import HashStore
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.files import PlacedStage, Plan, write_file
@@ -35,6 +37,7 @@ from pipeplan.runtime.launch.status import (
     lost_others,
     verdict,
 )
+from pipeplan.runtime.launch.worker import _silent
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import MARK, left_over
@@ -254,23 +257,37 @@ def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> No
     assert str(verdict(lost, board, SECOND)) == "rank 0 lost the others", "rank 2 left because it lost another, too"
 
 
-def test_who_loses_all_others_names_their_machines(board: Board) -> None:
+def test_machines_that_are_not_heard_of_are_named(board: Board) -> None:
     progress = Progress(board, 1)
     progress.begin(Phase.REPORTING)
 
-    def said() -> str:
+    def said(silent: Sequence[int]) -> str:
+        board.silent = silent
         with pytest.raises(RankError) as caught, lost_others(progress):
             raise RuntimeError("Timed out waiting 5000ms for recv operation to complete")
         assert caught.value.cause is Cause.TIMEOUT
-        return str(caught.value).partition(" in step 0, ")[0]
+        failure = Failure(1, caught.value.cause, str(caught.value))
+        return str(verdict(failure, board, SECOND)).partition(" in step 0, ")[0]
 
-    assert said() == "rank 1 lost the others"
-    board.machines = ["node-a", "node-a", "node-b", "node-b"]
-    assert said() == "rank 1 lost the others on machine node-b"
-    board.machines = ["node-c", "node-a", "node-b", "node-b"]
-    assert said() == "rank 1 lost the others on machines node-c, node-b"
+    assert said([]) == "rank 1 lost the others"
+    board.machines = ["node-a", "node-a", "node-b", "node-c"]
+    assert said([2]) == "nothing is heard of rank 2 on machine node-b; rank 1 lost the others"
+    assert said([2, 3]) == "nothing is heard of ranks 2-3 on machines node-b, node-c; rank 1 lost the others"
+    assert said([]) == "rank 1 lost the others"
     board.machines = ["node-a", "node-a", *(f"node-{number}" for number in range(10))]
-    assert said().endswith("node-6, node-7 and 2 more")
+    assert "node-6, node-7 and 2 more; rank 1 " in said(range(2, 12))
+
+
+def test_who_gives_up_first_waits_until_all_but_one_machine_have(board: Board) -> None:
+    """Of four machines, of which the last is cut off: the second gives up a moment later."""
+    progress, store = Progress(board, 0), HashStore()
+    board.machines = ["node-a", "node-b", "node-c", "node-d"]
+    store.set("pipeplan/failed/0", "")
+    store.set("pipeplan/failed/2", "")
+    later = threading.Timer(0.2, store.set, ["pipeplan/failed/1", ""])
+    later.start()
+    assert _silent(store, progress) == [3]
+    later.join()
 
 
 def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -> None:

@@ -110,13 +110,15 @@ class Position:
 class Board:
     """One :class:`Position` per rank in an open file of :meth:`size` bytes, mapped by all processes.
 
-    ``programs`` are what this process knows of the ranks' programs, as texts, and ``machines`` the names of theirs.
+    ``programs`` are what this process knows of the ranks' programs, as texts, and ``machines`` the names of theirs;
+    ``silent`` are ranks of other machines of which nothing was heard when the others had failed.
     """
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.programs: Sequence[Sequence[str]] = [()] * num_ranks
         self.machines: Sequence[str] = ()
+        self.silent: Sequence[int] = ()
         self._cells = memoryview(mmap.mmap(descriptor, self.size(num_ranks))).cast("q")
 
     @staticmethod
@@ -260,11 +262,10 @@ def transport_errors(as_error: Callable[[Cause, str], ExecutionError | RuntimeEr
 
 
 def lost_others(progress: Progress) -> contextlib.AbstractContextManager[None]:
-    """Turn what a collective of all ranks raises into an error that names rank and place, and others' machines."""
+    """Turn what a collective of all ranks raises into an error that names rank and place."""
 
     def lost(cause: Cause, text: str) -> RankError:
-        others = f"the others{_elsewhere(progress)}"
-        return RankError(cause, f"rank {progress.rank} lost {others} {progress.describe()}: {text}")
+        return RankError(cause, f"rank {progress.rank} lost the others {progress.describe()}: {text}")
 
     return transport_errors(lost)
 
@@ -273,14 +274,26 @@ _NAMED = 8
 """Machines that an error names."""
 
 
-def _elsewhere(progress: Progress) -> str:
-    """On which other machines ranks are, in words; empty without any."""
-    machines = progress.board.machines
-    others = list(dict.fromkeys(each for each in machines if each != machines[progress.rank]))
-    if not others:
-        return ""
-    more = f" and {len(others) - _NAMED} more" * (len(others) > _NAMED)
-    return f" on machine{'s' * (len(others) > 1)} {', '.join(others[:_NAMED])}{more}"
+def _silence(board: Board) -> str:
+    """Which machines nothing was heard of, in words; empty where that is not known, or they all answered."""
+    names = list(dict.fromkeys(board.machines[rank] for rank in board.silent))
+    more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+    ranks = named_ranks(board.silent)
+    return f"nothing is heard of {ranks} on machine{'s' * (len(names) > 1)} {', '.join(names[:_NAMED])}{more}; " * bool(
+        names
+    )
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words, in ranges."""
+    found: list[list[int]] = []
+    for rank in sorted(ranks):
+        if found and rank == found[-1][-1] + 1:
+            found[-1].append(rank)
+        else:
+            found.append([rank])
+    texts = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in found]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
 
 
 _EFFECTS = (Cause.TIMEOUT, Cause.LOST)
@@ -308,8 +321,8 @@ def verdict(first: Failure, board: Board, timeout_ns: int) -> PipeplanError:
     if has_own_cause(first):
         return UsageError(first.text) if first.exit_code == UsageError.exit_code else ExecutionError(first.text)
     if first.cause is Cause.LOST:
-        return ExecutionError(loss(first, board))
-    return ExecutionError(hang(first.rank, first.text, board, timeout_ns))
+        return ExecutionError(f"{_silence(board)}{loss(first, board)}")
+    return ExecutionError(f"{_silence(board)}{hang(first.rank, first.text, board, timeout_ns)}")
 
 
 def death(rank: int, status: int, board: Board) -> Failure:
@@ -333,7 +346,7 @@ def loss(failure: Failure, board: Board) -> str:
 
 def hang(rank: int, text: str, board: Board, timeout_ns: int) -> str:
     """A rank waited too long: who holds it up, where that one is, and what the first one waited for."""
-    other = culprit(board, rank)
+    other = rank if board.silent else culprit(board, rank)  # who waits for whom beyond this machine is not known
     place = board.place(other)
     remedy = f"if it is only slow, raise --timeout (now {format_ns(timeout_ns)})"
     if other == rank:

@@ -42,6 +42,7 @@ from pipeplan.runtime.launch.status import (
     Progress,
     RankError,
     cause_of,
+    has_own_cause,
     lost_others,
     tell,
     verdict,
@@ -52,6 +53,8 @@ from pipeplan.texts import printable
 Work = Callable[[Report, RankContext], None]
 
 _INTERRUPTED = 130
+_FAILED = "pipeplan/failed/"  # before the number of a rank that has given up
+_HEARD_S = 10.0  # ranks give up one after another, by so much at most
 _GONE_S, _LOOK_S = 0.2, 0.01  # a process closes its connections a moment before it is seen to have ended
 _GLOO = re.compile(r"\[[^\]]*\bgloo\b[^\]]*:\d+\]")
 """How messages of gloo begin: with the place in its source."""
@@ -273,9 +276,12 @@ def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: in
     Stopped ranks then go on, for they could not take the signal that torchrun ends them with.
     """
     with contextlib.suppress(RuntimeError):  # the store is gone: better said twice than not at all
+        store.set(f"{_FAILED}{progress.rank}", "")
         if store.add("pipeplan/failures", 1) > 1:
             progress.begin(Phase.FAILED)
             return
+        if not has_own_cause(failure):
+            progress.board.silent = _silent(store, progress)
     until = time.monotonic() + _GONE_S
     while failure.cause is Cause.LOST and not progress.board.gone and time.monotonic() < until:
         time.sleep(_LOOK_S)
@@ -285,6 +291,20 @@ def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: in
         sys.stderr.write(printable(f"{failure.details}pipeplan: {said}\n"))
         _record(said)
     progress.board.wake()
+
+
+def _silent(store: Store, progress: Progress) -> list[int]:
+    """Ranks of other machines of which nothing is heard: those cut off, when all others have noticed that.
+
+    Others wait as long as this one did, and began to when the step reached them.
+    """
+    machines, until = progress.board.machines, time.monotonic() + _HEARD_S
+    while True:
+        others = (rank for rank, name in enumerate(machines) if name != machines[progress.rank])
+        silent = [rank for rank in others if not store.check([f"{_FAILED}{rank}"])]
+        if len({machines[rank] for rank in silent}) <= 1 or time.monotonic() > until:
+            return silent
+        time.sleep(_LOOK_S)
 
 
 def _record(error: PipeplanError) -> None:
