@@ -14,18 +14,22 @@ import pytest
 import torch
 
 from pipeplan.checker import check
+from pipeplan.costs.devices import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.executor.rank_program import programs_of
 from pipeplan.runtime.models.huggingface import load
 from pipeplan.runtime.models.huggingface.families import FAMILIES, ModelFamily
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.sharding import Cut, Shards
+from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.workload.kinds import PARAMETERS
 from runtime_support.hugging_face import IN_FLOAT32, LLAMA, SEED, SEQUENCE, WORDS, captured, text, training_of
 from runtime_support.plans import Case, Reports, assert_as_unsplit, placed_plan, reports_of
-from runtime_support.threads import require_equal_to_unsplit
+from runtime_support.threads import placed, require_equal_to_unsplit
 from runtime_support.warm import warm_ranks
 from support.commands import pipeplan
 from support.marks import asked_for, slow_but
@@ -100,6 +104,34 @@ def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     check(plan).require(name)
     assert isinstance(options, TrainOptions)
     assert_as_unsplit(model_of(name.partition(" ")[0]), options, reports[name])
+
+
+@slow_but("name", ["gpt2-tiny", *FIVE], ("gpt2-tiny", "llama").__contains__)
+def test_devices_that_split_blocks_hold_even_parts_and_what_none_of_them_cuts(name: str) -> None:
+    """Plans count even parts of all; norms, and what is added after a sum, each device has whole.
+
+    Words are in rows, of which one device may have one more: over the devices of a stage that is even.
+    """
+    model = load_model(name) if name.endswith("tiny") else model_of(name)
+    profile = estimate_model(model, [2], device=device_preset("cpu"), dtype=torch.float32, shards=(1, 2))
+    ids = [block.id for block in model.blocks]
+    halves = (ids[: len(ids) // 2], (0, 1)), (ids[len(ids) // 2 :], (2, 3))
+    stages = [PlacedStage(blocks=tuple(own), devices=on, shards=2) for own, on in halves]
+    plan = placed_plan(model, stages, microbatch_size=2, profile=profile)
+    beside = [0, 0]
+    for rank, program in enumerate(programs_of(plan, ids, model.edges, model.name, model.divides_shards)):
+        (part,) = program.stages.values()
+
+        def along(line: tuple[int, ...], rank: int = rank) -> Shards:
+            return Shards(len(line), line.index(rank), None)
+
+        beside[part.index] -= plan.stages[part.index].state[PARAMETERS]
+        for share in part.shares:
+            whole = dict(model.build(share.block, 0).named_parameters())
+            for key, own in model.build_share(share, 0, placed(share, along)).named_parameters():
+                uncut = own.shape == whole[key].shape
+                beside[part.index] += own.nbytes - own.nbytes // 2 * uncut  # half of it the plan has
+    assert beside == [0, 0]
 
 
 WHOLE_TOO = ("llama", "gpt2", "mixtral", "deepseek_v3", "falcon")
