@@ -138,6 +138,15 @@ PAIRS: dict[str, Callable[[], tuple[str, list[Plan]]]] = {
             worded_on(("shift words b0 b1 b2 b3 head", (1,), 1)),
         ],
     ),
+    "whole, then shares in stages, then shares with optimizers divided, then with all": lambda: (
+        WORDED,
+        [
+            worded_on(("shift words b0 b1 b2 b3 head", (1,), 1)),
+            worded_on(("shift words b0", (1, 3), 2), ("b1 b2 b3 head", (0, 2), 2)),
+            worded_on(("shift words b0 b1 b2 b3 head", (2, 1, 0, 3), 2), zero=1),
+            worded_on(("shift words b0 b1 b2 b3 head", (0, 1, 2, 3), 2), zero=3),
+        ],
+    ),
     "a configuration's shares in stages, then divided, then sequences shared, then whole": lambda: (
         CONFIGURATION,
         [

@@ -45,6 +45,7 @@ SLOW = (
     "whole, then split over three",
     "experts over four, then divided over two, then whole",
     "whole, then experts over two",
+    "whole, then shares in stages, then shares with optimizers divided, then with all",
     "a configuration's shares in stages, then divided, then sequences shared, then whole",
     "branches",
 )
