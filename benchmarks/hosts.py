@@ -43,7 +43,7 @@ from tables import machine, markdown, note
 
 NETWORK, MTU, PORT = "10.99.0", 9000, 29500
 RELAY, CHECKSUMS = "--relay", "--checksums"
-BURST = 4 * MTU
+BURST = MTU + 100
 """Bytes that a host may send at once."""
 
 
