@@ -291,8 +291,8 @@ def search(
         pp: pipeline-parallel size: how many devices, or groups of ``tp`` x ``cp`` x ``replicas``, the model is spread
             over; by default searched.
         zero: sharded state: 0 none, 1 optimizer state and master weights, 2 gradients as well, 3 parameters as well, or
-            ``"auto"``. By default 0; any if memory is limited and the profile has costs of several shards;
-            ``"auto"`` if nothing fits otherwise.
+            ``"auto"``. By default auto; but 0 if memory is not limited, or links are unknown, unless the profile has
+            costs of several shards, ``pp`` is given, or nothing fits otherwise.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
         shard_shared: whether shared blocks are split over all devices in the pipeline.
         slices: number of leading micro-batches whose warm-up forwards run in two halves; ``"autopipe"``: as AutoPipe's

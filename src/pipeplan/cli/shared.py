@@ -318,8 +318,8 @@ _ZERO = (
         type=AutoOr(0, 3),
         metavar="auto|0|1|2|3",
         help="Shard state over replicas, as ZeRO and FSDP do. 1: optimizer state and master weights; 2: "
-        "gradients as well; 3: parameters as well.  [default: 0; any where memory is limited and blocks can "
-        "be split; auto where nothing fits]",
+        "gradients as well; 3: parameters as well.  [default: auto; but 0 where memory is not limited, or links are "
+        "unknown, unless blocks can be split, --pp is given, or nothing fits]",
     ),
     click.option(
         "--zero-group",
