@@ -20,7 +20,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
-from pipeplan.texts import printable
+from pipeplan.texts import number_ranges, printable
 from pipeplan.units import format_ns
 
 _FIELDS = 6  # phase, step, counter, peer, since_ns, process
@@ -275,25 +275,13 @@ _NAMED = 8
 
 
 def _silence(board: Board) -> str:
-    """Which machines nothing was heard of, in words; empty where that is not known, or they all answered."""
+    """Which machines nothing was heard of, in words; empty where they all answered, or that is not known."""
     names = list(dict.fromkeys(board.machines[rank] for rank in board.silent))
+    if not names:
+        return ""
     more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
-    ranks = named_ranks(board.silent)
-    return f"nothing is heard of {ranks} on machine{'s' * (len(names) > 1)} {', '.join(names[:_NAMED])}{more}; " * bool(
-        names
-    )
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, in ranges."""
-    found: list[list[int]] = []
-    for rank in sorted(ranks):
-        if found and rank == found[-1][-1] + 1:
-            found[-1].append(rank)
-        else:
-            found.append([rank])
-    texts = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in found]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
+    ranks = f"rank{'s' * (len(board.silent) > 1)} {number_ranges(board.silent)}"
+    return f"nothing is heard of {ranks} on machine{'s' * (len(names) > 1)} {', '.join(names[:_NAMED])}{more}; "
 
 
 _EFFECTS = (Cause.TIMEOUT, Cause.LOST)
