@@ -71,7 +71,8 @@ def as_inference(profile: Profile) -> Profile:
         return tuple({(each.microbatch_size, each.shards): row(block, each) for each in plain}.values())
 
     blocks = (block.model_copy(update={**nothing, "costs": rows(block)}) for block in profile.blocks)
-    edges = (edge.model_copy(update={"gradient": False}) for edge in profile.edges)
+    alone: dict[str, Any] = {"gradient": False, "saved": None, "saved_by_source": "no"}
+    edges = (edge.model_copy(update=alone) for edge in profile.edges)
     changed: dict[str, Any] = {"mode": INFERENCE, "recipe": Recipe(name=recipe), "step_bytes_per_s": None}
     changed |= {"blocks": tuple(blocks), "edges": tuple(edges)}
     changed["tied"] = tuple(each.model_copy(update=nothing) for each in profile.tied)
