@@ -70,7 +70,7 @@ RECIPE_ROWS = {  # compute, gradient, master, AdamW; a copy while a block runs
     "bf16": (2, 2, 0, 4, 0),
     "bf16-mixed": (2, 4, 4, 8, 0),
     "bf16-autocast": (0, 4, 4, 8, 2),
-    "fp16-mixed": (2, 2, 4, 8, 0),
+    "fp16-mixed": (2, 4, 4, 8, 0),
     "fp8-mixed": (2, 4, 4, 8, 0),
 }
 

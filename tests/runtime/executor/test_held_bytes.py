@@ -62,15 +62,12 @@ def held_bytes(model: Model, plan: Plan, dtype: torch.dtype) -> Iterator[int]:
 
 
 CASES = [
-    ("gpt2-tiny", torch.float32, None, None),
     ("gpt2-tiny-operators", torch.float32, None, None),
-    ("mmt-tiny", torch.bfloat16, None, None),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
-            ("gpt2-tiny", torch.bfloat16, None, None),
+            *product(("gpt2-tiny", "mmt-tiny"), (torch.float32, torch.bfloat16), (None,), (None,)),
             ("gpt2-tiny-operators", torch.bfloat16, None, None),
-            ("mmt-tiny", torch.float32, None, None),
             *product((LLAMA,), (torch.float32, torch.bfloat16), (16,), ("layer", "half")),
         ]
     ),
