@@ -146,7 +146,7 @@ class _Values:
         self._found[block, self._given[block]] = made
 
     def let_go(self, blocks: Collection[str]) -> None:
-        """Let go of the outputs of these blocks, in every layout: what backward needs of them, autograd has."""
+        """Let go of these blocks' outputs in every layout: what backward needs of them, autograd has."""
         for key in [key for key in self._found if key[0] in blocks] if blocks else ():
             del self._found[key]
 
@@ -219,9 +219,8 @@ class StageRunner:
     there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does. ``state``
     is what it exchanges during the program. ``segments`` are what kernel backends run of it, each of which has a graph
     of its own: of training, or of forwards alone where it is of ``inference``; none: its blocks run one by one.
-    Gradients are ``loss_scale`` times those of the loss. What a block makes is let go of after the last that takes it,
-    but for what autograd needs. While it is ``evaluating``, nothing is kept for a backward; else it counts which
-    experts words choose, by block.
+    Gradients are ``loss_scale`` times those of the loss. What a block makes goes after the last that takes it, but for
+    what autograd has. While it is ``evaluating``, nothing is kept; else it counts which experts words choose, by block.
     """
 
     part: StagePart
@@ -242,10 +241,14 @@ class StageRunner:
     word_counts: dict[str, WordCounts] = field(default_factory=dict)
     _returned: frozenset[str] = field(init=False)
     _enters: dict[str, TensorLayout] = field(init=False, default_factory=dict)
-    _last_used: Sequence[Sequence[str]] = field(init=False)
+    _last_used: list[set[str]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self._last_used = list(self._last_uses())
+        # [block] the blocks whose outputs none after it takes, nor another stage, nor the loss
+        later = {block for block in self.part.blocks if self.specs[block].loss}.union(*self.part.outputs.values())
+        for block in reversed(self.part.blocks):
+            self._last_used.insert(0, {block, *(source for source, _ in self.specs[block].inputs)} - later)
+            later |= self._last_used[0]
         # blocks whose stages get gradients back by the plan
         self._returned = frozenset(name for source in self.part.returns for name in self.part.inputs[source])
 
@@ -306,8 +309,7 @@ class StageRunner:
                         self._run_block(number, values, own, samples)
                 else:
                     self._run_at_once(segment, segment.call, values, own, samples)
-            for number in range(begin, end):
-                values.let_go(self._last_used[number])
+            values.let_go(set().union(*self._last_used[begin:end]))
             found = self._made(begin, end, values, held, own, samples)
             begin = end
         return found
@@ -360,15 +362,6 @@ class StageRunner:
         made = self._call(block, again, values, own, samples)
         values.put(block, self.state.watch(number, made))
         self.state.leave(number)
-
-    def _last_uses(self) -> Iterator[list[str]]:
-        """[block] the blocks whose outputs none after it takes, nor another stage, nor the loss."""
-        last: dict[str, int] = {}
-        for number, block in enumerate(self.part.blocks):
-            last |= dict.fromkeys((block, *(source for source, _ in self.specs[block].inputs)), number)
-        kept = {block for block in self.part.blocks if self.specs[block].loss}.union(*self.part.outputs.values())
-        for number in range(len(self.part.blocks)):
-            yield [block for block, used in last.items() if used == number and block not in kept]
 
     def _blocks_of(self, part: int) -> tuple[int, int]:
         """The first of its blocks, and the one after its last, by their places."""
