@@ -409,13 +409,12 @@ def build_workload(
     called = () if cluster is None else cluster.names
     contention = contention_of_sums(cluster, stages)
 
+    @cache
+    def of_kind(name: str, size: int | None, kept: int) -> Device:
+        return Device(name=name, memory_bytes=size, reserve_bytes=kept, contention=contention)
+
     def device(number: int) -> Device:
-        return Device(
-            name=called[number] if called else "device",
-            memory_bytes=memory[number],
-            reserve_bytes=reserve[number],
-            contention=contention,
-        )
+        return of_kind(called[number] if called else "device", memory[number], reserve[number])
 
     said: dict[str, Any] = {
         "name": profile.name,
