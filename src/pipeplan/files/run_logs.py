@@ -6,7 +6,6 @@ of such a run is device ``r`` of a plan. Durations are ns, sizes bytes.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -18,7 +17,7 @@ from typing import Any, TypeGuard
 from pipeplan.errors import FileError
 from pipeplan.files.read_write import read_bytes
 from pipeplan.files.trace import MeasuredTrace, TimedText, parse_trace
-from pipeplan.texts import shown
+from pipeplan.texts import of_json, shown
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import MAX_DEVICES
 from pipeplan.workload.kinds import Role
@@ -75,7 +74,7 @@ def read_load_factor(path: str) -> float:
     """
     where = "<stdin>" if path == "-" else path
     try:
-        found = json.loads(read_bytes(path))
+        found = of_json(read_bytes(path))
     except ValueError as error:
         raise FileError(f"{where}: not JSON: {error}; give a number, or the output of pipeplan run --json") from None
     loads = found.get("experts") if isinstance(found, dict) else None
@@ -247,8 +246,8 @@ def _of_traces(read: Sequence[tuple[str, str]]) -> RunLog:
     log = RunLog("torch.profiler")
     for where, text in read:
         try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            content = of_json(text)
+        except ValueError as error:
             raise FileError(f"{where}: not readable as JSON: {error}") from None
         events = content.get("traceEvents") if isinstance(content, dict) else content
         if not isinstance(events, list):

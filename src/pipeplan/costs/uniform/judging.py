@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeplan.costs.uniform.free_text import Unsaid
 from pipeplan.costs.uniform.published import PublishedRun, read_run
 from pipeplan.costs.uniform.shares import Shares, catalog_shares, shares_for
 from pipeplan.errors import FileError, UsageError
+from pipeplan.texts import of_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 def holds_runs(path: str | Path) -> bool:
     """Whether a file has published runs, and no profile: a list, or an object with runs."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = of_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(content, list) or (isinstance(content, dict) and "runs" in content and "kind" not in content)
@@ -111,7 +111,7 @@ def read_runs(path: str | Path) -> list[Any]:
         FileError: it cannot be read, or holds no list.
     """
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = of_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FileError(f"{path}: {error}") from error
     if isinstance(rows, dict):

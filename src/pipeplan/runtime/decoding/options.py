@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.models.given_names import Name, PythonValue, require_model
 from pipeplan.runtime.training.options import RunOutcome, format_of, grain_of
 from pipeplan.runtime.training.weight_files import files_of
-from pipeplan.texts import counted
+from pipeplan.texts import counted, of_json
 from pipeplan.units import format_ns
 
 _MOST_AT_ONCE = 256
@@ -156,7 +155,7 @@ def _prompt(where: str, line: Sequence[int] | str, encode: Any) -> list[int]:
     ids: Any = None if isinstance(line, str) else [*line]
     if isinstance(line, str):
         with contextlib.suppress(ValueError):
-            ids = json.loads(line)
+            ids = of_json(line)
     if isinstance(ids, list) and all(type(each) is int for each in ids):
         return ids
     if encode is None or not isinstance(line, str):
