@@ -997,6 +997,8 @@ def estimate(
     optimizer: Optimizer | None = None,
     calibrate: Profile | Path | None = None,
     kernels: Kernels | None = None,
+    overlap_tensor: bool = False,
+    attention: Literal["flash-1", "flash-2", "cudnn"] | None = None,
     cluster: Cluster | Path | None = None,
     progress: RunProgress | None = None,
     within: Limit | None = None,
@@ -1021,6 +1023,9 @@ def estimate(
         calibrate: a measured profile to fit times to, or the path of its file or of a file of published runs.
         kernels: ``"fused"``, the way large models are trained, or ``"eager"``, one per operator, the way eager torch
             runs them; by default fused, except for ``"cpu"`` and with a measured ``calibrate``.
+        overlap_tensor: messages among devices that split a block overlap its products, as with Megatron-LM's
+            ``--tp-comm-overlap`` and torchtitan's asynchronous tensor parallelism.
+        attention: the kernel of fused attention; by default ``"cudnn"`` from Hopper on, else ``"flash-2"``.
 
     Returns:
         The profile, for :func:`search`.

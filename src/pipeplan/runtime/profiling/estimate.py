@@ -47,6 +47,7 @@ from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
     Kind,
     ModelShare,
+    SplitProducts,
     bare_profile,
     kinds_of,
     priced_by,
@@ -82,6 +83,7 @@ _FUSED = (
     "not held."
 )
 _EAGER = "Kernels are torch's own, operator by operator."
+_OVERLAPPED = "Messages among devices that split a block overlap its products."
 
 
 def estimate_model(
@@ -102,6 +104,8 @@ def estimate_model(
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
     kernels: Kernels | None = None,
+    overlap_tensor: bool = False,
+    attention: str | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Estimate every block of a model for each micro-batch size.
@@ -128,6 +132,10 @@ def estimate_model(
         kernels: ``eager`` ones, operator by operator as torch runs them, or ``fused``, as models are trained on
             accelerators (:mod:`pipeplan.runtime.profiling.fusion`); by default fused, but for processors, and for times
             that a measured profile calibrates.
+        overlap_tensor: messages among devices that split a block overlap its products, as Megatron-LM's
+            ``--tp-comm-overlap`` and torchtitan's asynchronous tensor parallelism have it; only with fused kernels.
+        attention: the kernel of fused attention, whose share of the peak the catalog has; by default the device's usual
+            one. Only with fused kernels.
         progress: called before every block and size.
     """
     if kernels == "fused" and calibration is not None:
@@ -142,6 +150,9 @@ def estimate_model(
         raise UsageError(f"--calibrate fits measured times, which say nothing of FP8; leave --precision {recipe} out")
     if fp8:
         device.fp8_peak()  # before anything is traced
+    for flag, asked in (("--overlap-tensor", overlap_tensor), ("--attention", attention)):
+        if asked and not fused:
+            raise UsageError(f"{flag} is for estimates of fused kernels; leave it or --kernels eager out")
     splits = splits_of(model, shards, dtype, cluster, context)
     spreads = spreads_of(model, unsplit_of(splits, model, dtype).blocks, expert, load_factor, etp)
     if spreads and (not fused or calibration is not None):
@@ -155,8 +166,9 @@ def estimate_model(
         rows[bench.key] = _untimed(bench.row()), over_whole_sequences(work, asked, bench.key.label)
         cores[bench.key] = _of_key_value_heads(model, bench), bench.mixed_bytes
     unsplit, notes = unsplit_of(splits, model, dtype), f"{_NOTES} {_FUSED if fused else _EAGER}"
+    notes = " ".join([notes, *[_OVERLAPPED] * overlap_tensor, *[f"Attention is {attention}."] * bool(attention)])
     shares = shares_for(device.name, catalog_shares()) if runs is None else runs.shares
-    rates = FusedRates.of(device, shares if shares.runs else own_shares(device))
+    rates = FusedRates.of(device, shares if shares.runs else own_shares(device), attention)
     if runs is not None or (calibration is None and shares.runs):
         device, notes = rates.device, f"{notes} {shares.notes if runs is None else runs.notes}"
 
@@ -187,7 +199,21 @@ def estimate_model(
     known = None if calibration is None else calibration.step_bytes_per_s
     rate = known or estimated_rate(unsplit, recipe, dtype, device)
     more = _expert_rows(every, splits, spreads, rows, kernel_ns, every_price, links_of(device, cluster), dtype)
-    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate, more)
+    products = {
+        (key.kind, key.size): _split_products(work, kernel_ns, overlap_tensor)
+        for key, (_, work) in rows.items()
+        if fused and not key.recompute
+    }
+    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate, more, products=products)
+
+
+def _split_products(work: Work, kernel_ns: Callable[[Kernel], float], overlapped: bool) -> SplitProducts:
+    ahead, back = (sum(map(kernel_ns, filter(_has_weights, work[name]))) for name in ("forward_ns", "input_grad_ns"))
+    return SplitProducts(ahead, back, overlapped)
+
+
+def _has_weights(kernel: Kernel) -> bool:
+    return kernel.weights
 
 
 def links_of(device: DevicePreset, cluster: Cluster | None) -> Callable[[int], LinkPath]:
