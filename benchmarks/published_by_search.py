@@ -117,7 +117,8 @@ def searched_s(run: Judged, cluster: pipeplan.Cluster, seconds: float = 15.0) ->
         microbatch=int(layout.microbatch),
         shards=int(layout.tensor),
         context=int(layout.context),
-        **({"expert": experts, "etp": int(layout.expert_tensor)} if experts > 1 else {}),
+        expert=max(1, experts),
+        etp=int(layout.expert_tensor) if experts > 1 else 1,
         precision=layout.recipe,
         gradient_dtype="bf16" if layout.gradient_bytes == 2 and layout.recipe != "fp16-mixed" else None,
         overlap_tensor=bool(layout.overlap_tensor and layout.tensor > 1),
@@ -167,7 +168,9 @@ def configuration(model: Transformer, *, tied: bool) -> str:
     kind, more = "LlamaConfig", ""
     if model.experts:
         kind = "Qwen3MoeConfig"
-        more = f", num_experts={model.experts}, num_experts_per_tok={model.top_k}, moe_intermediate_size={model.moe_ffn}"
+        more = (
+            f", num_experts={model.experts}, num_experts_per_tok={model.top_k}, moe_intermediate_size={model.moe_ffn}"
+        )
     return (
         f"{kind}(hidden_size={model.hidden}, intermediate_size={model.ffn}, num_hidden_layers={model.layers}, "
         f"num_attention_heads={model.heads}, num_key_value_heads={model.kv_heads}, head_dim={model.head_size}, "

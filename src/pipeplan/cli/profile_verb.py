@@ -687,6 +687,7 @@ def estimated(
         runs=runs,
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
+        tell=remarks.keep,
         **how,
     )
     remarks.say()

@@ -20,7 +20,7 @@ BUCKET_BYTES = 25 * 2**20
 """Of gradients, from which on a bucket takes no further block: torch's ``bucket_cap_mb``."""
 
 
-class Beside(NamedTuple):
+class OverlappedExchanges(NamedTuple):
     """Which exchanges once an iteration are beside compute.
 
     ``sums`` in buckets, beside a stage's last backward; ``across`` also those over groups that divide gradients (levels
@@ -33,7 +33,7 @@ class Beside(NamedTuple):
     gathers: bool = False
 
 
-AS_RUN = Beside()
+AS_RUN = OverlappedExchanges()
 """As ``pipeplan run`` has it."""
 
 
@@ -43,7 +43,7 @@ def with_buckets(
     tied: Sequence[TiedState],
     operations: Sequence[Operation],
     given: Collection[int],
-    beside: Beside = AS_RUN,
+    beside: OverlappedExchanges = AS_RUN,
 ) -> list[Stage]:
     """Stages with their buckets, of two or more, but for the times of sums; without any where these are not beside.
 

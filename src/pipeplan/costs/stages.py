@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
-from pipeplan.costs.buckets import AS_RUN, Beside, gathered_beside, with_buckets
+from pipeplan.costs.buckets import AS_RUN, OverlappedExchanges, gathered_beside, with_buckets
 from pipeplan.costs.columns import MANY, Columns
 from pipeplan.costs.communication import contention_of_sums
 from pipeplan.costs.context import exchange_on, of_stages
@@ -353,7 +353,7 @@ def build_workload(
     names: Sequence[str] | None = None,
     whole_messages: bool = False,
     fold_least: int = FOLD_LEAST,
-    beside: Beside = AS_RUN,
+    beside: OverlappedExchanges = AS_RUN,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
 
@@ -470,7 +470,7 @@ def _with_shared(
     operations: Sequence[Operation],
     given: Collection[int],
     cluster: Cluster | None,
-    beside: Beside,
+    beside: OverlappedExchanges,
 ) -> tuple[list[Stage], list[TiedState]]:
     """Stages with what each keeps and how long it sums gradients, and what they share."""
     shared = SharedState(profile)

@@ -2,7 +2,8 @@
 
 The profile's rows have the terms of the closed forms, which are also those of ``profile --estimate``; messages, sums,
 sharded state and steps are as in every plan, but for what a layout says of itself that plans cannot: parameters that
-are gathered beside the next forward, and sums across groups beside backward (:class:`pipeplan.costs.buckets.Beside`).
+are gathered beside the next forward, and sums across groups beside backward
+(:class:`pipeplan.costs.buckets.OverlappedExchanges`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeplan.costs import build_workload
-from pipeplan.costs.buckets import Beside
+from pipeplan.costs.buckets import OverlappedExchanges
 from pipeplan.costs.uniform.as_profile import cluster_of, placement_of, profile_of, schedule_of
 from pipeplan.costs.uniform.judging import Judged
 from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout
@@ -93,7 +94,7 @@ def planned(name: str, model: Transformer, layout: UniformLayout, machine: Machi
         microbatch_size=int(layout.microbatch * layout.data),
         split_backward=CLASSIC[schedule].splits,
         cluster=cluster,
-        beside=Beside(sums=beside, across=beside, gathers=beside),
+        beside=OverlappedExchanges(sums=beside, across=beside, gathers=beside),
     )
     if reason := CLASSIC[schedule].applies(OneMicrobatch.of(workload, require_room=False)):
         raise UsageError(f"{name}: {schedule} does not run: {reason}")

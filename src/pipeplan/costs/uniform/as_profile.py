@@ -39,14 +39,14 @@ def schedule_of(layout: UniformLayout) -> str:
     return "interleaved-1f1b" if layout.schedule == "1f1b" and layout.chunks > 1 else str(layout.schedule)
 
 
-class _Again(NamedTuple):
+class _PlannedAgain(NamedTuple):
     """What plans can say of what is computed again: of so many layers of all, or of the cores of all; or neither."""
 
     layers: float = 0.0
     cores: bool = False
 
     @classmethod
-    def of(cls, layout: UniformLayout) -> _Again | None:
+    def of(cls, layout: UniformLayout) -> _PlannedAgain | None:
         """None: only parts of layers that no plan names."""
         core, *others = layout.again_core, layout.again_up, layout.again_products, layout.again_elementwise
         if not any(others) and core in (0, 1):
@@ -147,7 +147,7 @@ def _gathering(row: CostRow, forward_ns: int, input_grad_ns: int) -> CostRow:
 def _rows(model: Transformer, layout: UniformLayout, layer: LayerCosts) -> Iterator[CostRow]:
     """Of a layer: as it is, and where whole layers are computed again such a row."""
     forward, input_grad, weight_grad = layer_ns(layer, layout)
-    again, said, held = float(again_ns(layer, layout)), _Again.of(layout), float(layer.whole.saved_bytes)
+    again, said, held = float(again_ns(layer, layout)), _PlannedAgain.of(layout), float(layer.whole.saved_bytes)
     entering = float(WIDTH * tokens_of(model, layout) * model.hidden)
     entering /= float(layout.tensor) if layout.sequence_parallel else 1.0
     kept, keys = max(float(_kept(layer, layout)), entering), float(layer.context.workspace_bytes)
@@ -200,8 +200,8 @@ def placement_of(model: Transformer, layout: UniformLayout) -> Placement:
     """The layout's stages: its layers as published layouts cut them, with the tables at both ends."""
     stages, chunks, width = int(layout.pipeline), int(layout.chunks), int(layout.tensor * layout.context * layout.data)
     count = stages * chunks
-    v_shape, said = layout.schedule == "zb-v", _Again.of(layout)
-    said, first, placed = said or _Again(), 0, list[PlacedStage]()
+    v_shape, said = layout.schedule == "zb-v", _PlannedAgain.of(layout)
+    said, first, placed = said or _PlannedAgain(), 0, list[PlacedStage]()
     for number, layers in enumerate(chunk_layers(int(model.layers), stages, chunks)):
         own = range(first, first + layers)
         first += layers

@@ -12,6 +12,7 @@ from itertools import product
 import torch
 
 from pipeplan.costs.blocks import require_row
+from pipeplan.costs.calibration import Calibration, KnownRow, calibrate, likeness, measured_rows
 from pipeplan.costs.communication import (
     LAUNCH_NS,
     LINK_CEILING,
@@ -25,15 +26,10 @@ from pipeplan.costs.communication import (
 from pipeplan.costs.context import MERGED, SharedCore
 from pipeplan.costs.devices import (
     CORE,
-    Calibration,
     DevicePreset,
     Kernel,
     Kernels,
-    KnownRow,
     Work,
-    calibrate,
-    likeness,
-    measured_rows,
 )
 from pipeplan.costs.recipes import ESTIMATED, products_in_fp8, profiled_recipe
 from pipeplan.costs.uniform.judging import RunsFit
@@ -107,6 +103,7 @@ def estimate_model(
     overlap_tensor: bool = False,
     attention: str | None = None,
     progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Profile:
     """Estimate every block of a model for each micro-batch size.
 
@@ -137,6 +134,7 @@ def estimate_model(
         attention: the kernel of fused attention, whose share of the peak the catalog has; by default the device's usual
             one. Only with fused kernels.
         progress: called before every block and size.
+        tell: called with what was fitted to ``calibration``.
     """
     if kernels == "fused" and calibration is not None:
         raise UsageError("--kernels fused: what was measured ran operator by operator; leave it or --calibrate out")
@@ -150,8 +148,8 @@ def estimate_model(
         raise UsageError(f"--calibrate fits measured times, which say nothing of FP8; leave --precision {recipe} out")
     if fp8:
         device.fp8_peak()  # before anything is traced
-    for flag, asked in (("--overlap-tensor", overlap_tensor), ("--attention", attention)):
-        if asked and not fused:
+    for flag, given in (("--overlap-tensor", overlap_tensor), ("--attention", attention)):
+        if given and not fused:
             raise UsageError(f"{flag} is for estimates of fused kernels; leave it or --kernels eager out")
     splits = splits_of(model, shards, dtype, cluster, context)
     spreads = spreads_of(model, unsplit_of(splits, model, dtype).blocks, expert, load_factor, etp)
@@ -185,11 +183,12 @@ def estimate_model(
         for key, (row, work) in rows.items()
     }
     if calibration is not None:
-        bare = bare_profile(model, unsplit)
-        fitted = _fitted(calibration, reference or model, dtype)
-        blocks = {block.id: block for block in bare.blocks}
-        timed = {key: fitted.row(blocks[key.block], *rows[key]) for key in rows}
-        notes = f"{notes} {_fit_notes(calibration, fitted, bare)}"
+        fitted = _fitted(calibration, reference or model, dtype, kernel_ns)
+        timed = {key: fitted.row(*rows[key]) for key in rows}
+        said = _fit_notes(calibration, fitted)
+        notes = f"{notes} {said}"
+        if tell is not None:
+            tell(said)
     if model.remark:
         notes = f"{notes} {model.remark}."
     every_price = prices_in(cluster) if cluster is not None else prices_of(device)
@@ -358,8 +357,10 @@ def _untimed(row: CostRow) -> CostRow:
 # Calibration ------------------------------------------------------------------------------------------------------
 
 
-def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibration:
-    """Rates and factors from the measured rows of blocks that the reference has."""
+def _fitted(
+    measured: Profile, reference: Model, dtype: torch.dtype, kernel_ns: Callable[[Kernel], float]
+) -> Calibration:
+    """Efficiencies by the measured rows of blocks that the reference has."""
     splits = splits_of(reference, (1,), dtype, None)
     unsplit = splits[0].graph
     bare = bare_profile(reference, unsplit)
@@ -373,15 +374,14 @@ def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibrat
         )
     sizes = sorted({row.microbatch_size for _, row in rows})
     works = {(b.key.block, b.key.size): work for b, work in counted(splits, sizes, dtype)}
-    return calibrate([KnownRow(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows])
+    known = [KnownRow(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows]
+    return calibrate(known, kernel_ns)
 
 
-def _fit_notes(measured: Profile, fitted: Calibration, estimated: Profile) -> str:
-    known = {like for like, _ in fitted.blocks}
-    blocks = sum(likeness(block) in known for block in estimated.blocks)
-    sizes = sorted({size for by_size in fitted.blocks.values() for size in by_size})
+def _fit_notes(measured: Profile, fitted: Calibration) -> str:
+    blocks = [block for block, _ in measured_rows(measured)]
+    sizes = sorted({row.microbatch_size for _, row in measured_rows(measured)})
     return (
-        f"Times are fitted to {measured.name} as measured on {measured.source.device}, micro-batch sizes {sizes}: "
-        f"{blocks} of {len(estimated.blocks)} blocks by a factor of their own, the others by one of their kind of "
-        f"operator. The three common rates alone are off by {fitted.error:.0%} in the median."
+        f"Times are fitted to {measured.name} as measured on {measured.source.device}, micro-batch sizes {sizes}, "
+        f"{len(set(map(likeness, blocks)))} kinds of blocks. {fitted.notes}"
     )
