@@ -30,7 +30,6 @@ KINDS = {
     "dgxc-2504-llama31-70b-bf16-512": "the same on 512",
     "dgxc-2504-llama31-405b-bf16-128": "TP 8, PP 4, VP 8, CP 2, layers uneven",
     "dgxc-2501-llama31-8b-bf16-16": "CP 2, ZeRO 1",
-    "fmsfsdp-llama2-7b-h100-96": "FSDP in nodes",
     "mpt-13b-s2048-h100_80gb-8-mbs2-noac-bf16": "FSDP on one node",
     "mpt-13b-s2048-h100_80gb-128-mbs16-ac-bf16": "FSDP, recomputed",
     "torchtitan-a100-llama3-70b-full": "FSDP, recomputed",
