@@ -1215,6 +1215,7 @@ def run(
     prompt_file: Path | Sequence[Sequence[int] | str] | None = None,
     new_tokens: int = 16,
     tokenizer: Path | None = None,
+    stop_ids: Counts | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     export_weights: Path | None = None,
@@ -1276,6 +1277,7 @@ def run(
             ids or text; or the prompts themselves, as ``[[1, 2, 3], [4, 5]]``.
         new_tokens: tokens to generate for each prompt.
         tokenizer: folder of a Hugging Face tokenizer, for prompts that are text.
+        stop_ids: tokens after which a text ends; by default the tokenizer's end-of-text token.
         temperature: sample tokens from logits divided by this; 0 takes the most likely one.
         top_k: with a temperature, sample from this many most likely tokens only.
         export_weights: where to write them in the end; one file, whatever the plan.

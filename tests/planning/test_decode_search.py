@@ -171,6 +171,7 @@ def test_volumes_are_those_of_the_thesis_and_as_counted() -> None:
     """Per request of a layer of hidden 4096 with 32 heads on four devices."""
     profile = drawn_decoder(0)
     known = {"dimensions": {"hidden": 4096, "heads": 32}, "query_bytes_per_token": 8192, "cache_bytes_per_token": 16384}
+    known |= {"mixture_bytes_per_token": 8192}
     block = profile.by_id["layer0.attention"].model_copy(update=known)
     found = {kept: LayerVolume.of(kept, block, 2, 4, 4) for kept in ("dp", "tp", "cp", "cp-q")}
     assert {kept: each.counted / 4 for kept, each in found.items()} == {

@@ -47,7 +47,7 @@ def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnE
     rank_device(options.device, options.transport, options.num_threads)
     name = options.model.value if isinstance(options.model, PythonValue) else options.model
     model = load_model(name, sequence=options.sequence, grain=options.grain, seed=options.seed)
-    if options.stop is not None:
+    if options.stop:
         Turns.require_known(plan)
     turns = Turns.of(plan, progress.rank)
     here, groups = rank_of(plan.stages, turns, plan.decode.sizes, model, options, progress, plan.decode.prefill_tokens)

@@ -106,11 +106,14 @@ class Looks:
 
 
 class CachePiece:
-    """Keys and values of all requests that a device keeps some of: [slots, heads, words, size], made when they come."""
+    """Keys and values of all requests that a device keeps some of: [slots, heads, words, size], made when they come.
+
+    Where one tensor is kept, it has both.
+    """
 
     def __init__(self, num_slots: int, num_words: int) -> None:
         self._sizes = num_slots, num_words
-        self._kept: tuple[Tensor, Tensor] | None = None
+        self._kept: tuple[Tensor, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -123,15 +126,14 @@ class CachePiece:
             for each in self._kept or ():
                 each.normal_()
 
-    def append(self, slots: Tensor, words: Tensor, key: Tensor, value: Tensor) -> None:
+    def append(self, slots: Tensor, words: Tensor, *written: Tensor) -> None:
         """Keep keys and values [words, heads, size] as these ``words`` of these ``slots``."""
         if self._kept is None:
-            made = (
-                each.new_zeros(self._sizes[0], each.shape[1], self._sizes[1], each.shape[2]) for each in (key, value)
+            self._kept = tuple(
+                each.new_zeros(self._sizes[0], each.shape[1], self._sizes[1], each.shape[2]) for each in written
             )
-            self._kept = next(made), next(made)
-        keys, values = self._kept
-        keys[slots, :, words], values[slots, :, words] = key, value
+        for kept, each in zip(self._kept, written, strict=True):
+            kept[slots, :, words] = each
 
     def attend(self, query: Tensor, looks: Looks, window: int | None, scale: float | None) -> tuple[Tensor, Tensor]:
         """Attention of queries [rows, heads, width, size]: mixtures, and logarithms of sums [rows, heads, width].
@@ -143,7 +145,7 @@ class CachePiece:
             slot = looks.rows[0].slot - looks.first
             seen = looks.seen(window, -1, span, query)
             return self._of(query, slice(slot, slot + len(looks.rows)), span, seen, scale)
-        mixed = query.new_zeros(*query.shape[:-1], self._kept[1].shape[-1])
+        mixed = query.new_zeros(*query.shape[:-1], self._kept[-1].shape[-1])
         sums = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
         for number, row in enumerate(looks.rows):
             ranges = looks.ranges(number, window)
@@ -160,7 +162,7 @@ class CachePiece:
         of one."""
         assert self._kept is not None
         mask, blank = seen
-        keys, values = (each[slots, :, slice(*span)] for each in self._kept)
+        keys, values = (each[slots, :, slice(*span)] for each in (self._kept[0], self._kept[-1]))
         rows, heads, places, size = query.shape
         shared = heads // keys.shape[1]
         folded = query.reshape(rows, keys.shape[1], shared * places, size)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.decoding.cached import BlockCaches, CachedRows, DecodingAttention
 from pipeplan.runtime.decoding.exchanges import CountedCollectives, Form, SentBytes, StageExchange
+from pipeplan.runtime.decoding.latents import LatentHeads
 from pipeplan.runtime.decoding.layouts import BlockLayout, Placed, Route, positions, routes
 from pipeplan.runtime.decoding.requests import Pass
 from pipeplan.runtime.executor.process_groups import ProcessGroups
@@ -122,6 +123,7 @@ class DecodingStage:
         self._forms = self.written.forms(self.dtype)
         self._mode = DecodingAttention()
         self._vocabulary: list[int] = []
+        self._latents: dict[tuple[str, int], LatentHeads] = {}
         self._exchanges: dict[tuple[int, ...], StageExchange] = {}
         self._known: _KnownPass | None = None
         for id_ in self.stage.blocks:
@@ -194,7 +196,8 @@ class DecodingStage:
             taken = [each.new_zeros((1, *each.shape[1:])) for each in taken]
         samples = [self._sample(name, rows, own) for name in spec.samples]
         line = here.layout.line(self.device)
-        self._mode.begin(self._caches(id_, rows.group), here, self._exchange(line) if len(line) > 1 else None)
+        exchange = self._exchange(line) if len(line) > 1 else None
+        self._mode.begin(self._caches(id_, rows.group), here, exchange, self._latents.get((id_, rows.width)))
         with self._mode, contextlib.nullcontext() if own else no_words():
             made: Tensor = self.modules[id_, rows.width](*taken, *samples)
         return made[: len(own)]
@@ -325,6 +328,16 @@ class DecodingStage:
             if width > 1:
                 _take_parameters(made, self.modules[id_, 1])
             self.modules[id_, width] = made.requires_grad_(False)
+            self._note_latent(id_, width)
+
+    def _note_latent(self, id_: str, width: int) -> None:
+        """How heads meet latents, where the block's attention caches these."""
+        decoder = self.written.decoder
+        names = self._specs[id_, width].names or {}
+        own = [key for key, name in names.items() if decoder.latent and name.endswith(decoder.latent.weight)]
+        if decoder.latent and own:
+            weight = self.modules[id_, width].get_parameter(own[0])
+            self._latents[id_, width] = LatentHeads(weight, decoder.latent.rotated)
 
     def _along(self, line: tuple[int, ...]) -> Shards:
         counted = CountedCollectives(self.groups.of(line), len(line), self.sent)

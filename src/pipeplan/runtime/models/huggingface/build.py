@@ -32,6 +32,7 @@ from pipeplan.runtime.models.huggingface.adapters import (
 )
 from pipeplan.runtime.models.huggingface.families import (
     COLUMNS,
+    LATENT_WEIGHT,
     ROWS,
     WORDS,
     ModelFamily,
@@ -53,6 +54,7 @@ from pipeplan.runtime.models.spec import (
     CausalDecoder,
     Collective,
     Grain,
+    LatentSizes,
     Model,
     shards_named,
     with_positions,
@@ -488,7 +490,7 @@ def _decoder(whole: LoadedModel, grain: Grain, model: Model) -> CausalDecoder | 
         partial(_placed, whole, grain, model.blocks[-1]),
         whole.family.maximum(config),
         key_heads=None if latent else _key_heads(config),
-        latent=(latent, config.qk_rope_head_dim) if latent else None,
+        latent=LatentSizes(latent, config.qk_rope_head_dim, LATENT_WEIGHT) if latent else None,
         windows=partial(_window_of, config),
     )
 
