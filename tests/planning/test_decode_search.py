@@ -294,6 +294,28 @@ def test_simulations_and_reports_say_how_caches_are_shared_in_the_fields_words()
     assert "10 % more memory" not in said
 
 
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ("cache2-shards2", "decode context parallel 2 x tensor parallel 2"),
+        (
+            "tp+samples2-cacheq4",
+            "tensor parallel and data parallel 2 x decode context parallel (queries alone gathered) 4",
+        ),
+        ("pp", "a pipeline of single devices"),
+        ("of one's own", "of one's own"),
+    ],
+)
+def test_mixtures_are_said_in_the_fields_words(kv: str, said: str) -> None:
+    plan = searched(drawn_decoder(5), kv="cp", memory=10**9).plan
+    assert plan.decode is not None
+    mixed = plan.model_copy(update={"decode": plan.decode.model_copy(update={"kv": kv})})
+    file = StringIO()
+    print_simulation(simulate(mixed), file, 400)
+    assert said in " ".join(file.getvalue().split())
+    assert said in unescape(report_of([mixed], (), None, "pipeplan report").html)
+
+
 def test_progress_has_the_best_token_time_so_far_and_the_bound() -> None:
     """On any thread, for each number of groups that is looked at; the last is the answer's."""
     said: list[tuple[str, int, int, float]] = []

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeplan as face
-from builders.decoders import drawn_decoder
+from builders.decoders import drawn_decoder, with_prompts
 from pipeplan.checker import check
 from pipeplan.costs.blocks import StageCost
 from pipeplan.costs.decode_loop import ChunkCost, chunk_costs
 from pipeplan.costs.decoding import cached_bytes, phase_costs
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import Block, PhaseRow, PlacedStage, Placement, Plan, Profile, parse, to_json
+from pipeplan.files import PlacedStage, Placement, Plan, Profile, parse, to_json
 from pipeplan.files.plan import Decode
 from pipeplan.planning.build_plan import assemble
 from pipeplan.planning.decode_plan import decode_plan
@@ -323,27 +323,6 @@ def test_memory_is_kept_at_the_last_step(seed: int) -> None:
 
 
 # Chunks of prompts --------------------------------------------------------------------------------------------------
-
-
-def with_prompts(profile: Profile) -> Profile:
-    """Prefill rows of 1 request: 2 ns for each token and block, and an attention core of its square."""
-
-    def rows(block: Block) -> tuple[PhaseRow, ...]:
-        square = 1 if block.cache_bytes_per_token else 0
-        return tuple(
-            PhaseRow(
-                phase="prefill",
-                microbatch_size=1,
-                context_tokens=tokens,
-                forward_ns=500 + 2 * tokens + square * tokens * tokens // 100,
-                core_ns=square * tokens * tokens // 100,
-                workspace_bytes=tokens,
-            )
-            for tokens in (10, 100, 300, 400)
-        )
-
-    blocks = (block.model_copy(update={"phases": (*block.phases, *rows(block))}) for block in profile.blocks)
-    return profile.model_copy(update={"blocks": tuple(blocks)})
 
 
 def test_check_prices_chunks_of_prompts_again() -> None:

@@ -27,8 +27,8 @@ _MOST_AT_ONCE = 256
 class DecodeOptions(RunOptions):
     """How to generate text. ``model``, ``sequence``, ``grain``, ``seed``, ``dtype`` and ``init`` are as in training.
 
-    ``prompts`` are token ids; each is continued by ``new_tokens``, or until one of ``stop``. ``temperature`` 0 takes the
-    most likely token; else tokens are sampled by their probabilities, from the ``top`` most likely ones if that is
+    ``prompts`` are token ids; each is continued by ``new_tokens``, or until one of ``stop``. ``temperature`` 0 takes
+    the most likely token; else tokens are sampled by their probabilities, from the ``top`` most likely ones if that is
     given.
     """
 
