@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from pipeplan.runtime.decoding.choosing import WordChoice
 from pipeplan.runtime.decoding.latents import LatentHeads
 from pipeplan.runtime.decoding.layouts import BlockLayout, Route, positions, routes
 from pipeplan.runtime.decoding.options import DecodeOptions, DecodeOutcome, read_prompts
-from pipeplan.runtime.decoding.pieces import CachePiece, Looks
+from pipeplan.runtime.decoding.pieces import CachePiece, Looks, room_for
 from pipeplan.runtime.decoding.rank import Turns
 from pipeplan.runtime.decoding.requests import Pass, RequestQueue, Row
 from pipeplan.runtime.launch.job import RunResult, WrittenText
@@ -50,27 +51,30 @@ def whole(query: Tensor, key: Tensor, value: Tensor, first: int, window: int | N
 def test_pieces_of_any_number_are_merged_into_all(
     lengths: tuple[int, ...], count: int, window: int | None, wide: int, dtype: torch.dtype
 ) -> None:
-    """Prompts in one pass, then one word each; pieces of short texts are empty, and one slot is left out."""
+    """Prompts in two passes, then one word each; pieces of short texts are empty, and one slot is left out. With a
+    window pieces have room for it and a pass alone."""
     torch.manual_seed(0)
-    total = [length + 1 for length in lengths]
+    total = [length + STEPS for length in lengths]
     slots = [0, 1, 3]
     keys, values = ([torch.randn(KEY_HEADS, each, size, dtype=dtype) for each in total] for size in (SIZE, wide))
     queries = [torch.randn(HEADS, each, SIZE, dtype=dtype) for each in total]
-    pieces = [CachePiece(4, -(-max(total) // count)) for _ in range(count)]
-    for width in (max(lengths), 1):
-        begins = [length if pieces[0].num_bytes else 0 for length in lengths]
-        ends = [length if not begin else length + 1 for begin, length in zip(begins, lengths, strict=True)]
-        rows = tuple(
-            Row(slot, slot, begin, end - begin, True) for slot, begin, end in zip(slots, begins, ends, strict=True)
-        )
-        found = [
-            attend(piece, place, count, rows, width, queries, keys, values, window)
-            for place, piece in enumerate(pieces)
-        ]
-        mixed = merged(torch.stack([each for each, _ in found]), torch.stack([each for _, each in found]))
-        for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+    most = -(-max(lengths) // 2)
+    pieces = [CachePiece(4, room_for(max(total), window, most, count)) for _ in range(count)]
+    until = [[length // 2 for length in lengths], *([length + step for length in lengths] for step in range(STEPS + 1))]
+    for begins, ends in pairwise([[0] * len(lengths), *until]):
+        new = [number for number, (begin, end) in enumerate(zip(begins, ends, strict=True)) if end > begin]
+        width = max(end - begin for begin, end in zip(begins, ends, strict=True))
+        rows = tuple(Row(slots[each], slots[each], begins[each], ends[each] - begins[each], True) for each in new)
+        given = [[each[number] for number in new] for each in (queries, keys, values)]
+        found = [attend(piece, place, count, rows, width, *given, window) for place, piece in enumerate(pieces) if new]
+        mixed = merged(*(torch.stack(each) for each in zip(*found, strict=True))) if new else torch.empty(0)
+        for made, number in zip(mixed, new, strict=True):
+            begin, end = begins[number], ends[number]
             wanted = whole(queries[number][:, begin:end], keys[number][:, :end], values[number][:, :end], begin, window)
-            assert (mixed[number, :, width - (end - begin) :] - wanted).abs().max() < TOLERANCE[dtype]
+            assert (made[:, width - (end - begin) :] - wanted).abs().max() < TOLERANCE[dtype]
+
+
+STEPS = 3
 
 
 def attend(

@@ -145,20 +145,22 @@ def room_of(each: Case) -> Mapping[int, int]:
     options, decoder = DecodeOptions(model=each["model"], **each["options"]), model_of(each["model"]).decoder
     placed = [PlacedStage.model_validate_json(json.dumps(stage)) for stage in each["stages"]]
     assert decoder is not None
-    return cache_room(placed, each["sizes"], options.longest, decoder, getattr(torch, each["options"]["dtype"]))
+    chunk = options.chunk(each["chunk"], None)
+    return cache_room(placed, each["sizes"], options.longest, chunk, decoder, getattr(torch, each["options"]["dtype"]))
 
 
 def test_more_cache_than_the_plan_counts_is_said() -> None:
-    """Of a token a head has a key of 4 numbers and a value of 4, and the plan counts nothing."""
+    """Of a token a head has a key of 4 numbers and a value of 4: of a window of 4 and of 3 words that enter at once,
+    six tokens are kept, and the plan counts nothing."""
     mistral = LLAMA.replace("Llama", "Mistral").replace(")", ", sliding_window=4)")
     plan = plan_of(mistral, ["samples2"], [[0, 1]], batch=2, groups=1, context=13)
-    asked = model_of(mistral), 13, torch.float32
+    asked = model_of(mistral), 13, 3, torch.float32
     (remark,) = room_remarks(plan, *asked)
-    whole = 2 * 13 * 4 * (4 + 4) * 4  # layers, words, heads, numbers, bytes
+    whole = 2 * 6 * 4 * (4 + 4) * 4  # layers, words, heads, numbers, bytes
     assert f"({whole} bytes) on rank 0, and the plan counts 0 (0 bytes) there" in remark
     enough = plan.model_copy(update={"stages": tuple(each.with_cache(whole) for each in plan.stages)})
     assert room_remarks(enough, *asked) == ()
-    assert room_remarks(plan, model_of(LLAMA), 13, torch.float32) == ()
+    assert room_remarks(plan, model_of(LLAMA), 13, 3, torch.float32) == ()
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from pipeplan.runtime.decoding.cached import BlockCaches, CachedRows, DecodingAt
 from pipeplan.runtime.decoding.exchanges import CountedCollectives, Form, SentBytes, StageExchange
 from pipeplan.runtime.decoding.latents import LatentHeads
 from pipeplan.runtime.decoding.layouts import BlockLayout, Placed, Route, positions, routes
+from pipeplan.runtime.decoding.pieces import room_for
 from pipeplan.runtime.decoding.requests import Pass
 from pipeplan.runtime.executor.process_groups import ProcessGroups
 from pipeplan.runtime.executor.stage import stage_errors
@@ -285,8 +286,9 @@ class DecodingStage:
             layout, decoder = self.layouts[id_], self.written.decoder
             shards = len(layout.shards(self.device))
             heads = None if decoder.key_heads is None else max(1, decoder.key_heads // shards)
-            slots, words = layout.cached(self.device, self.sizes[group]), -(-self.longest // layout.pieces.size)
-            self.caches[id_, group] = BlockCaches(len(slots), words, heads, decoder.windows(id_))
+            slots, window = layout.cached(self.device, self.sizes[group]), decoder.windows(id_)
+            room = room_for(self.longest, window, self.written.chunk, layout.pieces.size)
+            self.caches[id_, group] = BlockCaches(len(slots), room, heads, window)
         return self.caches[id_, group]
 
     # Building
