@@ -322,7 +322,7 @@ def with_prompts_ns(search: DecodeSearch) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
 @pytest.mark.parametrize(("tokens", "devices"), [(100, 2), (400, 2), (100, 3)])
 def test_no_choice_is_quicker_with_prompts(seed: int, tokens: int, devices: int) -> None:
     """What is proved holds, and what is found is that of these, each of whose blocks is shared in one or two ways."""
