@@ -79,7 +79,7 @@ def search_decoding(
     )
 
 
-class _Made(NamedTuple):
+class _PlannedChoice(NamedTuple):
     """What was chosen, and planned."""
 
     choice: DecodeChoice
@@ -87,9 +87,9 @@ class _Made(NamedTuple):
     schedule: Schedule
 
 
-def _planned(request: Request, search: DecodeSearch, choices: Sequence[DecodeChoice], budget: Budget) -> _Made:
+def _planned(request: Request, search: DecodeSearch, choices: Sequence[DecodeChoice], budget: Budget) -> _PlannedChoice:
     """Of these the one whose tokens follow each other soonest. Raises InfeasibleError where chunks fit with none."""
-    found, failures = list[_Made](), list[InfeasibleError]()
+    found, failures = list[_PlannedChoice](), list[InfeasibleError]()
     for chosen in choices:
         try:
             found.append(_made(request, search, chosen, budget))
@@ -100,7 +100,7 @@ def _planned(request: Request, search: DecodeSearch, choices: Sequence[DecodeCho
     return min(found, key=lambda each: each.plan.token_ns or math.inf)
 
 
-def _made(request: Request, search: DecodeSearch, chosen: DecodeChoice, budget: Budget) -> _Made:
+def _made(request: Request, search: DecodeSearch, chosen: DecodeChoice, budget: Budget) -> _PlannedChoice:
     decode = Decode(
         batch=search.batch,
         groups=chosen.groups,
@@ -123,7 +123,7 @@ def _made(request: Request, search: DecodeSearch, chosen: DecodeChoice, budget: 
         reserve_bytes=request.reserve if own else None,
         options={name: value for name, value in (("dcp", search.asked.dcp),) if value is not None},
     )
-    return _Made(chosen, plan, schedule)
+    return _PlannedChoice(chosen, plan, schedule)
 
 
 def _asked(request: Request) -> DecodeSearch:
@@ -196,7 +196,7 @@ def _chunks(search: DecodeSearch, chosen: DecodeChoice) -> list[ChunkCost]:
 
 
 def _answer(
-    search: DecodeSearch, made: _Made, bound_ns: float, alone_ns: float | None, *, explain: bool
+    search: DecodeSearch, made: _PlannedChoice, bound_ns: float, alone_ns: float | None, *, explain: bool
 ) -> DecodeAnswer:
     chosen, plan = made.choice, made.plan
     token_ns = Fraction(chosen.token_ns) if plan.token_ns is None else plan.token_ns

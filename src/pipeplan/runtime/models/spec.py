@@ -114,11 +114,8 @@ class Texts:
 
 
 class LatentSizes(NamedTuple):
-    """What latent attention (DeepSeek-V2, section 2.1) caches of a token: one latent of ``size`` numbers, from which
-    each head makes its key and value, and ``rotated`` numbers of a key that all heads share.
-
-    ``weight`` ends the names of the parameters that make keys and values of latents.
-    """
+    """Numbers that latent attention (DeepSeek-V2, section 2.1) caches of a token: a latent, of which heads make keys and
+    values by the parameter whose name ends with ``weight``, and a key that all heads share."""
 
     size: int
     rotated: int
