@@ -114,8 +114,8 @@ class Texts:
 
 
 class LatentSizes(NamedTuple):
-    """Numbers that latent attention (DeepSeek-V2, section 2.1) caches of a token: a latent, of which heads make keys and
-    values by the parameter whose name ends with ``weight``, and a key that all heads share."""
+    """Numbers that latent attention (DeepSeek-V2, section 2.1) caches of a token: a latent, of which heads make keys
+    and values by the parameter whose name ends with ``weight``, and a key that all heads share."""
 
     size: int
     rotated: int
