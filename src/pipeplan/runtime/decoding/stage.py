@@ -336,10 +336,10 @@ class DecodingStage:
         """How heads meet latents, where the block's attention caches these."""
         decoder = self.written.decoder
         names = self._specs[id_, width].names or {}
-        own = [key for key, name in names.items() if decoder.latent and name.endswith(decoder.latent.weight)]
-        if decoder.latent and own:
+        own = [key for key, name in names.items() if decoder.latent and name.endswith(decoder.latent_weight)]
+        if decoder.latent is not None and own:
             weight = self.modules[id_, width].get_parameter(own[0])
-            self._latents[id_, width] = LatentHeads(weight, decoder.latent.rotated)
+            self._latents[id_, width] = LatentHeads(weight, decoder.latent[1])
 
     def _along(self, line: tuple[int, ...]) -> Shards:
         counted = CountedCollectives(self.groups.of(line), len(line), self.sent)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -113,15 +113,6 @@ class Texts:
     batch: Callable[[Tensor], dict[str, Tensor]]
 
 
-class LatentSizes(NamedTuple):
-    """Numbers that latent attention (DeepSeek-V2, section 2.1) caches of a token: a latent, of which heads make keys
-    and values by the parameter whose name ends with ``weight``, and a key that all heads share."""
-
-    size: int
-    rotated: int
-    weight: str
-
-
 @dataclass(frozen=True, slots=True)
 class CausalDecoder:
     """How a model writes texts on, token by token, and what it keeps of every token for those after it.
@@ -130,15 +121,18 @@ class CausalDecoder:
     last: of a whole prompt (prefill), or with 1 of one token behind those cached (decode). Its blocks have the whole
     model's names. ``placed(count)`` is the same of texts that have begun: its batch says in ``positions`` [samples,
     count] where each token is. ``longest`` is the most tokens of a text, None for any number. Keys and values have
-    ``key_heads`` heads before any are copied for those of queries; None: as many as these. With ``latent`` all heads
-    share one latent of a token, and only that is cached. ``windows(block)`` is how far back it looks; None: to all.
+    ``key_heads`` heads before any are copied for those of queries; None: as many as these. With ``latent`` (numbers of
+    the latent, of the rotated key) all heads share one latent of a token, from which each makes its own key and value
+    (DeepSeek-V2, section 2.1) by the parameter whose name ends with ``latent_weight``, and only that is cached.
+    ``windows(block)`` is how far back a block looks; None: to all.
     """
 
     at: Callable[[int], Model]
     placed: Callable[[int], Model]
     longest: int | None = None
     key_heads: int | None = None
-    latent: LatentSizes | None = None
+    latent: tuple[int, int] | None = None
+    latent_weight: str = ""
     windows: Callable[[str], int | None] = lambda block: None
 
 

@@ -38,8 +38,8 @@ ATTENDED = torch.ops.pipeplan.attended
 class CachedCase:
     """What attention is of: texts of so many ``tokens``, of which tokens look back over a ``window`` at most.
 
-    ``key_heads`` are those cached on this device (None: as many as of queries), ``latent`` are the numbers of
-    :class:`LatentSizes`, and ``width`` bytes of a number of the cache.
+    ``key_heads`` are those cached on this device (None: as many as of queries), ``latent`` is as :class:`CausalDecoder`
+    has it, and ``width`` bytes of a number of the cache.
     """
 
     phase: Phase
@@ -53,7 +53,7 @@ class CachedCase:
     def of(cls, phase: Phase, tokens: int, decoder: CausalDecoder, block: str, shards: int, width: int) -> CachedCase:
         """That of a block on one of the devices that split it."""
         heads = None if decoder.key_heads is None else max(1, decoder.key_heads // shards)
-        return cls(phase, tokens, heads, decoder.latent and decoder.latent[:2], decoder.windows(block), width)
+        return cls(phase, tokens, heads, decoder.latent, decoder.windows(block), width)
 
     @property
     def kept(self) -> int:

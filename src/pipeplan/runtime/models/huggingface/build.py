@@ -54,7 +54,6 @@ from pipeplan.runtime.models.spec import (
     CausalDecoder,
     Collective,
     Grain,
-    LatentSizes,
     Model,
     shards_named,
     with_positions,
@@ -490,7 +489,8 @@ def _decoder(whole: LoadedModel, grain: Grain, model: Model) -> CausalDecoder | 
         partial(_placed, whole, grain, model.blocks[-1]),
         whole.family.maximum(config),
         key_heads=None if latent else _key_heads(config),
-        latent=LatentSizes(latent, config.qk_rope_head_dim, LATENT_WEIGHT) if latent else None,
+        latent=(latent, config.qk_rope_head_dim) if latent else None,
+        latent_weight=LATENT_WEIGHT,
         windows=partial(_window_of, config),
     )
 
