@@ -91,12 +91,13 @@ class Worker:
         if self.part.memory_bytes is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (self.part.memory_bytes, self.part.memory_bytes))
         stream = theirs.makefile("rw", encoding="utf-8")
-        for line in stream:
-            begin, used = time.monotonic(), processor_s()
-            ended = attacked(self.part, int(line), self.seed)
-            took = {"seconds": time.monotonic() - begin, "processor_s": processor_s() - used}
-            stream.write(json.dumps({"ended": asdict(ended), **took}) + "\n")
-            stream.flush()
+        with contextlib.suppress(ConnectionError):  # it is ended before it has begun, and is not to go on as its parent
+            for line in stream:
+                begin, used = time.monotonic(), processor_s()
+                ended = attacked(self.part, int(line), self.seed)
+                took = {"seconds": time.monotonic() - begin, "processor_s": processor_s() - used}
+                stream.write(json.dumps({"ended": asdict(ended), **took}) + "\n")
+                stream.flush()
         os._exit(0)
 
     def begin(self, index: int, *, last: bool) -> None:

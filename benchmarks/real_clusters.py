@@ -55,6 +55,23 @@ from pipeplan.schedule.state import ScheduleStep, SearchStep
 from pipeplan.simulator.simulation import simulate
 from pipeplan.time_limit import Limit
 
+_SAMPLED_S = 0.002
+
+
+class WorkClock:
+    """The process's own seconds, asked for at most so often: each time is a call of the system."""
+
+    def __init__(self) -> None:
+        self._seconds = time.process_time()
+        self._until = time.monotonic() + _SAMPLED_S
+
+    def __call__(self) -> float:
+        now = time.monotonic()
+        if now > self._until:
+            self._seconds, self._until = time.process_time(), now + _SAMPLED_S
+        return self._seconds
+
+
 TOKENS = 4 * 2**20
 """Of a step."""
 
@@ -69,7 +86,7 @@ SAMPLED = 50
 class Model:
     """A model as ``profile`` takes it; ``sizes`` are samples of a micro-batch of one replica.
 
-    ``context`` are how many devices may share each sequence, ``expert`` how many share experts.
+    ``expert`` are how many devices may share experts; how many may share each sequence is left to estimates.
     """
 
     name: str
@@ -77,7 +94,6 @@ class Model:
     sequence: int
     sizes: str = "1,2,4"
     shards: str = "1,2,4,8"
-    context: str = "1"
     expert: str = "1"
 
 
@@ -89,12 +105,12 @@ MODELS = {
     for each in (
         Model("gpt2-1.3b", GPT2, 1024, sizes="1,2,4,8,16"),
         Model("llama3-8b", "llama3-8b", 8192),
-        Model("llama3-70b", "llama3-70b", 8192, context="1,2,4"),
-        Model("llama3-405b", "llama3-405b", 8192, sizes="1,2", context="1,2"),
+        Model("llama3-70b", "llama3-70b", 8192),
+        Model("llama3-405b", "llama3-405b", 8192, sizes="1,2"),
         Model("gpt3-175b", GPT3, 2048),
         Model("mixtral-8x7b", "mixtral-8x7b", 8192, expert="1,2,4,8"),
         Model("mixtral-8x22b", "mixtral-8x22b", 8192, expert="1,2,4,8"),
-        Model("deepseek-v3", "deepseek-v3", 4096, sizes="1,2", context="1,2,4", expert="1,8,16,32,64"),
+        Model("deepseek-v3", "deepseek-v3", 4096, sizes="1,2", expert="1,8,16,32,64"),
     )
 }
 
@@ -189,7 +205,7 @@ class State:
     @property
     def how(self) -> list[str]:
         """The flag that has a child measure time as here."""
-        return ["--processor"] if self.clock is time.process_time else []
+        return ["--processor"] if isinstance(self.clock, WorkClock) else []
 
     @property
     def within(self) -> Limit | None:
@@ -204,15 +220,13 @@ class State:
     def profile(self, case: Case) -> Path:
         """The model's, estimated where it is not there yet."""
         model, path = MODELS[case.model], self.folder / f"{case.model}-{case.kind}.json"
-        for what, counts in (("context", model.context), ("expert", model.expert)):
-            if counts != "1":
-                path = path.with_stem(f"{path.stem}-{what}-{counts.replace(',', '-')}")
+        if model.expert != "1":
+            path = path.with_stem(f"{path.stem}-expert-{model.expert.replace(',', '-')}")
         if not path.exists():
             begun = time.monotonic()
             said = [
                 *("profile", model.config, "--estimate", "--device", PRESETS[case.kind]),
                 *("--sequence", str(model.sequence), "--microbatch", model.sizes, "--shards", model.shards),
-                *("--context", model.context),
                 *("--expert", model.expert),
             ]
             self.run([*said, "-o", str(path)])
@@ -664,9 +678,7 @@ def main() -> None:
         return
     if options.state is None:
         parser.error("--state FOLDER is needed")
-    state = State(
-        options.state, options.limit, time.process_time if options.processor else time.monotonic, options.cells
-    )
+    state = State(options.state, options.limit, WorkClock() if options.processor else time.monotonic, options.cells)
     if options.child:
         off = [name for name in options.off.split(";") if name]
         case = next(case for case in CASES if case.stem == options.child)

@@ -997,6 +997,8 @@ def estimate(
     optimizer: Optimizer | None = None,
     calibrate: Profile | Path | None = None,
     kernels: Kernels | None = None,
+    overlap_tensor: bool = False,
+    attention: Literal["flash-1", "flash-2", "cudnn"] | None = None,
     cluster: Cluster | Path | None = None,
     progress: RunProgress | None = None,
     within: Limit | None = None,
@@ -1021,6 +1023,9 @@ def estimate(
         calibrate: a measured profile to fit times to, or the path of its file or of a file of published runs.
         kernels: ``"fused"``, the way large models are trained, or ``"eager"``, one per operator, the way eager torch
             runs them; by default fused, except for ``"cpu"`` and with a measured ``calibrate``.
+        overlap_tensor: messages among devices that split a block overlap its products, as with Megatron-LM's
+            ``--tp-comm-overlap`` and torchtitan's asynchronous tensor parallelism.
+        attention: the kernel of fused attention; by default ``"cudnn"`` from Hopper on, else ``"flash-2"``.
 
     Returns:
         The profile, for :func:`search`.
@@ -1210,6 +1215,7 @@ def run(
     prompt_file: Path | Sequence[Sequence[int] | str] | None = None,
     new_tokens: int = 16,
     tokenizer: Path | None = None,
+    stop_ids: Counts | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     export_weights: Path | None = None,
@@ -1271,6 +1277,7 @@ def run(
             ids or text; or the prompts themselves, as ``[[1, 2, 3], [4, 5]]``.
         new_tokens: tokens to generate for each prompt.
         tokenizer: folder of a Hugging Face tokenizer, for prompts that are text.
+        stop_ids: tokens after which a text ends; by default the tokenizer's end-of-text token.
         temperature: sample tokens from logits divided by this; 0 takes the most likely one.
         top_k: with a temperature, sample from this many most likely tokens only.
         export_weights: where to write them in the end; one file, whatever the plan.

@@ -7,6 +7,7 @@ printed with these characters written out.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from reprlib import Repr
@@ -49,6 +50,18 @@ def problems_of(value: object, place: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
             yield from problems_of(each, f"{place}[{index}]")
+
+
+def of_json(text: str | bytes) -> Any:
+    """What a stranger's JSON says.
+
+    Raises:
+        ValueError: it is no JSON, or nested deeper than the parser goes.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def escaped(value: Any) -> Any:

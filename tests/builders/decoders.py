@@ -107,3 +107,24 @@ def drawn_decoder(
     source = Source(method="estimated", device=device, dtype="bfloat16")
     how: dict[str, Any] = {"blocks": tuple(blocks), "edges": tuple(edges), "recipe": Recipe(name="custom")}
     return Profile(name=f"decoder-{seed}", mode="inference", source=source, tokens_per_sample=10, **how)
+
+
+def with_prompts(profile: Profile) -> Profile:
+    """Prefill rows of 1 request: 2 ns for each token and block, and an attention core of its square."""
+
+    def rows(block: Block) -> tuple[PhaseRow, ...]:
+        square = 1 if block.cache_bytes_per_token else 0
+        return tuple(
+            PhaseRow(
+                phase="prefill",
+                microbatch_size=1,
+                context_tokens=tokens,
+                forward_ns=500 + 2 * tokens + square * tokens * tokens // 100,
+                core_ns=square * tokens * tokens // 100,
+                workspace_bytes=tokens,
+            )
+            for tokens in (10, 100, 300, 400)
+        )
+
+    blocks = (block.model_copy(update={"phases": (*block.phases, *rows(block))}) for block in profile.blocks)
+    return profile.model_copy(update={"blocks": tuple(blocks)})

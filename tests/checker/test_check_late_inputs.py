@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from builders.clusters import cluster_of
 from pipeplan.checker import check
 from pipeplan.examples import model
 from pipeplan.files import Plan, Profile
@@ -23,7 +24,7 @@ def case_study() -> Profile:
 
 
 @cache
-def plan_of(late: bool = True, mini_batch: int = 16, size: int = 2) -> Plan:
+def plan_of(late: bool = True, mini_batch: int = 16, size: int = 2, bandwidth: int | None = None) -> Plan:
     """GraphPipe's stages; the last has a layer of branch 0 and the concatenation, which takes branch 1's output."""
     asked: dict[str, Any] = {"replicas": 1, "recompute": False, "split_backward": False, "num_parted": 0}
     request = Request.of(
@@ -36,6 +37,7 @@ def plan_of(late: bool = True, mini_batch: int = 16, size: int = 2) -> Plan:
         late_inputs=late,
         deterministic=True,
         time_limit=2.0,
+        cluster=None if bandwidth is None else cluster_of(8, bandwidth=bandwidth),
         **asked,
     )
     return search_plan(request).plan
@@ -118,6 +120,23 @@ def test_an_action_does_not_start_so_early_that_it_would_wait() -> None:
     starts = dict(plan.starts_ns)
     starts["7F"] = (starts["7F"][0] - 1, *starts["7F"][1:])
     assert "inputs" in rules_of(changed(plan, starts_ns=starts))
+
+
+@pytest.mark.parametrize("bandwidth", [10**9, 10**11])
+def test_what_comes_over_a_busy_link_may_come_after_the_start(bandwidth: int) -> None:
+    """A part waits for a message that takes its link: that is there when the part begins, and may be later no more."""
+    plan = plan_of(bandwidth=bandwidth)
+    number = of(plan, "3F", "7F")
+    (hop,) = plan.dependencies[number].hops
+    assert hop.occupancy_ns > 0
+    sent, begins = plan.operation("3F").duration_ns, plan.starts_ns["7F"]
+    arrivals = [start + sent + hop.duration_ns for start in plan.starts_ns["3F"]]
+    first_part = plan.operation("7F").parts_ns[0]
+    late = [at - begin for at, begin in zip(arrivals, begins, strict=True)]
+    assert 0 < max(late) <= first_part
+    assert check(plan, case_study()).valid
+    slower = replace(hop, occupancy_ns=hop.occupancy_ns + first_part - max(late) + 1)
+    assert rules_of(with_dependency(plan, number, hops=(slower,)))
 
 
 def test_without_its_waits_everything_would_start_otherwise() -> None:

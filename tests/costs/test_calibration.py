@@ -1,4 +1,4 @@
-"""Fitting rates and factors to measured blocks."""
+"""Fitting an efficiency per family of operators to measured blocks."""
 
 from __future__ import annotations
 
@@ -8,101 +8,126 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeplan.costs.devices import (
-    PHASES,
-    DeviceRates,
-    Kernel,
+from pipeplan.costs.calibration import (
+    FAMILIES,
+    Calibration,
+    Family,
     KnownRow,
-    Work,
     calibrate,
-    fit_rates,
+    family_of,
     likeness,
     measured_rows,
 )
+from pipeplan.costs.devices import CORE, PHASES, Kernel, Work, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile, Source
 
-TRUE = DeviceRates(flop_ns=0.01, byte_ns=0.1, kernel_ns=2000)
+CPU = device_preset("cpu")
+TRUE: dict[Family, float] = {"products": 0.83, "attention": 0.41, "element-wise": 1.7, "rows of tables": 0.25}
+KERNELS = {
+    "products": Kernel(4 * 10**8, 10**7, matrix=True, weights=True),
+    "attention": Kernel(10**8, 10**6, matrix=True, form="attention", head_size=64),
+    "element-wise": Kernel(10**6, 10**7),
+    "rows of tables": Kernel(10**5, 3 * 10**6, form="rows"),
+}
 
 
-def kernels(seed: int, count: int = 4) -> list[Kernel]:
+def usual(kernel: Kernel) -> float:
+    return CPU.kernel_ns(kernel.flops, kernel.moved_bytes, matrix=kernel.matrix)
+
+
+def kernels(numbers: random.Random, families: tuple[Family, ...] = FAMILIES) -> list[Kernel]:
+    return [KERNELS[numbers.choice(families)] for _ in range(numbers.randint(1, 6))]
+
+
+def known(seed: int, true: dict[Family, float] = TRUE, noise: float = 0.0) -> KnownRow:
     numbers = random.Random(seed)
-    return [
-        Kernel(numbers.randint(10**5, 10**8), numbers.randint(10**4, 10**7), matrix=numbers.random() < 0.5)
-        for _ in range(count)
-    ]
+    work: Work = {phase: kernels(numbers) for phase in PHASES}
+    times = {
+        phase: round(sum(usual(each) / true[family_of(each)] for each in work[phase]) * (1 + numbers.gauss(0, noise)))
+        for phase in PHASES
+    }
+    backward = times["input_grad_ns"] + times["weight_grad_ns"]
+    row = CostRow.model_validate({"microbatch_size": 1, "backward_ns": backward, **times})
+    return KnownRow(Block(id=f"b{seed}", operator="x", parameter_bytes=seed, costs=(row,)), row, work)
 
 
-def work(seed: int) -> Work:
-    return {phase: kernels(10 * seed + index) for index, phase in enumerate(PHASES)}
+def test_families() -> None:
+    assert {name: family_of(each) for name, each in KERNELS.items()} == {family: family for family in FAMILIES}
+    assert family_of(Kernel(1, 1, matrix=True, form="attention_backward")) == "attention"
+    assert family_of(Kernel(1, 1, matrix=True, form="grouped")) == "products"
 
 
-def known(seed: int, size: int = 1, operator: str = "x", slower: float = 1.0, together: float = 1.0) -> KnownRow:
-    own = work(100 * seed + size)
-    times = {phase: round(slower * TRUE.time_ns(own[phase])) for phase in PHASES}
-    backward = round(together * (times["input_grad_ns"] + times["weight_grad_ns"]))
-    row = CostRow.model_validate({"microbatch_size": size, "backward_ns": backward, **times})
-    return KnownRow(Block(id=f"b{seed}", operator=operator, parameter_bytes=seed, costs=(row,)), row, own)
+def test_known_efficiencies_are_found_again() -> None:
+    rows = [known(seed) for seed in range(12)]
+    found = calibrate(rows, usual)
+    assert found.efficiencies == pytest.approx(TRUE, rel=1e-4)
+    assert found.after < 1e-5 < 0.3 < found.before
+    assert found.rows == 12
+    other = known(99)
+    again = found.row(other.row, {**other.work, CORE: [KERNELS["attention"]]})
+    for phase in (*PHASES, "backward_ns"):
+        assert getattr(again, phase) == pytest.approx(getattr(other.row, phase), rel=1e-4)
+    assert again.selective_ns == round(usual(KERNELS["attention"]) / found.efficiencies["attention"])
+    for said in ("products 0.83", "attention 0.41", "element-wise 1.7", "rows of tables 0.25", "12 measured rows"):
+        assert said in found.notes
 
 
-def test_rates_are_found_again() -> None:
-    samples = [(kernels(seed), round(TRUE.time_ns(kernels(seed)))) for seed in range(12)]
-    found = fit_rates(samples)
-    assert found.flop_ns == pytest.approx(TRUE.flop_ns, rel=1e-2)
-    assert found.byte_ns == pytest.approx(TRUE.byte_ns, rel=1e-2)
-    for own, ns in samples:
-        assert found.time_ns(own) == pytest.approx(ns, rel=1e-2)
+def test_noise_is_what_is_left() -> None:
+    found = calibrate([known(seed, noise=0.03) for seed in range(30)], usual)
+    assert found.efficiencies == pytest.approx(TRUE, rel=0.1)
+    assert 0.005 < found.after < 0.04 < found.before
 
 
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 10**9)), min_size=1, max_size=8))
-def test_no_rate_is_negative(samples: list[tuple[int, int]]) -> None:
-    found = fit_rates([(kernels(seed, 1 + seed % 3), ns) for seed, ns in samples])
-    assert min(found.flop_ns, found.byte_ns, found.kernel_ns) >= 0
-    assert max(found.flop_ns, found.byte_ns, found.kernel_ns) > 0
+def test_no_other_efficiencies_are_nearer() -> None:
+    """Against a grid around what is found: no neighbour has fewer squares of relative errors."""
+    rows = [known(seed, noise=0.2) for seed in range(6)]
+    found = calibrate(rows, usual)
+
+    def squares(efficiencies: dict[Family, float]) -> float:
+        tried = Calibration(usual, efficiencies, 0, 0, 0)
+        return sum((tried.time_ns(each.work[phase]) / ns - 1) ** 2 for each in rows for phase, ns in each.timed)
+
+    best = squares(dict(found.efficiencies))
+    for family in FAMILIES:
+        for factor in (0.98, 1.02):
+            changed = dict(found.efficiencies)
+            changed[family] *= factor
+            assert squares(changed) >= best
+
+
+def test_what_was_not_measured_has_the_presets_rates() -> None:
+    numbers = random.Random(3)
+    work: Work = {phase: kernels(numbers, ("products", "element-wise")) for phase in PHASES}
+    times = {phase: round(2 * sum(map(usual, work[phase]))) for phase in PHASES}
+    row = CostRow.model_validate({"microbatch_size": 1, **times})
+    found = calibrate([KnownRow(Block(id="b", operator="x", costs=(row,)), row, work)], usual)
+    assert found.time_ns([KERNELS["rows of tables"]]) == usual(KERNELS["rows of tables"])
+    assert "none of attention and rows of tables was measured" in found.notes
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 10**9)), min_size=1, max_size=6))
+def test_efficiencies_are_sane_and_the_fit_is_no_further_in_squares(samples: list[tuple[int, int]]) -> None:
+    rows = []
+    for seed, ns in samples:
+        one = known(seed)
+        row = one.row.model_copy(update=dict.fromkeys(PHASES, ns))
+        rows.append(KnownRow(one.block, row, one.work))
+    found = calibrate(rows, usual)
+    assert all(0.01 <= each <= 100 for each in found.efficiencies.values())
+
+    def squares(of: Calibration) -> float:
+        return sum((of.time_ns(each.work[phase]) / ns - 1) ** 2 for each in rows for phase, ns in each.timed)
+
+    assert squares(found) <= squares(Calibration(usual, {}, 0, 0, 0)) * (1 + 1e-6)
 
 
 def test_nothing_to_fit_to() -> None:
+    one = known(1)
+    free = KnownRow(one.block, one.row.model_copy(update=dict.fromkeys(PHASES, 0)), one.work)
     with pytest.raises(UsageError, match="no times to fit to; measure at least one block"):
-        fit_rates([([], 5), (kernels(1), 0)])
-
-
-def test_exact_where_it_was_measured() -> None:
-    rows = [known(1, slower=1.7), known(2, slower=0.4, together=1.2), known(3, operator="y")]
-    fitted = calibrate(rows)
-    for each in rows:
-        again = fitted.row(each.block, each.row, each.work)
-        for phase in PHASES:
-            assert getattr(again, phase) == pytest.approx(getattr(each.row, phase), rel=1e-6, abs=1)
-    assert fitted.row(rows[2].block, rows[2].row, rows[2].work).backward_ns == pytest.approx(
-        rows[2].row.backward_ns, rel=1e-6, abs=2
-    )
-    assert fitted.error > 0
-
-
-def test_other_blocks_are_as_fast_as_their_kind() -> None:
-    usual = [known(seed, operator="usual") for seed in range(20, 30)]
-    fitted = calibrate([known(1, slower=3.0, operator="slow"), *usual])
-    new = known(5, operator="slow")
-    for phase in PHASES:
-        own = new.work[phase]
-        factor = fitted.time_ns(new.block, phase, 1, own) / fitted.rates.time_ns(own)
-        assert factor == pytest.approx(fitted.operators["slow", phase])
-        assert factor > 1.5
-    stranger = known(6, operator="never seen")
-    own = stranger.work[PHASES[0]]
-    assert fitted.time_ns(stranger.block, PHASES[0], 1, own) == pytest.approx(fitted.rates.time_ns(own))
-
-
-def test_the_nearest_size_tells() -> None:
-    rows = [known(1, size, slower=slower) for size, slower in ((1, 1.0), (16, 3.0))]
-    rows = [KnownRow(rows[0].block, each.row, each.work) for each in rows]
-    fitted = calibrate(rows)
-    by_size = fitted.blocks[likeness(rows[0].block), PHASES[0]]
-    own = work(7)[PHASES[0]]
-    for size, nearest in ((1, 1), (3, 1), (5, 16), (64, 16)):
-        expected = fitted.rates.time_ns(own) * by_size[nearest]
-        assert fitted.time_ns(rows[0].block, PHASES[0], size, own) == pytest.approx(expected)
+        calibrate([free], usual)
 
 
 def test_rows_of_whole_blocks_each_once() -> None:
@@ -114,3 +139,4 @@ def test_rows_of_whole_blocks_each_once() -> None:
     twin = block.model_copy(update={"id": "twin"})
     profile = Profile(name="p", source=Source(method="measured"), blocks=(block, twin))
     assert [(b.id, row.microbatch_size) for b, row in measured_rows(profile)] == [("b1", 1), ("b1", 2)]
+    assert likeness(block) == likeness(twin)

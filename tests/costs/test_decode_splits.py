@@ -49,7 +49,8 @@ def test_what_is_sent_is_what_the_volumes_count(kept: Kept, shards: int) -> None
     way = StepWay(cache=4, shards=shards, by_queries=kept == "cp-q")
     sent = step_cost(PROFILE, ATTENTION, way, AT, FREE).sent_bytes
     heads = HEADS // shards
-    shape = AttentionShape(0, heads * HEAD_BYTES // 2, heads * HEAD_BYTES // 2, heads)
+    numbers = heads * HEAD_BYTES // 2
+    shape = AttentionShape(0, numbers, 2 * numbers, numbers, heads)
     assert sent == step_volume(kept, shape, 8, 4, statistics=1).bytes(2)
 
 

@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,25 @@ import pipeplan
 from pipeplan.catalog import names, read_table
 from pipeplan.costs.devices import DevicePreset
 from pipeplan.costs.recipes import StateRecipe
-from pipeplan.errors import FileError
-from pipeplan.files import FileModel, trace
+from pipeplan.costs.uniform.judging import holds_runs, read_runs
+from pipeplan.errors import FileError, UsageError
+from pipeplan.files import FileModel, read_profile, trace
+from pipeplan.files.run_logs import read_load_factor
+from pipeplan.interop.layer_lists import read_device_map
 from pipeplan.runtime.profiling import benches, rounds  # noqa: F401  # have models of files
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import parse_rules
-from pipeplan.texts import REFUSED, on_one_line, printable, problem_of, problems_of, shown, shown_key, with_short_lines
+from pipeplan.texts import (
+    REFUSED,
+    of_json,
+    on_one_line,
+    printable,
+    problem_of,
+    problems_of,
+    shown,
+    shown_key,
+    with_short_lines,
+)
 from pipeplan.workload import elements
 from pipeplan.workload.elements import Name, Text
 
@@ -81,6 +95,20 @@ def test_what_is_quoted_is_short() -> None:
     assert shown("a\x1b") == "'a\\x1b'"
     assert all(len(shown_key(text)) <= 80 for text in ("x" * 10**7, "\x1b" * 10**7))
     assert len(with_short_lines("x" * 10**7 + "\nlast")) < 2100
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, '{"a":' * 10**5])
+def test_json_that_is_nested_too_deeply_is_refused_by_whoever_reads_it(text: str, tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text(text)
+    deep = str(tmp_path / "deep.json")
+    with pytest.raises(ValueError, match="nested too deeply"):
+        of_json(text)
+    assert not holds_runs(deep)
+    for read in (read_runs, read_profile, read_load_factor):
+        with pytest.raises(FileError, match=r"deep|recursion"):
+            read(deep)
+    with pytest.raises(UsageError, match="nested too deeply"):
+        read_device_map(text)
 
 
 # Every text of every schema ------------------------------------------------------------------------------------

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+import pipeplan as face
 from builders.clusters import cluster_of
-from builders.decoders import drawn_decoder
+from builders.decoders import drawn_decoder, with_prompts
 from pipeplan import Block, Cluster, InfeasibleError, Profile, UsageError
 from pipeplan.costs.communication import Exchange, transfer_time
+from pipeplan.costs.decode_loop import chunk_costs
 from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepCost, StepWay, step_cost, ways_of
 from pipeplan.planning import decode_choice
 from pipeplan.planning.decode_choice import GROUPS_PER_STAGE, DecodeChoice, DecodeSearch, max_requests
@@ -58,6 +60,19 @@ class Every:
             step += self.gather_ns(owners[-1], 1, devices, given or TOKEN * at.largest)
             working = max(cost.working_bytes for cost in chosen)
             yield step, sum(cost.kept_bytes for cost in chosen) + working + len(at.sizes) * given
+
+    def turns(self, begin: int, end: int, devices: int, at: DecodeAt) -> set[tuple[int, int]]:
+        """Ns of steps and of chunks beside them, that no other way to share these blocks is quicker than in both."""
+        found = set[tuple[int, int]]()
+        given = TOKEN if end == len(self.blocks) else HIDDEN
+        for chosen in product(*([*self.costs(place, devices, at)] for place in range(begin, end))):
+            owners = [cost.way.owners for cost in chosen]
+            step = sum(cost.step_ns for cost in chosen) + self.gather_ns(owners[-1], 1, devices, given * at.largest)
+            step += sum(self.gather_ns(a, b, devices, HIDDEN * at.largest) for a, b in pairwise(owners))
+            names = [(block.id, cost.way.shards) for block, cost in zip(self.blocks[begin:end], chosen, strict=True)]
+            (chunk,) = chunk_costs(self.search.profile, [names], self.search.context, self.search.asked.prefill or 0)
+            found.add((step, chunk.chunk_ns))
+        return {one for one in found if not any(o != one and o[0] <= one[0] and o[1] <= one[1] for o in found)}
 
     def costs(self, place: int, devices: int, at: DecodeAt) -> Iterator[StepCost]:
         block = self.blocks[place]
@@ -292,3 +307,30 @@ def test_more_blocks_than_there_is_room_for_are_refused(monkeypatch: pytest.Monk
         search.best()
     monkeypatch.setattr(decode_choice, "MOST_BYTES", 88 * 5**2)
     assert search.best().token_ns > 0
+
+
+def with_prompts_ns(search: DecodeSearch) -> int:
+    """Ns between tokens of the quickest choice with a chunk beside every step, which no step waits for on its way."""
+    every, found = Every(search), list[int]()
+    for groups in range(1, min(search.batch, GROUPS_PER_STAGE * search.most_stages) + 1):
+        at = DecodeAt.of(search.batch, groups, search.context)
+        for sizes, ends in every.cuts():
+            runs = zip((0, *ends), (*ends, len(every.blocks)), sizes, strict=True)
+            for chosen in product(*(every.turns(*run, at) for run in runs)):
+                found.append(max(groups * max(map(sum, chosen)), sum(step for step, _ in chosen)))
+    return min(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
+@pytest.mark.parametrize(("tokens", "devices"), [(100, 2), (400, 2), (100, 3)])
+def test_no_choice_is_quicker_with_prompts(seed: int, tokens: int, devices: int) -> None:
+    """What is proved holds, and what is found is that of these, each of whose blocks is shared in one or two ways."""
+    profile = with_prompts(drawn_decoder(seed, 3, shards=(1,)))
+    asked: dict[str, Any] = {"batch": BATCH, "context": CONTEXT, "prefill": tokens, "deterministic": True}
+    found = face.search(profile, devices=devices, time_limit=10.0, **asked)
+    least = with_prompts_ns(searched(profile, devices, prefill=tokens))
+    assert found.decode is not None
+    assert found.decode.token_lower_bound_ns <= least <= found.decode.token_ns
+    assert found.decode.token_ns == least
+    assert face.check(found.plan, profile=profile).valid

@@ -171,6 +171,7 @@ def test_volumes_are_those_of_the_thesis_and_as_counted() -> None:
     """Per request of a layer of hidden 4096 with 32 heads on four devices."""
     profile = drawn_decoder(0)
     known = {"dimensions": {"hidden": 4096, "heads": 32}, "query_bytes_per_token": 8192, "cache_bytes_per_token": 16384}
+    known |= {"mixture_bytes_per_token": 8192}
     block = profile.by_id["layer0.attention"].model_copy(update=known)
     found = {kept: LayerVolume.of(kept, block, 2, 4, 4) for kept in ("dp", "tp", "cp", "cp-q")}
     assert {kept: each.counted / 4 for kept, each in found.items()} == {
@@ -291,6 +292,28 @@ def test_simulations_and_reports_say_how_caches_are_shared_in_the_fields_words()
     assert "8 requests of 400 tokens at the last step" in said
     assert re.search(r"room for \d+ such requests", said)
     assert "10 % more memory" not in said
+
+
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ("cache2-shards2", "decode context parallel 2 x tensor parallel 2"),
+        (
+            "tp+samples2-cacheq4",
+            "tensor parallel and data parallel 2 x decode context parallel (queries alone gathered) 4",
+        ),
+        ("pp", "a pipeline of single devices"),
+        ("of one's own", "of one's own"),
+    ],
+)
+def test_mixtures_are_said_in_the_fields_words(kv: str, said: str) -> None:
+    plan = searched(drawn_decoder(5), kv="cp", memory=10**9).plan
+    assert plan.decode is not None
+    mixed = plan.model_copy(update={"decode": plan.decode.model_copy(update={"kv": kv})})
+    file = StringIO()
+    print_simulation(simulate(mixed), file, 400)
+    assert said in " ".join(file.getvalue().split())
+    assert said in unescape(report_of([mixed], (), None, "pipeplan report").html)
 
 
 def test_progress_has_the_best_token_time_so_far_and_the_bound() -> None:

@@ -25,7 +25,7 @@ from builders.profiles import profile_of
 from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.checker import check
-from pipeplan.costs import build_workload
+from pipeplan.costs import build_workload, late_inputs
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, TooLongError
 from pipeplan.examples import shape
 from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
@@ -565,6 +565,42 @@ def test_a_first_plan_that_is_not_made_in_time_is_none(monkeypatch: pytest.Monke
     assert 20 < clock.now <= 22.0
 
 
+def in_a_circle(*, alike: bool) -> Request:
+    """Blocks that are alike, or have a dimension of their own, in stages of which each device has several."""
+    rows = [CostRow(microbatch_size=size, forward_ns=100 * size, backward_ns=200 * size) for size in (1, 2)]
+    profile = profile_of([rows] * 64, parameters=[100] * 64, bytes_per_sample=5)
+    if not alike:
+        marked = (block.model_copy(update={"dimensions": {"n": n}}) for n, block in enumerate(profile.blocks, 1))
+        profile = profile.model_copy(update={"blocks": tuple(marked)})
+    return Request.of(profile, devices=16, placement="circular", chunks=4, mini_batch=64)
+
+
+def test_a_bound_over_a_strategy_prices_alike_blocks_once() -> None:
+    """It is needed after a signal, too, and went through ten thousand blocks for each size and each recomputation."""
+    asked = in_a_circle(alike=True), in_a_circle(alike=False)
+    assert request_bound(asked[0]) == request_bound(asked[1])
+    few, many = (counted(lambda own=own: request_bound(own)).all for own in asked)  # type: ignore[misc]
+    assert few < 0.5 * many
+
+
+def test_parts_of_actions_look_through_what_stages_exchange_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not once for each stage: late inputs are tried after a signal."""
+
+    class Looked(dict[Any, Any]):
+        times = 0
+
+        def items(self) -> Any:
+            Looked.times += 1
+            return super().items()
+
+    crossings = late_inputs._crossings
+    monkeypatch.setattr(late_inputs, "_crossings", lambda *given: Looked(crossings(*given)))
+    asked = in_a_circle(alike=True)
+    workload = Trial.of(asked, next(iter(even_cuts(asked)))).ways[0]
+    assert late_inputs.with_late_inputs(asked.profile, workload) is workload
+    assert Looked.times == 1
+
+
 def test_devices_that_run_the_same_are_looked_at_once() -> None:
     """A repetend of stages on many devices, and who sends to whom, take hardly more than on few."""
     calls = {}
@@ -755,6 +791,17 @@ def test_no_further_cut_of_a_large_request_is_begun_when_time_is_over(
     EvenCut().run(search)
     assert tried == ([0.0] if endless else [0.0, 3.0])
     assert clock.now == (16.0 if endless else 6.0)
+
+
+@pytest.mark.parametrize("scheduler", ["auto", "1f1b"])
+def test_fewer_blocks_than_devices_are_cut_for_no_pipeline_of_all(scheduler: str) -> None:
+    few = profile_of([[CostRow(microbatch_size=1, forward_ns=100, backward_ns=200)]] * 3, parameters=[100] * 3)
+    asked = Request.of(few, devices=8, placement="one-to-one", mini_batch=16, scheduler=scheduler, time_limit=10.0)
+    assert list(even_cuts(asked)) == []
+    with pytest.raises(
+        PipeplanError, match="needs 8 stages, but profile 'test' has only 3 blocks; lower --devices to 3"
+    ):
+        search_plan(asked)
 
 
 def test_that_no_even_cut_fits_is_said_once() -> None:
@@ -949,6 +996,33 @@ def test_every_strategy_has_a_first_plan_that_is_short(strategy: str, shards: in
     assert made.plan.placement == strategy
     assert sum(map(len, made.plan.programs)) <= 3 * MOST_ENTRIES
     assert check(made.plan, profile).valid
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler"),
+    [("v", "auto"), ("v", "1f1b"), ("v", "gpipe"), ("zbv", "auto"), ("nn", "auto"), ("k", "auto")],
+)
+def test_stages_that_are_given_have_a_first_plan_however_many(
+    name: str, scheduler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a thousand devices every other known schedule took minutes, and before them there was nothing."""
+
+    def interrupted(*given: object, **others: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trial, "look", interrupted)
+    monkeypatch.setattr("pipeplan.planning.trials.search_schedule", interrupted)
+
+    given: dict[str, Any] = {"scheduler": scheduler, "split_backward": False, "time_limit": 1000.0}
+    asked = Request.of(shape(name, 48), num_microbatches=400, **given)
+    found = list[Plan]()
+    calls = counted(lambda: found.append(search_plan(asked).plan))
+    (plan,) = found
+    assert check(plan).valid
+    assert plan.num_microbatches == 400
+    assert sum(map(len, plan.programs)) <= 3 * MOST_ENTRIES
+    assert scheduler in ("auto", plan.provenance.scheduler.removesuffix("+groups"))
+    assert calls.all <= 300 * MOST_ENTRIES
 
 
 def test_virtual_stages_have_a_first_plan() -> None:

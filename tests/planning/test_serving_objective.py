@@ -16,6 +16,7 @@ from pipeplan.planning import serving
 from pipeplan.planning.build_plan import CacheCost, TargetCost
 from pipeplan.planning.request import Request
 from pipeplan.planning.serving import Served
+from pipeplan.schedule.search import MOST_ENTRIES
 from pipeplan.time_limit import Limit, checkpoint
 
 BATCHES, CONTEXTS = (1, 8), (100, 400)
@@ -191,6 +192,18 @@ def test_the_answer_says_what_decided() -> None:
     assert any("blocks of 16)" in note for note in found.notes)
     assert found.figures()["for"]["measure"] == "cache"
     assert any("the busiest stage's decode step takes" in note for note in served(decoder(3, 5)).notes)
+
+
+def test_of_more_micro_batches_than_can_be_written_the_plan_has_some() -> None:
+    """The first stage runs ahead of slower ones without end, so that nothing repeats; cuts are of any number."""
+    profile = decoder(5, 30)
+    long = served(profile, devices=24, mini_batch=4_000)
+    short = served(profile, devices=24, mini_batch=4)
+    assert 4 < long.plan.num_microbatches < 4_000
+    assert sum(map(len, long.plan.programs)) <= MOST_ENTRIES
+    assert [stage.blocks for stage in long.plan.stages] == [stage.blocks for stage in short.plan.stages]
+    assert any(f"has {long.plan.num_microbatches} of 4,000 micro-batches" in note for note in long.notes)
+    assert not any("micro-batches, as many as" in note for note in short.notes)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

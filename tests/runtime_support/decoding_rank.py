@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from math import isfinite
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeplan.costs import StageCost
@@ -22,6 +26,7 @@ from pipeplan.runtime.decoding.choosing import WordChoice
 from pipeplan.runtime.decoding.decode import rank_of
 from pipeplan.runtime.decoding.options import DecodeOptions
 from pipeplan.runtime.decoding.rank import Entry, Turns
+from pipeplan.runtime.decoding.wire import sent_over_tcp
 from pipeplan.runtime.executor.process_groups import AllRanks
 from pipeplan.runtime.launch.job import RankContext, Report
 from pipeplan.runtime.launch.local import watch_local
@@ -113,14 +118,44 @@ def write(job: Report, context: RankContext) -> None:
         here, groups = rank_of(placed, Turns(own), each["sizes"], model, options, progress, each["chunk"])
         here.choice = noted
         groups.connect("gloo", timedelta(seconds=60))
+        before, handed = sent_over_tcp(), Counter[str]()
         if own:
-            here.run()
+            with counting(handed):
+                here.run()
+        wire = (sent_over_tcp() or 0) - before if before is not None else None
         all_ranks.sum(0)
         chosen = [[*key, *found] for key, found in noted.noted.items()]
         sent = next((dict(stage.sent.texts()) for stage in here.stages.values()), {})
         cached = sum(kept.num_bytes for stage in here.stages.values() for kept in stage.caches.values())
-        context.report({"event": "case", "case": number, "chosen": chosen, "sent": sent, "cached": cached})
+        told = {"chosen": chosen, "sent": sent, "cached": cached, "handed": dict(handed), "wire": wire}
+        context.report({"event": "case", "case": number, **told})
         groups.close()
+
+
+@contextlib.contextmanager
+def counting(handed: Counter[str]) -> Iterator[None]:
+    """Count what goes to the transport inside, by the tensors that it is given: bytes of those that are summed, and of
+    those that go to other ranks."""
+    sum_of, trade, send = dist.all_reduce, dist.all_to_all_single, dist.isend
+
+    def summed(tensor: Tensor, *others: Any, **more: Any) -> Any:
+        handed["summed"] += tensor.nbytes
+        return sum_of(tensor, *others, **more)
+
+    def traded(found: Tensor, given: Tensor, gets: Any = None, gives: Any = None, group: Any = None) -> Any:
+        own = dist.get_rank(group)
+        mine = given.shape[0] // dist.get_world_size(group) if gives is None else gives[own]
+        handed["sent"] += given.nbytes - mine * given[:1].nbytes
+        return trade(found, given, gets, gives, group=group)
+
+    def sent(tensor: Tensor, *others: Any, **more: Any) -> Any:
+        handed["sent"] += tensor.nbytes
+        return send(tensor, *others, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, instead in (("all_reduce", summed), ("all_to_all_single", traded), ("isend", sent)):
+            patch.setattr(dist, name, instead)
+        yield
 
 
 def _json(value: object) -> str:
@@ -136,12 +171,15 @@ class Found:
     written: dict[int, dict[int, tuple[int, list[float]]]] = field(default_factory=dict)
     sent: dict[int, Mapping[str, int]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
+    handed: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    wire: dict[int, int | None] = field(default_factory=dict)
 
     def take(self, rank: int, report: Report) -> None:
         for request, place, word, logits in report["chosen"]:
             known = self.written.setdefault(request, {}).setdefault(place, (word, logits))
             assert known == (word, logits), "devices that do the same find the same"
         self.sent[rank], self.cached[rank] = report["sent"], report["cached"]
+        self.handed[rank], self.wire[rank] = report["handed"], report["wire"]
 
     def texts(self) -> Written:
         return {request: [found for _, found in sorted(by.items())] for request, by in sorted(self.written.items())}
@@ -191,7 +229,7 @@ def unsplit(case: Case) -> Written:
             word = choice.of(logits, request, len(text))
             found.setdefault(request, []).append((word, logits.double().tolist()))
             text.append(word)
-            if word == options.stop:
+            if word in options.stop:
                 break
     return found
 

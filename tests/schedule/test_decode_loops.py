@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import pytest
@@ -12,21 +15,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeplan as face
-from builders.decoders import drawn_decoder
+from builders.decoders import drawn_decoder, with_prompts
 from pipeplan.checker import check
 from pipeplan.costs.blocks import StageCost
 from pipeplan.costs.decode_loop import ChunkCost, chunk_costs
 from pipeplan.costs.decoding import cached_bytes, phase_costs
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import Block, PhaseRow, PlacedStage, Placement, Plan, Profile, parse, to_json
+from pipeplan.files import PlacedStage, Placement, Plan, Profile, parse, to_json
 from pipeplan.files.plan import Decode
 from pipeplan.planning.build_plan import assemble
 from pipeplan.planning.decode_plan import decode_plan
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.decode_loop import STEPS, decode_schedule
+from pipeplan.schedule.decode_loop import STEPS, decode_schedule, without_waiting
 from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import PREFILL
+from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.workload import Workload
 from references.decode_loops import least_repetend, least_repetend_in_memory
 
@@ -125,6 +130,41 @@ def require_least(workload: Workload) -> None:
     assert repetend.unroll == groups
     assert repetend.repetend_ns == plan.token_ns == least
     assert plan.predicted.period_lower_bound_ns == pytest.approx(least / groups)
+
+
+@pytest.mark.parametrize(
+    ("devices", "chunks", "groups", "lag"), [(8, 2, 8, 21), (8, 3, 8, 13), (4, 2, 4, 21), (4, 4, 4, 30)]
+)
+def test_groups_that_take_turns_on_several_stages_of_a_device_wait_nowhere(
+    devices: int, chunks: int, groups: int, lag: int
+) -> None:
+    """Where the way round is what takes longest, no group waits on it, which is proved the least."""
+    count = devices * chunks
+    workload = loop_of([100] * count, [(number % devices,) for number in range(count)], groups, [lag] * count, lag)
+    plan = plan_of(workload)
+    assert plan.token_ns == plan.predicted.period_lower_bound_ns * groups == count * (100 + lag)
+
+
+@settings(max_examples=30)
+@given(small_loops())
+def test_a_pattern_without_waiting_is_one(workload: Workload) -> None:
+    """In every repetition of it a device runs one at a time, and a group's stages follow as soon as they can."""
+    problem = OneMicrobatch.of(workload)
+    pattern = without_waiting(problem, ceil(period_bound(problem) * workload.step_microbatches))
+    if pattern is None:
+        return
+    period, starts = pattern.repetend_ns, pattern.starts
+    for operations in problem.on_device:
+        taken = Counter(
+            (starts[i][u] + tick) % period
+            for i in operations
+            for u in range(pattern.unroll)
+            for tick in range(problem.durations[i])
+        )
+        assert set(taken.values()) <= {1}
+    for u, target in itertools.product(range(pattern.unroll), range(problem.num_operations)):
+        ends = [starts[x][u] + problem.durations[x] + lag for x, to, lag, *_ in problem.edges if to == target]
+        assert starts[target][u] == max(ends, default=starts[0][u])
 
 
 @settings(max_examples=40)
@@ -283,27 +323,6 @@ def test_memory_is_kept_at_the_last_step(seed: int) -> None:
 
 
 # Chunks of prompts --------------------------------------------------------------------------------------------------
-
-
-def with_prompts(profile: Profile) -> Profile:
-    """Prefill rows of 1 request: 2 ns for each token and block, and an attention core of its square."""
-
-    def rows(block: Block) -> tuple[PhaseRow, ...]:
-        square = 1 if block.cache_bytes_per_token else 0
-        return tuple(
-            PhaseRow(
-                phase="prefill",
-                microbatch_size=1,
-                context_tokens=tokens,
-                forward_ns=500 + 2 * tokens + square * tokens * tokens // 100,
-                core_ns=square * tokens * tokens // 100,
-                workspace_bytes=tokens,
-            )
-            for tokens in (10, 100, 300, 400)
-        )
-
-    blocks = (block.model_copy(update={"phases": (*block.phases, *rows(block))}) for block in profile.blocks)
-    return profile.model_copy(update={"blocks": tuple(blocks)})
 
 
 def test_check_prices_chunks_of_prompts_again() -> None:

@@ -101,6 +101,15 @@ def test_megatron(simulation: Simulation, tmp_path: Path) -> None:
     assert (first.forward_ns, first.backward_ns, first.peak_bytes) == (8.25 * MS, 24 * MS, None)
     assert (second.forward_ns, second.backward_ns, second.peak_bytes) == (9.75 * MS, 27 * MS, round(1024.5 * 2**20))
     assert (first.predicted_forward_ns, first.predicted_backward_ns) == (8 * MS, 24 * MS)
+    count = simulation.workload.num_microbatches
+    assert [(each.stage, each.role, each.measured_ns * count) for each in found.stages] == [
+        (0, "forward", 8.25 * MS),
+        (1, "forward", 9.75 * MS),
+        (1, "backward", 27 * MS),
+        (0, "backward", 24 * MS),
+    ]
+    assert {each.predicted_ns * count for each in found.stages} == {8 * MS, 24 * MS}
+    assert found.figures()["stages"] == [asdict(each) for each in found.stages]
     text = io.StringIO()
     print_measured(simulation, found, text, 100)
     assert "Megatron-LM, 2 steps by the time of steps; first (warm-up) step excluded" in text.getvalue()
@@ -123,7 +132,9 @@ def test_megatrons_timers_as_it_prints_them_by_default(simulation: Simulation, t
     assert [(each.role, each.predicted_ns, each.measured_ns) for each in found.across_ranks] == [
         ("forward", (8 * MS, 8 * MS), (8.25 * MS, 9.75 * MS)),
         ("backward", (24 * MS, 24 * MS), (24 * MS, 27 * MS)),
+        ("optimizer's step", (0, 0), (3.1 * MS, 3.1 * MS)),
     ]
+    assert found.stages == ()  # which rank took how long is not said
     assert found.figures()["across_ranks"] == [asdict(each) for each in found.across_ranks]
     text = io.StringIO()
     print_measured(simulation, found, text, 100)
@@ -131,9 +142,36 @@ def test_megatrons_timers_as_it_prints_them_by_default(simulation: Simulation, t
     assert "+12.5%" in text.getvalue()
     only_most = ACROSS.replace("(min, max)", "max").replace("(8.25, 9.75)", "9.75").replace("(24.00, 27.00)", "27.00")
     found = _compared(simulation, _written(tmp_path, only_most))
-    assert [each.measured_ns for each in found.across_ranks] == [(9.75 * MS, 9.75 * MS), (27 * MS, 27 * MS)]
+    assert [each.measured_ns[1] for each in found.across_ranks] == [9.75 * MS, 27 * MS, 3.1 * MS]
     print_measured(simulation, found, text := io.StringIO(), 100)
     assert "least" not in text.getvalue()
+
+
+ALL = """
+ [2030-01-01 02:55:45] iteration        2/     100 | elapsed time per iteration (ms): 41.5 | lm loss: 2 |
+times across ranks (ms):
+  all-grads-sync:
+     rank  0: 1.50
+     rank  1: 2.50
+  params-all-gather:
+     rank  0: 0.50
+     rank  1: 0.25
+  optimizer:
+     rank  0: 3.00
+     rank  1: 2.00
+"""
+
+
+def test_what_megatron_times_after_the_last_actions(simulation: Simulation, tmp_path: Path) -> None:
+    """The rank that takes longest; the plan has nothing to sum or step."""
+    found = _compared(simulation, _written(tmp_path, ALL))
+    assert [(each.role, each.predicted_ns, each.measured_ns[1]) for each in found.across_ranks] == [
+        ("gradients summed", (0, 0), 2.5 * MS),
+        ("parameters gathered", (0, 0), 0.5 * MS),
+        ("optimizer's step", (0, 0), 3 * MS),
+    ]
+    print_measured(simulation, found, text := io.StringIO(), 100)
+    assert "gradients summed, most of all ranks" in text.getvalue()
 
 
 def _trace(rank: int, steps: int, actions: list[tuple[str, float, float]], **more: Any) -> str:
@@ -166,6 +204,11 @@ def test_a_trace_of_each_rank(simulation: Simulation, tmp_path: Path) -> None:
         ("B", 2, 3 * MS, 3.3 * MS),
     ]
     assert [(each.forward_ns, each.backward_ns) for each in found.devices] == [(1.1 * MS, 3.3 * MS)] * 2
+    assert {(each.stage, each.role): (each.predicted_ns, each.measured_ns) for each in found.stages} == {
+        (stage, role): times
+        for stage in range(2)
+        for role, times in (("forward", (1 * MS, 1.1 * MS)), ("backward", (3 * MS, 3.3 * MS)))
+    }
     assert [each.peak_bytes for each in found.devices] == [5 * 10**9] * 2  # not what the host had
     assert {"tool": "torch.profiler", "ratio": found.ratio}.items() <= found.figures().items()
 

@@ -291,6 +291,17 @@ def _read_text(path: str) -> str:
     "the way eager torch runs.  [default: fused; eager for cpu and with a measured --calibrate]",
 )
 @click.option(
+    "--attention",
+    type=OneOf(["flash-1", "flash-2", "cudnn"]),
+    help="With --estimate: the kernel of fused attention.  [default: cudnn from Hopper on, else flash-2]",
+)
+@click.option(
+    "--overlap-tensor",
+    is_flag=True,
+    help="With --estimate: messages among devices that split a block overlap its products, as with Megatron-LM's "
+    "--tp-comm-overlap and torchtitan's asynchronous tensor parallelism.",
+)
+@click.option(
     "--backends",
     metavar="NAME,...",
     help="Kernel backends to measure beside eager torch, for blocks and the groups that they run at once: inductor, "
@@ -410,7 +421,8 @@ _USES = {
     "estimate": (
         {"name", "output", "estimate"},
         _MODEL
-        | {"calibrate", "kernels", "expert", "etp", "load_factor", "cluster", "as_json", "weights", "kv_cache_dtype"},
+        | {"calibrate", "kernels", "expert", "etp", "load_factor", "cluster", "as_json", "weights", "kv_cache_dtype"}
+        | {"overlap_tensor", "attention"},
     ),
     "name": (
         {"name", "output"},
@@ -670,10 +682,12 @@ def estimated(
             name: given[name]
             for name in ("dtype", *_RECIPE, "context", "expert", "etp", "load_factor", "recompute", "kernels")
         },
+        **{name: given[name] for name in ("overlap_tensor", "attention")},
         calibration=None if runs is not None else given_file("profile", calibration),
         runs=runs,
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
+        tell=remarks.keep,
         **how,
     )
     remarks.say()
@@ -686,6 +700,8 @@ _OF_TRAINING = {
     "gradient_dtype": "--gradient-dtype is of training",
     "optimizer": "--optimizer is of training",
     "calibrate": "--calibrate fits forward and backward of training",
+    "overlap_tensor": "--overlap-tensor is of training",
+    "attention": "--attention is of training",
 }
 
 

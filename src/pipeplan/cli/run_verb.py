@@ -24,6 +24,7 @@ from pipeplan.cli.shared import (
     MODEL,
     SEED,
     SEQUENCE,
+    TOKEN_IDS,
     FiniteRange,
     KnownNames,
     OneOf,
@@ -188,6 +189,12 @@ class _Stretch(FiniteRange):
     help="With --prompt-file: folder of a Hugging Face tokenizer, for prompts that are text.",
 )
 @click.option(
+    "--stop-ids",
+    type=TOKEN_IDS,
+    metavar="ID,...",
+    help="With --prompt-file: tokens after which a text ends.  [default: the end-of-text token of --tokenizer]",
+)
+@click.option(
     "--temperature",
     type=FiniteRange(0),
     default=0.0,
@@ -318,8 +325,10 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
     options = _api.RunOptions(**{name: given[name] for name in _OF_ALL_RUNS})
     if given["prompt_file"] is not None:
         return _decode_options(given, options)
-    if given["tokenizer"] is not None or given["top_k"] is not None or given["temperature"]:
-        raise UsageError("--tokenizer, --temperature and --top-k are for --prompt-file; give the prompts with it")
+    if any(given[name] is not None for name in ("tokenizer", "stop_ids", "top_k")) or given["temperature"]:
+        raise UsageError(
+            "--tokenizer, --stop-ids, --temperature and --top-k are for --prompt-file; give the prompts with it"
+        )
     if given["model"] is not None:
         left = (*_OF_ALL_RUNS, *_ELSEWHERE, *_OF_TEXTS)
         training = {name: value for name, value in given.items() if name not in left}
@@ -334,7 +343,7 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
     return options
 
 
-_OF_TEXTS = ("prompt_file", "new_tokens", "tokenizer", "temperature", "top_k")
+_OF_TEXTS = ("prompt_file", "new_tokens", "tokenizer", "stop_ids", "temperature", "top_k")
 """Parameters of writing texts on."""
 
 _OF_BOTH = ("model", "sequence", "grain", "seed", "dtype", "init")
@@ -361,7 +370,7 @@ def _decode_options(given: Mapping[str, Any], options: RunOptions) -> RunOptions
         new_tokens=given["new_tokens"],
         temperature=given["temperature"],
         top=given["top_k"],
-        stop=stop,
+        stop=stop if given["stop_ids"] is None else given["stop_ids"],
         **options.as_json(),
     )
     found.require_consistent()

@@ -107,12 +107,12 @@ def _is_number(text: str, least: int, most: int) -> bool:
 
 
 class _Counts(click.ParamType[tuple[int, ...]]):
-    """Numbers from 1 to some ``most``, ascending and each once: ``1,2,4``; those of ``tokens`` also as ``8k``."""
+    """Numbers from ``least`` to ``most``, ascending and each once: ``1,2,4``; those of ``tokens`` also as ``8k``."""
 
     name = "numbers"
 
-    def __init__(self, most: int, *, tokens: bool = False) -> None:
-        self._most, self._tokens = most, tokens
+    def __init__(self, most: int, *, least: int = 1, tokens: bool = False) -> None:
+        self._least, self._most, self._tokens = least, most, tokens
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """The numbers."""
@@ -122,8 +122,9 @@ class _Counts(click.ParamType[tuple[int, ...]]):
         parts = [part.strip() for part in text.split(",")]
         if self._tokens:
             parts = [_in_tokens(part) for part in parts]
-        if not all(part.isascii() and _is_number(part, 1, self._most) for part in parts):
-            self.fail(f"{value!r} is not a list of numbers from 1 to {self._most}; write them as 1,2,4", param, ctx)
+        if not all(part.isascii() and _is_number(part, self._least, self._most) for part in parts):
+            span = f"from {self._least} to {self._most}"
+            self.fail(f"{value!r} is not a list of numbers {span}; write them as 1,2,4", param, ctx)
         return tuple(sorted({int(part) for part in parts}))
 
 
@@ -252,6 +253,7 @@ DURATION = _Quantity("duration", ns_of)
 BYTES = _Quantity("size", bytes_of)
 COUNTS = _Counts(_MOST)
 TOKENS = _Counts(_MOST_BY_FAR, tokens=True)
+TOKEN_IDS = _Counts(_MOST_BY_FAR, least=0)
 NUM_TOKENS = TokenCount(1, _MOST_BY_FAR)
 DEVICE_COUNTS = _Counts(_MOST_DEVICES)
 FILE = click.Path(readable=False)  # which whoever reads it finds out, and says

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from pipeplan.costs.shared import SharedState
 from pipeplan.costs.zero import Experts, Zero, cuts
@@ -19,23 +20,43 @@ BUCKET_BYTES = 25 * 2**20
 """Of gradients, from which on a bucket takes no further block: torch's ``bucket_cap_mb``."""
 
 
+class OverlappedExchanges(NamedTuple):
+    """Which exchanges once an iteration are beside compute.
+
+    ``sums`` in buckets, beside a stage's last backward; ``across`` also those over groups that divide gradients (levels
+    2 and 3); ``gathers`` of what the optimizer has updated, beside a stage's first forward of the next iteration. Plans
+    and :mod:`pipeplan.runtime` have the first alone; others are what published runs say of themselves.
+    """
+
+    sums: bool = True
+    across: bool = False
+    gathers: bool = False
+
+
+AS_RUN = OverlappedExchanges()
+"""As ``pipeplan run`` has it."""
+
+
 def with_buckets(
     shared: SharedState,
     stages: Sequence[Stage],
     tied: Sequence[TiedState],
     operations: Sequence[Operation],
     given: Collection[int],
+    beside: OverlappedExchanges = AS_RUN,
 ) -> list[Stage]:
-    """Stages with their buckets, of two or more, but for the times of sums.
+    """Stages with their buckets, of two or more, but for the times of sums; without any where these are not beside.
 
     Not of stages whose costs are ``given``: what each of their blocks takes is not known. Nor where gradients are
-    divided, and reduced block by block as it is (levels 2 and 3).
+    divided, and reduced block by block as it is (levels 2 and 3), unless their sums ``across`` groups are beside.
     """
+    if not beside.sums:
+        return [*stages]
     with_others = {id_ for stage in stages for id_ in stage.blocks} if len({s.route for s in stages}) > 1 else set()
     found = [*stages]
     for operation in operations:
         stage = stages[operation.stage]
-        if stage.zero > 1:
+        if stage.zero > 1 and not beside.across:
             continue
         copied = stage.copies > 1 or len(stage.devices) > stage.expert > 1
         summed = copied or not with_others.isdisjoint(stage.blocks)
@@ -43,6 +64,20 @@ def with_buckets(
             apart = {each.name for each in tied if operation.stage in each.stages}
             found[operation.stage] = replace(stage, buckets=_buckets(shared, stage, apart, operation))
     return found
+
+
+def gathered_beside(stages: Sequence[Stage], operations: Sequence[Operation], contention: float) -> list[Stage]:
+    """Stages that gather what a step has updated beside their next first forward: with what that does not hide.
+
+    By ``contention`` the forward is slower meanwhile.
+    """
+    forwards = {each.stage: each.duration_ns for each in operations if each.role is Role.FORWARD}
+
+    def exposed(gather_ns: int, forward_ns: int) -> int:
+        hidden = min(gather_ns, forward_ns)
+        return gather_ns - hidden + round(contention * hidden)
+
+    return [replace(stage, gather_ns=exposed(stage.gather_ns, forwards[n])) for n, stage in enumerate(stages)]
 
 
 def _buckets(shared: SharedState, stage: Stage, apart: Collection[str], operation: Operation) -> tuple[Bucket, ...]:

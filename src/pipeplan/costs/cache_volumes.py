@@ -21,18 +21,26 @@ KEPT: tuple[Kept, ...] = get_args(Kept)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """One layer's attention: numbers of a token's hidden state, its queries and its keys, and heads of the queries."""
+    """One layer's attention: numbers of a token's hidden state, of its queries, of what is ``written`` of it to the
+    cache (keys and values, or latents) and of the ``mixture`` that is found for it, and heads of the queries.
+    """
 
     hidden: int
     queries: int
-    keys: int
+    written: int
+    mixture: int
     heads: int
 
     @classmethod
     def of(cls, hidden: int, heads: int, kv_heads: int | None = None, head_size: int | None = None) -> AttentionShape:
         """By heads, as configurations have them: as many for keys, and of hidden / heads, unless it is said."""
         size = head_size or hidden // heads
-        return cls(hidden, heads * size, (kv_heads or heads) * size, heads)
+        return cls(hidden, heads * size, 2 * (kv_heads or heads) * size, heads * size, heads)
+
+    @property
+    def keys(self) -> int:
+        """Half of what is written, where that is keys and values."""
+        return self.written // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +76,10 @@ def step_volume(kept: Kept, shape: AttentionShape, requests: int, devices: int, 
         return StepVolume(Fraction(), Fraction(), 0, 0)
     if kept == "tp":
         return StepVolume(4 * part * shape.hidden, Fraction(), 2, 4 * others)
-    found = part * shape.queries, statistics * part * shape.heads
+    found = part * shape.mixture, statistics * part * shape.heads
     if kept == "cp":
-        return StepVolume(part * (shape.queries + 2 * shape.keys) + found[0], found[1], 2, 2 * others)
-    sent = part * 2 * shape.keys / devices  # in the exchange of the queries, to those that keep them
+        return StepVolume(part * (shape.queries + shape.written) + found[0], found[1], 2, 2 * others)
+    sent = part * shape.written / devices  # in the exchange of the queries, to those that keep them
     return StepVolume(part * shape.queries + sent + found[0], found[1], 2, 2 * others)
 
 

@@ -12,7 +12,6 @@ reduce-scatter the whole array.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,7 @@ from pipeplan.catalog import names, read_text
 from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.files import Cluster, MeasuredCurve, parse
 from pipeplan.files.cluster import FailureDomain, Operation
+from pipeplan.texts import of_json
 from pipeplan.units import MAX_NS
 
 CLUSTERS = names("clusters")
@@ -297,7 +297,7 @@ def _ranks_of_first_group(run: _NcclRun) -> int:
 def _parse_json(text: str, where: str) -> tuple[MeasuredRun, ...]:
     """The one run of a JSON file; its ``devices`` list one rank of each process."""
     try:
-        data = json.loads(text)
+        data = of_json(text)
         named = _TEST.search(Path(str(data["args"][0])).name)
         config = data["config"]
         run = _NcclRun(named.group(1) if named else "", where, int(config["nthreads"]) * int(config["ngpus"]))
@@ -305,7 +305,7 @@ def _parse_json(text: str, where: str) -> tuple[MeasuredRun, ...]:
         for index, row in enumerate(data["results"]):
             body = row.get("out_of_place") or row["in_place"]
             run.add(f"results[{index}]", row["size"], body["time"], body.get("nwrong"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise FileError(f"{where}: not readable as JSON of nccl-tests: {error}") from None
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise FileError(f"{where}: not the JSON of nccl-tests: {type(error).__name__}: {error}") from None

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal
 
+import numpy as np
+
 from pipeplan.costs.devices import DevicePreset
 from pipeplan.costs.spread import TREE_RATE, GroupSpread, loads_of
 from pipeplan.costs.trees import slowest_share, way_between
@@ -154,6 +156,15 @@ def ring_ns(exchange: Exchange, devices: int, bytes_per_s: float, step_ns: float
     """Each device sends a share of the array per step, in as many steps as there are others; twice for all-reduce."""
     steps = (devices - 1) * (2 if exchange.operation == "all_reduce" else 1)
     return steps * (step_ns + 1e9 * exchange.array_bytes / devices / bytes_per_s)
+
+
+def beside_products(messages_ns: Any, products_ns: Any, devices: Any) -> Any:
+    """What compute waits for messages among ``devices`` that share products which overlap them; numbers, or arrays.
+
+    Both are cut into as many pieces as there are devices: the first piece of a message has nothing to hide behind, and
+    neither has what is longer than the products.
+    """
+    return np.minimum(messages_ns, messages_ns / devices + np.maximum(0, messages_ns - products_ns))
 
 
 def prices_of(device: DevicePreset) -> Prices:

@@ -140,7 +140,8 @@ class StepCost(NamedTuple):
     """A block in one way, on each device: ns of a group's step, of them ``exchange_ns`` beside its rows; what it keeps.
 
     ``working_bytes`` are there while it runs, ``cache_bytes`` are of all groups. ``sent_bytes`` is what a device sends
-    along the cache axis in a step.
+    along the cache axis in a step. Beside every step the block takes ``chunk_ns`` for a chunk of a prompt, and
+    ``chunk_bytes`` are there meanwhile, if prompts join.
     """
 
     way: StepWay
@@ -150,11 +151,23 @@ class StepCost(NamedTuple):
     cache_bytes: int
     working_bytes: int
     sent_bytes: float
+    chunk_ns: int = 0
+    chunk_bytes: int = 0
 
     @property
     def kept_bytes(self) -> int:
         """State and cache."""
         return self.state.total + self.cache_bytes
+
+    @property
+    def turn_ns(self) -> int:
+        """A step and the chunk beside it."""
+        return self.step_ns + self.chunk_ns
+
+    @property
+    def needed_bytes(self) -> int:
+        """While either runs."""
+        return max(self.working_bytes, self.chunk_bytes)
 
 
 def step_cost(profile: Profile, block: Block, way: StepWay, at: DecodeAt, links: StageLinks) -> StepCost:

@@ -1,20 +1,14 @@
-"""Devices: their speed by the maker's figures, and by rates fitted to measured blocks.
+"""Devices: their speed by the maker's figures, and the work of blocks in kernels.
 
 A preset has the maker's figures with their source, and the share of them that kernels reach, as curves over a kernel's
-work.
-
-A calibration has three rates that all blocks share: time per FLOP of matrix products, per byte moved by other kernels,
-and per kernel, none negative, by least squares of relative errors. Then how far each block is from them, as a factor:
-of the very block where it was measured, else of its kind of operator, else 1.
+work. What a measured profile makes of them is in :mod:`pipeplan.costs.calibration`.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import statistics
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -23,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from pipeplan.catalog import names, read_table, require_known
 from pipeplan.errors import UsageError, choose_from
-from pipeplan.files import Block, Cluster, CostRow, Profile
+from pipeplan.files import Cluster
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +26,8 @@ class Kernel:
 
     ``weights`` is whether it is a product with weights, or of their gradient: what recipes with FP8 run so. Where it is
     known ``product`` says rows, inner size and columns of how many alike products, and ``form`` what is not a product
-    of one or several matrices: fused attention, with its ``head_size``, or products of groups of rows, of whose bytes
-    ``expert_bytes`` are the groups' weights and their gradients.
+    of one or several matrices: fused attention, with its ``head_size``, products of groups of rows, of whose bytes
+    ``expert_bytes`` are the groups' weights and their gradients, or rows of a table that are looked up or added to.
     """
 
     flops: int
@@ -41,7 +35,7 @@ class Kernel:
     matrix: bool = False
     weights: bool = False
     product: tuple[int, int, int, int] | None = None
-    form: Literal["", "attention", "attention_backward", "grouped"] = ""
+    form: Literal["", "attention", "attention_backward", "grouped", "rows"] = ""
     head_size: int = 0
     expert_bytes: int = 0
 
@@ -245,7 +239,7 @@ def other_device(
     )
 
 
-# Calibration --------------------------------------------------------------------------------------------------------
+# Work ---------------------------------------------------------------------------------------------------------------
 
 Phase = Literal["forward_ns", "input_grad_ns", "weight_grad_ns"]
 PHASES: tuple[Phase, ...] = ("forward_ns", "input_grad_ns", "weight_grad_ns")
@@ -255,141 +249,3 @@ CORE: Core = "selective_ns"
 
 Work = Mapping[Phase | Core, Sequence[Kernel]]
 """The kernels of F, I and W of a block for one micro-batch, and of F those of its attention core, if it has one."""
-
-Likeness = tuple[str, tuple[tuple[str, int], ...], tuple[int, int, int]]
-"""Operator, dimensions and parameters: equal for blocks that cost the same."""
-
-_SWEEPS = 500
-
-
-def likeness(block: Block) -> Likeness:
-    """What a block has in common with those that cost the same."""
-    counted = block.parameters + block.frozen_parameters > 0
-    parameters = block.parameters, block.frozen_parameters, 0 if counted else block.parameter_bytes
-    return block.operator, tuple(sorted(block.dimensions.items())), parameters
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceRates:
-    """ns per FLOP of matrix kernels, per byte that others move, and per kernel."""
-
-    flop_ns: float
-    byte_ns: float
-    kernel_ns: float
-
-    def time_ns(self, kernels: Iterable[Kernel]) -> float:
-        """The time of kernels that run one after another."""
-        flops, moved, count = _features(kernels)
-        return flops * self.flop_ns + moved * self.byte_ns + count * self.kernel_ns
-
-
-def _features(kernels: Iterable[Kernel]) -> tuple[int, int, int]:
-    flops = moved = count = 0
-    for kernel in kernels:
-        count += 1
-        flops += kernel.flops if kernel.matrix else 0
-        moved += 0 if kernel.matrix else kernel.moved_bytes
-    return flops, moved, count
-
-
-def fit_rates(samples: Sequence[tuple[Sequence[Kernel], int]]) -> DeviceRates:
-    """The rates nearest to measured times in ns, by squares of relative errors; none is negative.
-
-    Raises:
-        UsageError: no sample takes time.
-    """
-    rows = [tuple(each / ns for each in _features(kernels)) for kernels, ns in samples if ns > 0 and kernels]
-    if not rows:
-        raise UsageError("the calibration has no times to fit to; measure at least one block of the model")
-    scale = [max(max(column), 1e-30) for column in zip(*rows, strict=True)]
-    scaled = [[value / unit for value, unit in zip(row, scale, strict=True)] for row in rows]
-    found = [0.0, 0.0, 0.0]
-    for _ in range(_SWEEPS):  # one unknown after the other, none below 0: converges, since the problem is convex
-        for index in range(3):
-            rest = [1 - sum(x * row[j] for j, x in enumerate(found) if j != index) for row in scaled]
-            own = [row[index] for row in scaled]
-            square = sum(value * value for value in own)
-            found[index] = max(0.0, sum(a * b for a, b in zip(own, rest, strict=True)) / square) if square else 0.0
-    return DeviceRates(*(value / unit for value, unit in zip(found, scale, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class KnownRow:
-    """A measured row of a block, and the work that took its times."""
-
-    block: Block
-    row: CostRow
-    work: Work
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """What turns work into times.
-
-    ``blocks`` [likeness, phase] and ``operators`` [operator, phase] are factors on the rates' times, the former by
-    micro-batch size; ``together`` [operator] is B over I and W. ``error`` is the median of how far the bare rates are
-    from the measured times.
-    """
-
-    rates: DeviceRates
-    blocks: Mapping[tuple[Likeness, Phase], Mapping[int, float]]
-    operators: Mapping[tuple[str, Phase], float]
-    together: Mapping[str, float]
-    error: float
-
-    def row(self, block: Block, row: CostRow, work: Work) -> CostRow:
-        """An estimated row with the times that the measurement makes likely."""
-        times: dict[str, int] = {
-            phase: round(self.time_ns(block, phase, row.microbatch_size, work[phase])) for phase in PHASES
-        }
-        if CORE in work:
-            times[CORE] = round(self.time_ns(block, "forward_ns", row.microbatch_size, work[CORE]))
-        backward = (times["input_grad_ns"] + times["weight_grad_ns"]) * self.together.get(block.operator, 1.0)
-        return row.model_copy(update={**times, "backward_ns": round(backward)})
-
-    def time_ns(self, block: Block, phase: Phase, size: int, kernels: Sequence[Kernel]) -> float:
-        """Time of one phase; the factor is that of the nearest measured size."""
-        usual = self.operators.get((block.operator, phase), 1.0)
-        by_size = self.blocks.get((likeness(block), phase), {})
-        nearest = min(by_size, key=lambda known: abs(math.log(known / size)), default=0)
-        return self.rates.time_ns(kernels) * by_size.get(nearest, usual)
-
-
-def calibrate(known: Sequence[KnownRow]) -> Calibration:
-    """Fit rates and factors to measured rows.
-
-    Raises:
-        UsageError: nothing is known.
-    """
-    samples = [
-        (each, phase, ns) for each in known for phase in PHASES if (ns := getattr(each.row, phase)) and each.work[phase]
-    ]
-    rates = fit_rates([(each.work[phase], ns) for each, phase, ns in samples])
-    blocks: dict[tuple[Likeness, Phase], dict[int, float]] = defaultdict(dict)
-    operators: dict[tuple[str, Phase], list[float]] = defaultdict(list)
-    for each, phase, ns in samples:
-        factor = ns / max(rates.time_ns(each.work[phase]), 1e-9)
-        blocks[likeness(each.block), phase][each.row.microbatch_size] = factor
-        operators[each.block.operator, phase].append(factor)
-    together: dict[str, list[float]] = defaultdict(list)
-    for each in known:
-        apart = (each.row.input_grad_ns or 0) + (each.row.weight_grad_ns or 0)
-        if each.row.backward_ns and apart:
-            together[each.block.operator].append(each.row.backward_ns / apart)
-    return Calibration(
-        rates,
-        blocks,
-        {key: statistics.geometric_mean(values) for key, values in operators.items()},
-        {key: statistics.geometric_mean(values) for key, values in together.items()},
-        statistics.median(abs(1 / factor - 1) for values in operators.values() for factor in values),
-    )
-
-
-def measured_rows(profile: Profile) -> list[tuple[Block, CostRow]]:
-    """A row for each likeness and micro-batch size of unsplit blocks that keep their activations."""
-    found: dict[tuple[Likeness, int], tuple[Block, CostRow]] = {}
-    for block in profile.blocks:
-        for row in block.rows():
-            if row.shards == 1 and not row.recompute and row.configuration is None:
-                found.setdefault((likeness(block), row.microbatch_size), (block, row))
-    return list(found.values())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, product, takewhile
 from operator import itemgetter
 from typing import Any
@@ -209,7 +210,21 @@ class _GroupBlocks:
             for block in blocks
             for edge in self.profile.edges_into.get(block.id, ())
         )
-        return tuple(self.profile.alike[block.id] for block in blocks), into, _operator(blocks)
+        return tuple(self._priced[self.profile.alike[block.id]] for block in blocks), into, _operator(blocks)
+
+    @cached_property
+    def _priced(self) -> dict[str, str]:
+        """{one of alike blocks: the first whose rows, and what of them is for experts or computed again, are the same}
+
+        What blocks keep, in which there are more kinds of them, changes no row.
+        """
+        firsts: dict[Hashable, str] = {}
+        return {
+            kind.id: firsts.setdefault(
+                (kind.prices, bool(kind.expert_parameters), kind.operator in NEVER_AGAIN), kind.id
+            )
+            for kind in checked(self.profile.kinds, 16)
+        }
 
     def _state(self, blocks: Sequence[Block]) -> dict[str, Any]:
         found: dict[str, Any] = {

@@ -9,7 +9,7 @@ blocks that took it have their gradients.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -35,9 +35,13 @@ def with_late_inputs(
     those with forwards of halves of micro-batches, stay whole.
     """
     places = _crossings(profile, workload)
+    own = defaultdict[int, list[Operation]](list)
+    for operation in workload.operations:
+        if operation.role in PARTED_ROLES:
+            own[operation.stage].append(operation)
+    every = zip(workload.stages, _wanted(workload, places) if cuts is None else cuts, strict=True)
     known = [
-        _StageParts.of(profile, workload, number, places, cluster, None if cuts is None else cuts[number])
-        for number in range(len(workload.stages))
+        _StageParts.of(profile, stage, own[number], wanted, cluster) for number, (stage, wanted) in enumerate(every)
     ]
     if not any(each.cuts for each in known):
         return workload
@@ -99,23 +103,17 @@ class _StageParts:
     def of(
         cls,
         profile: Profile,
-        workload: Workload,
-        number: int,
-        crossings: Mapping[tuple[int, int], _Crossing],
+        stage: Stage,
+        own: Sequence[Operation],
+        wanted: Collection[int],
         cluster: Cluster | None,
-        cuts: Sequence[int] | None,
     ) -> _StageParts:
-        """The parts of a stage: those given, or those that its messages ask for."""
-        stage = workload.stages[number]
-        if stage.configurations or stage.num_parted or stage.segments or not stage.blocks:
-            return cls(stage, (), {})
-        wanted = _wanted(workload, number, crossings) if cuts is None else set(cuts)
-        if not wanted:
+        """The parts of a stage cut before ``wanted`` blocks, as far as each part of its ``own`` actions takes time."""
+        if stage.configurations or stage.num_parted or stage.segments or not stage.blocks or not wanted:
             return cls(stage, (), {})
         times = _block_times(profile, stage, cluster)
-        own = [each for each in workload.operations if each.stage == number and each.role in PARTED_ROLES]
         kept: list[int] = []
-        for cut in sorted(wanted):
+        for cut in sorted(set(wanted)):
             parts = cls(stage, (*kept, cut), times)
             if all(min(parts.times(each), default=1) > 0 for each in own):
                 kept.append(cut)
@@ -145,17 +143,16 @@ class _StageParts:
         return part if role is Role.FORWARD else len(self.cuts) - part
 
 
-def _wanted(workload: Workload, number: int, crossings: Mapping[tuple[int, int], _Crossing]) -> set[int]:
-    """Before which blocks something comes from another device, and after which something leaves for one."""
-    stages, found = workload.stages, set[int]()
+def _wanted(workload: Workload, crossings: Mapping[tuple[int, int], _Crossing]) -> list[set[int]]:
+    """[stage] before which blocks something comes from another device, and after which something leaves for one."""
+    stages = workload.stages
+    found: list[set[int]] = [set() for _ in stages]
     for (source, target), crossing in crossings.items():
         apart = set(stages[source].devices) != set(stages[target].devices)
         for made, taken in (crossing.forward, crossing.backward or crossing.forward) if apart else ():
-            if target == number:
-                found.add(taken)
-            if source == number:
-                found.add(made + 1)
-    return found - {0, len(stages[number].blocks)}
+            found[target].add(taken)
+            found[source].add(made + 1)
+    return [own - {0, len(stage.blocks)} for own, stage in zip(found, stages, strict=True)]
 
 
 def _block_times(profile: Profile, stage: Stage, cluster: Cluster | None) -> dict[Role, list[int]]:

@@ -274,9 +274,10 @@ def price_of_exchange(
         for group in state_groups(each.devices, each.shards, zero.group)
     ]
     own = state_groups(stage.devices, stage.shards, zero.group)
-    places = chain.from_iterable(zip(*groups[shard :: stage.shards], strict=True) for shard in range(stage.shards))
-    inside = price_of_groups(cluster, own)
-    across = price_of_groups(cluster, [sorted(set(place)) for place in places])
+    inside, across = price_of_groups(cluster, own), price_of_groups(None, own)
+    if len(groups) > stage.shards:  # else each part is on one device alone, of thousands
+        places = chain.from_iterable(zip(*groups[shard :: stage.shards], strict=True) for shard in range(stage.shards))
+        across = price_of_groups(cluster, [sorted(set(place)) for place in places])
 
     def price(size: int, updated: int) -> tuple[int, int]:
         part = size if zero.level >= IN_ACTIONS else -(-size // zero.group)

@@ -331,14 +331,16 @@ class Block(Parts):
     @property
     def meaning(self) -> Hashable:
         """All that it says but for its names."""
-        own, of_row = (
-            _fields_but(type(self), "id", "modules", "dimensions", "costs", "phases"),
-            _fields_but(CostRow, "spread"),
-        )
-        rows = [(of_row(row), *sorted(row.spread.items())) if row.spread else of_row(row) for row in self.costs]
+        own = _fields_but(type(self), "id", "modules", "dimensions", "costs", "phases")
         of_phase = _fields_but(PhaseRow, "repeats", "spread")
         phases = list(map(of_phase, self.phases))
-        return own(self), tuple(sorted(self.dimensions.items())), tuple(rows), tuple(phases)
+        return own(self), tuple(sorted(self.dimensions.items())), self.prices, tuple(phases)
+
+    @property
+    def prices(self) -> Hashable:
+        """All that its costs say."""
+        of_row = _fields_but(CostRow, "spread")
+        return tuple((of_row(row), *sorted(row.spread.items())) if row.spread else of_row(row) for row in self.costs)
 
     def rows(self, context: int = 1, expert: int = 1, expert_shards: int = 1) -> list[CostRow]:
         """Its costs with each sequence in ``context`` parts and ``expert`` devices sharing experts; by default neither.

@@ -6,7 +6,6 @@ of such a run is device ``r`` of a plan. Durations are ns, sizes bytes.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -18,7 +17,7 @@ from typing import Any, TypeGuard
 from pipeplan.errors import FileError
 from pipeplan.files.read_write import read_bytes
 from pipeplan.files.trace import MeasuredTrace, TimedText, parse_trace
-from pipeplan.texts import shown
+from pipeplan.texts import of_json, shown
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import MAX_DEVICES
 from pipeplan.workload.kinds import Role
@@ -44,6 +43,7 @@ class RunLog:
     forward_ns: dict[int, float] = field(default_factory=dict)
     backward_ns: dict[int, float] = field(default_factory=dict)
     across_ns: dict[str, tuple[float, float]] = field(default_factory=dict)
+    after_ns: dict[str, float] = field(default_factory=dict)
     actions_ns: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     timeline: dict[int, list[list[TimedText]]] = field(default_factory=dict)
     peak_bytes: dict[int, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def read_load_factor(path: str) -> float:
     """
     where = "<stdin>" if path == "-" else path
     try:
-        found = json.loads(read_bytes(path))
+        found = of_json(read_bytes(path))
     except ValueError as error:
         raise FileError(f"{where}: not JSON: {error}; give a number, or the output of pipeplan run --json") from None
     loads = found.get("experts") if isinstance(found, dict) else None
@@ -190,10 +190,11 @@ def _moment(line: str) -> datetime | None:
 
 _MEGATRON_STEP = re.compile(rf"iteration\s+([0-9]{{1,12}})\s*/.*?elapsed time per iteration \(ms\):\s*{_NUMBER}")
 _MEGATRON_MEMORY = re.compile(rf"\[Rank\s+([0-9]{{1,5}})\].*memory \(MB\).*?max allocated:\s*{_NUMBER}")
-_MEGATRON_TIMER = re.compile(r"^\s*(forward-compute|backward-compute)[\s.]*:\s*$")
+_AFTER = {"all-grads-sync": "sums", "params-all-gather": "gather", "optimizer": "step"}
+_MEGATRON_TIMER = re.compile(r"^\s*(forward-compute|backward-compute|" + "|".join(_AFTER) + r")[\s.]*:\s*$")
 _MEGATRON_TIME_OF_RANK = re.compile(rf"^\s*rank\s+([0-9]{{1,5}}):\s*{_NUMBER}\s*$")
 _MEGATRON_ACROSS = re.compile(
-    rf"^\s*(forward|backward)-compute[\s.]*:\s*(?:\(\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)|{_NUMBER})\s*$"
+    rf"^\s*(forward-compute|backward-compute|{'|'.join(_AFTER)})[\s.]*:\s*(?:\(\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)|{_NUMBER})\s*$"
 )
 """Of ``(min, max) time across ranks (ms):``, its default, and of ``max time across ranks (ms):``."""
 
@@ -202,6 +203,8 @@ def _of_megatron(lines: Iterable[str], log: RunLog) -> RunLog:
     """Lines of ``elapsed time per iteration (ms)``, of memory, of timers by any ``--timing-log-option``."""
     log.memory = "allocated"
     timer: dict[int, float] | None = None
+    by_timer: dict[str, dict[int, float]] = {each: {} for each in _AFTER}
+    by_timer |= {"forward-compute": log.forward_ns, "backward-compute": log.backward_ns}
     steps: list[float] = []
     for line in lines:
         plain = _COLOUR.sub("", line)
@@ -211,14 +214,19 @@ def _of_megatron(lines: Iterable[str], log: RunLog) -> RunLog:
         elif memory is not None:
             log.holds(int(memory[1]), _number(memory[2]) * _MIB)
         if (across := _MEGATRON_ACROSS.match(plain)) is not None:
-            least, most = across[2] or across[4], across[3] or across[4]
-            log.across_ns[across[1]] = _number(least) * _MS, _number(most) * _MS
+            least, most = (_number(across[2] or across[4]) * _MS, _number(across[3] or across[4]) * _MS)
+            if across[1] in _AFTER:
+                log.after_ns[_AFTER[across[1]]] = most
+            else:
+                log.across_ns[across[1].partition("-")[0]] = least, most
         if (begins := _MEGATRON_TIMER.match(plain)) is not None:
-            timer = log.forward_ns if begins[1] == "forward-compute" else log.backward_ns
+            timer = by_timer[begins[1]]
+            timer.clear()  # those of the last step
         elif (own := _MEGATRON_TIME_OF_RANK.match(plain)) is not None and timer is not None:
-            timer[int(own[1])] = _number(own[2]) * _MS  # those of the last step
+            timer[int(own[1])] = _number(own[2]) * _MS
         else:
             timer = None
+    log.after_ns |= {_AFTER[each]: max(by_timer[each].values()) for each in _AFTER if by_timer[each]}
     log.left_out = int(len(steps) > 1)
     if steps:
         log.steps_ns[0] = steps[log.left_out :]
@@ -247,8 +255,8 @@ def _of_traces(read: Sequence[tuple[str, str]]) -> RunLog:
     log = RunLog("torch.profiler")
     for where, text in read:
         try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            content = of_json(text)
+        except ValueError as error:
             raise FileError(f"{where}: not readable as JSON: {error}") from None
         events = content.get("traceEvents") if isinstance(content, dict) else content
         if not isinstance(events, list):

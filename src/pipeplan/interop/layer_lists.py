@@ -10,6 +10,7 @@ from pipeplan.catalog import ExportTarget
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.interop.layers import PlanLayers
+from pipeplan.texts import of_json
 
 
 def layer_list(layers: PlanLayers, target: ExportTarget) -> str:
@@ -47,7 +48,7 @@ def first_devices(plan: Plan, names: Sequence[Sequence[str]]) -> dict[str, int]:
 def read_device_map(text: str) -> dict[str, int]:
     """The device of each module. Raises UsageError."""
     try:
-        placed = json.loads(text)
+        placed = of_json(text)
     except ValueError as error:
         raise UsageError(f"a device_map is JSON, and this is not: {error}") from None
     if not isinstance(placed, dict) or not all(type(device) is int for device in placed.values()):

@@ -182,16 +182,26 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
         return None
     work: int | Fraction = 0
     alone = {}
-    for block in checked(profile.blocks, 64):
-        samples = own.get(block.id, size)
+    priced: dict[tuple[str, int], tuple[int, int] | None] = {}
+
+    def times_of(block: Block, samples: int) -> tuple[int, int] | None:
+        """Ns alone, and of a whole micro-batch on as many devices as others have; of alike blocks worked out once."""
+        key = profile.alike[block.id], samples
+        if key in priced:
+            return priced[key]
         shards = shards_of(request, choice.replicas, choice.spread, block)
         split = shards, choice.context, choice.expert, choice.expert_shards
         costs = {part: list(_costs(profile, block, samples // part, split, (choice.recompute,))) for part in parts}
         times = {part: min(_compute_ns(splits, each) for each in known) for part, known in costs.items() if known}
-        if 1 not in times:
+        least = min((part * ns for part, ns in times.items()), default=0) * shards // choice.shards
+        priced[key] = (min(times.values()), least) if 1 in times else None
+        return priced[key]
+
+    for block in checked(profile.blocks, 64):
+        samples = own.get(block.id, size)
+        if (found := times_of(block, samples)) is None:
             return None
-        alone[block.id] = min(times.values())
-        least = min(part * ns for part, ns in times.items()) * shards // choice.shards
+        alone[block.id], least = found
         work += least if samples == size else Fraction(least * size, samples)
     fastest = max(request.speeds)
     way = at_speed(_longest_way(profile, alone), fastest)

@@ -495,7 +495,7 @@ def even_cuts(
                 known[choice.pricing] = costs, 0 if request.profile.tied else sum(cost.static_bytes for cost in costs)
             costs, kept = known[choice.pricing]
             groups = _groups(request, choice)
-            if kept > room * len(groups):
+            if kept > room * len(groups) or len(costs) < len(groups):
                 continue  # whatever is cut where
             _, begins, fit = _even(request, costs, groups, choice.batch)
         elif choice.levels:

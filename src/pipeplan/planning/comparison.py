@@ -688,6 +688,25 @@ def _as_defined_and_varied(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]
     ]
 
 
+def defined_run(classic: Classic, workload: Workload) -> LoopedOrders | None:
+    """A workload as a known schedule is defined; of a very long run a shorter one, of which a round is repeated.
+
+    None where a very long run has no round to be repeated.
+    """
+    shorter = ShorterRun()
+    short = shorter.shorter(workload)
+    run = written_run(classic, short or workload)
+    return run if short is None else shorter.repeated(run.graph, run.orders, workload.num_microbatches)
+
+
+def written_run(classic: Classic, workload: Workload) -> LoopedOrders:
+    """The same with every action written, however many there are."""
+    problem = OneMicrobatch.of(workload, require_room=False)
+    made, graph = classic.orders(problem, task_graph(problem.workload)), task_graph(workload)
+    orders = with_links(graph, made if problem.reduction is None else problem.reduction.from_reduced(made))
+    return LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
+
+
 def _row(
     name: str,
     classic: Classic,
@@ -698,16 +717,7 @@ def _row(
 ) -> ComparisonRow | None:
     """None where a very long run has no round to be repeated."""
     given = problem.workload if problem.reduction is None else problem.reduction.workload
-    shorter = ShorterRun()
-    short = shorter.shorter(given)
-    if short is not None:
-        problem = OneMicrobatch.of(short, require_room=False)
-    made = classic.orders(problem, task_graph(problem.workload))
-    graph = task_graph(short or given)
-    orders = with_links(graph, made if problem.reduction is None else problem.reduction.from_reduced(made))
-    run: LoopedOrders | None = LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
-    if short is not None:
-        run = shorter.repeated(graph, orders, given.num_microbatches)
+    run = defined_run(classic, given)
     if run is None:
         return None
     graph, orders = run.graph, run.orders

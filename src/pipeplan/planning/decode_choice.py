@@ -50,7 +50,10 @@ class DecodeStage:
 
 @dataclass(frozen=True, slots=True)
 class DecodeChoice:
-    """Stages in order for requests ``at`` their last step; ns between two tokens of a request."""
+    """Stages in order for requests ``at`` their last step; ns between two tokens of a request.
+
+    Where prompts join that is a bound: some way to share a block may be the quickest with a chunk and not in its step.
+    """
 
     stages: tuple[DecodeStage, ...]
     at: DecodeAt
@@ -227,9 +230,10 @@ class DecodeSearch:
         """The quickest with so many groups of requests; None where none fits or has costs."""
         at = DecodeAt.of(batch, groups, self.context)
         runs = {size: self.runs(size, at) for size in self.sizes}
-        cuts = _DecodeCuts(self, runs, at)
+        steps = {size: self.runs(size, at, chunks=False) for size in self.sizes} if self.asked.prefill else runs
+        cuts = _DecodeCuts(self, runs, steps, at)
         while (found := cuts.best()) is not None:
-            new = [runs[size].settle(begin, end) for begin, end, size in found.stages]  # all of them
+            new = [own[size].settle(begin, end) for begin, end, size in found.stages for own in (runs, steps)]  # all
             if not any(new):
                 return cuts.choice(found)
         self.failures += [each for own in runs.values() for each in own.failures]
@@ -244,9 +248,9 @@ class DecodeSearch:
         for size in self.sizes:
             ways = self.runs(size, at).ways
             for name, costs in ways.items():
-                step = min((each.step_ns for each in costs), default=math.inf)
-                work[name] = min(work.get(name, math.inf), size * step)
-                way[name] = min(way.get(name, math.inf), step)
+                turn = min((each.turn_ns for each in costs), default=math.inf)
+                work[name] = min(work.get(name, math.inf), size * turn)
+                way[name] = min(way.get(name, math.inf), min((each.step_ns for each in costs), default=math.inf))
         alike = [self.profile.alike[name] for name in self.order]
         least = max(groups * sum(work[each] for each in alike) / self.devices, sum(way[each] for each in alike))
         self.least_ns[groups] = least
@@ -258,9 +262,10 @@ class DecodeSearch:
         runs = self.runs(self.devices, at)
         return runs.frontier(0, len(self.order)) if all(runs.ways.values()) else []
 
-    def runs(self, size: int, at: DecodeAt) -> DecodeRuns:
-        """All runs of blocks on so many devices."""
-        return DecodeRuns(self.profile, size, at, self.links, self.limit, self.allows)
+    def runs(self, size: int, at: DecodeAt, *, chunks: bool = True) -> DecodeRuns:
+        """All runs of blocks on so many devices, with chunks of prompts where these join."""
+        chunk = (self.context, self.asked.prefill) if chunks and self.asked.prefill else None
+        return DecodeRuns(self.profile, size, at, self.links, self.limit, self.allows, chunk)
 
     def _nothing(self) -> InfeasibleError | UsageError:
         """Why there is no choice: costs are missing, or the cache does not fit, and how many requests would."""
@@ -320,10 +325,13 @@ class _DecodeDraft:
 
 @dataclass
 class _DecodeCuts:
-    """Cuts of the chain for one number of groups, by what is known of runs [devices of a group]."""
+    """Cuts of the chain for one number of groups, by what is known of runs [devices of a group], and of their ``steps``
+    alone where prompts join: for chunks no group waits on its way.
+    """
 
     search: DecodeSearch
     runs: Mapping[int, DecodeRuns]
+    steps: Mapping[int, DecodeRuns]
     at: DecodeAt
 
     def best(self) -> _DecodeDraft | None:
@@ -355,7 +363,9 @@ class _DecodeCuts:
         checkpoint()
         count, last = self.search.devices, len(self.search.order)
         most = self.search.positions or 1
-        price = {size: np.where(own.least <= busiest, own.least, np.inf) for size, own in self.runs.items()}
+        price = {
+            size: np.where(own.least <= busiest, self.steps[size].least, np.inf) for size, own in self.runs.items()
+        }
         found = np.full((most + 1, count + 1, last + 1), np.inf)
         came = np.zeros((most + 1, count + 1, last + 1, 2), np.int64)
         found[0, 0, 0] = 0.0

@@ -118,7 +118,7 @@ def _runs_that_fit(runs: DecodeRuns, limit: int | None) -> Fits:
         return found
     given = np.array([0, *(len(runs.at.sizes) * runs.given_bytes(end) for end in range(1, count + 1))])
     some = np.zeros_like(found)
-    for level in sorted({each.working_bytes for ways in runs.ways.values() for each in ways}):
+    for level in sorted({each.needed_bytes for ways in runs.ways.values() for each in ways}):
         checkpoint()
         least = {name: min(_kept(runs, name, level), default=None) for name in runs.ways}
         own = [least[runs.profile.alike[name]] for name in runs.order]
@@ -132,7 +132,7 @@ def _runs_that_fit(runs: DecodeRuns, limit: int | None) -> Fits:
 
 def _kept(runs: DecodeRuns, name: str, level: int) -> Iterator[int]:
     """What ways keep in which a block works in at most so much."""
-    return (each.kept_bytes for each in runs.ways[name] if each.working_bytes <= level)
+    return (each.kept_bytes for each in runs.ways[name] if each.needed_bytes <= level)
 
 
 def with_rows_of_few(profile: Profile) -> Profile:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from pipeplan.costs import StageCost
 from pipeplan.costs.cache_volumes import KEPT
 from pipeplan.costs.decode_loop import ChunkCost, chunk_costs
-from pipeplan.errors import SearchTimeoutError, UsageError
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Plan
 from pipeplan.files.plan import Decode
 from pipeplan.planning.build_plan import CandidateCounts, Result, number
@@ -21,7 +24,7 @@ from pipeplan.planning.decoding import DecodeAnswer, LayerVolume, SharedPoint, d
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import FIRST_SECONDS
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.state import Progress
+from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.workload.kinds import MemoryBytes
@@ -50,45 +53,77 @@ def search_decoding(
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
     search = _asked(request)
     with request.reserve_said():
-        chosen = _chosen(search, budget, progress)
+        choices, bound_ns, alone_ns = [_chosen(search, budget, progress)], 0.0, None
+        if search.asked.prefill:
+            steps = replace(search, asked=replace(search.asked, prefill=None), failures=[], least_ns={})
+            with suppress(SearchTimeoutError):  # what is quickest without prompts may be so with them
+                choices.append(_chosen(steps, budget, None))
+                bound_ns, alone_ns = steps.bound_ns(choices[-1]), choices[-1].token_ns
         partition_seconds = budget.elapsed
-        most, bound_ns = max_requests(search, chosen), search.bound_ns(chosen)
-        decode = Decode(
-            batch=search.batch,
-            groups=chosen.groups,
-            context_tokens=search.context,
-            kv=chosen.kv(request.profile),
-            prefill_tokens=request.serving.prefill or 0,
-            max_requests=most,
-        )
-        own = request.memory_bytes is not None or request.reserve_bytes is not None
-        plan, schedule = decode_plan(
-            request.profile,
-            chosen.placement(search.order),
-            [_stage_cost(each, chosen.groups) for each in chosen.stages],
-            chosen.cache_bytes,
-            decode,
-            budget=budget,
-            prefill=_chunks(search, chosen) if decode.prefill_tokens else (),
-            cluster=request.cluster,
-            memory_bytes=request.whole_memory if own else None,
-            reserve_bytes=request.reserve if own else None,
-            options={name: value for name, value in (("dcp", search.asked.dcp),) if value is not None},
-        )
+        made = _planned(request, search, choices, budget)
+        token_ns = float(made.choice.token_ns if made.plan.token_ns is None else made.plan.token_ns)
+        bound_ns = min(token_ns, max(bound_ns, search.bound_ns(choices[0])))
     return Result(
-        plan,
-        schedule,
+        made.plan,
+        made.schedule,
         budget.elapsed,
         partition_seconds,
         budget.interrupted,
-        lower_bound_ns=max(1, math.floor(plan.predicted.lower_bound_ns * bound_ns / chosen.token_ns)),
-        placement_lower_bound_ns=plan.predicted.lower_bound_ns,
+        lower_bound_ns=max(1, math.floor(made.plan.predicted.lower_bound_ns * Fraction(bound_ns) / Fraction(token_ns))),
+        placement_lower_bound_ns=made.plan.predicted.lower_bound_ns,
         candidates=CandidateCounts(search.looked_at, search.refuted, search.left),
         timed_out=search.left > 0 and not budget.interrupted,
         notes=tuple(_notes(search)),
         request=request,
-        decode=_answer(search, chosen, plan, most, bound_ns, explain=explain),
+        decode=_answer(search, made, bound_ns, alone_ns, explain=explain),
     )
+
+
+class _PlannedChoice(NamedTuple):
+    """What was chosen, and planned."""
+
+    choice: DecodeChoice
+    plan: Plan
+    schedule: Schedule
+
+
+def _planned(request: Request, search: DecodeSearch, choices: Sequence[DecodeChoice], budget: Budget) -> _PlannedChoice:
+    """Of these the one whose tokens follow each other soonest. Raises InfeasibleError where chunks fit with none."""
+    found, failures = list[_PlannedChoice](), list[InfeasibleError]()
+    for chosen in choices:
+        try:
+            found.append(_made(request, search, chosen, budget))
+        except InfeasibleError as error:
+            failures.append(error)
+    if not found:
+        raise failures[0]
+    return min(found, key=lambda each: each.plan.token_ns or math.inf)
+
+
+def _made(request: Request, search: DecodeSearch, chosen: DecodeChoice, budget: Budget) -> _PlannedChoice:
+    decode = Decode(
+        batch=search.batch,
+        groups=chosen.groups,
+        context_tokens=search.context,
+        kv=chosen.kv(request.profile),
+        prefill_tokens=request.serving.prefill or 0,
+        max_requests=max_requests(search, chosen),
+    )
+    own = request.memory_bytes is not None or request.reserve_bytes is not None
+    plan, schedule = decode_plan(
+        request.profile,
+        chosen.placement(search.order),
+        [_stage_cost(each, chosen.groups) for each in chosen.stages],
+        chosen.cache_bytes,
+        decode,
+        budget=budget,
+        prefill=_chunks(search, chosen) if decode.prefill_tokens else (),
+        cluster=request.cluster,
+        memory_bytes=request.whole_memory if own else None,
+        reserve_bytes=request.reserve if own else None,
+        options={name: value for name, value in (("dcp", search.asked.dcp),) if value is not None},
+    )
+    return _PlannedChoice(chosen, plan, schedule)
 
 
 def _asked(request: Request) -> DecodeSearch:
@@ -161,10 +196,12 @@ def _chunks(search: DecodeSearch, chosen: DecodeChoice) -> list[ChunkCost]:
 
 
 def _answer(
-    search: DecodeSearch, chosen: DecodeChoice, plan: Plan, most: int | None, bound_ns: float, *, explain: bool
+    search: DecodeSearch, made: _PlannedChoice, bound_ns: float, alone_ns: float | None, *, explain: bool
 ) -> DecodeAnswer:
+    chosen, plan = made.choice, made.plan
     token_ns = Fraction(chosen.token_ns) if plan.token_ns is None else plan.token_ns
     pieces = {cost.way.cache for stage in chosen.stages for cost in stage.choice.costs}
+    assert plan.decode is not None
     return DecodeAnswer(
         kv=chosen.kv(search.profile),
         dcp=max(pieces),
@@ -174,9 +211,9 @@ def _answer(
         token_ns=number(token_ns),
         token_lower_bound_ns=min(bound_ns, number(token_ns)),
         prefill_tokens=search.asked.prefill or 0,
-        alone_token_ns=chosen.token_ns if search.asked.prefill else None,
+        alone_token_ns=alone_ns,
         cache_bytes=plan.cache_bytes,
-        max_requests=most,
+        max_requests=plan.decode.max_requests,
         volumes=tuple(_volumes(search, chosen)),
         frontier=tuple(_frontier(search)) if explain else (),
     )
@@ -187,7 +224,7 @@ def _frontier(search: DecodeSearch) -> Iterator[SharedPoint]:
     for choice in search.one_stage():
         counts = Counter(str(cost.way.mesh) for cost in choice.costs)
         blocks = ", ".join(f"{count} {mesh}" for mesh, count in counts.most_common())
-        yield SharedPoint(blocks, choice.memory_bytes, choice.step_ns)
+        yield SharedPoint(blocks, choice.memory_bytes, choice.turn_ns)
 
 
 def _volumes(search: DecodeSearch, chosen: DecodeChoice) -> Iterator[LayerVolume]:

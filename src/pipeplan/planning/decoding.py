@@ -77,8 +77,8 @@ class LayerVolume:
     def of(cls, kept: Kept, block: Block, width: int, requests: int, devices: int) -> LayerVolume:
         """Of a block with attention whose numbers have ``width`` bytes; what is cached may have fewer."""
         hidden, heads = (block.dimensions.get(name, 1) for name in ("hidden", "heads"))
-        numbers = block.query_bytes_per_token // width, block.cache_bytes_per_token // (2 * width)
-        shape = AttentionShape(hidden, *numbers, heads)
+        queries, written = block.query_bytes_per_token // width, block.cache_bytes_per_token // width
+        shape = AttentionShape(hidden, queries, written, block.mixture_bytes_per_token // width, heads)
         counted = step_volume(kept, shape, requests, devices)
         printed = printed_volume(kept, hidden, heads, requests, devices) if kept in ("tp", "cp") else None
         return cls(

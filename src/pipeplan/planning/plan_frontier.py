@@ -54,21 +54,20 @@ from pipeplan.workload.workload import Workload
 class _Constants:
     """How the frontier is searched; parts are of the time.
 
-    The uniform layout that should be quickest on each number of devices comes before all else, while no more than a
-    part ``first`` is over. Searches end after a part ``searching``, of which each has half of what is left, the last
-    one all: those on more devices first, which take longer. After a part
-    ``one_stage`` strategies of one stage are only tracked to within ``rough`` of the frontier, after ``roughly`` no
-    further; after
-    ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
-    where nothing fits gets what is left, ``explaining`` seconds at least, of which one change may take ``trying``;
-    counting what was not tried gets ``counting``, but no more than ``most_counting`` seconds.
+    Searches end after a part ``searching``, of which each has half of what is left, the last one all: those on more
+    devices first, which take longer. The uniform layout that should be quickest on each number of devices comes next,
+    while no more than a part ``first`` is over: to track the strategies of one stage of a large model may take all of
+    it. After a part ``one_stage`` these are only tracked to within ``rough`` of the frontier, after ``roughly`` no
+    further; after ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages.
+    What would do where nothing fits gets what is left, ``explaining`` seconds at least, of which one change may take
+    ``trying``; counting what was not tried gets ``counting``, but no more than ``most_counting`` seconds.
     """
 
-    first: float = 0.1
-    searching: float = 0.5
-    one_stage: float = 0.6
+    searching: float = 0.6
+    first: float = 0.65
+    one_stage: float = 0.7
     rough: float = 0.01
-    roughly: float = 0.7
+    roughly: float = 0.75
     chains: float = 0.8
     split: float = 0.9
     explaining: float = 0.5
@@ -178,9 +177,9 @@ def _searched(
     search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress, rough=rough)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     with limit.hearing_interrupts(), limit.ended():
-        search.try_all(chain.from_iterable(islice(each, 1) for each in streams[0]), _HOW.first)
         if searches:
             search.search_all(requests)
+        search.try_all(chain.from_iterable(islice(each, 1) for each in streams[0]), _HOW.first)
         for asked in whole:
             search.one_stage(asked)
         for asked in free:

@@ -640,7 +640,7 @@ class Request:
                     error.args = (f"{beside} of the cluster's devices: --memory has none without --memory-reserve",)
             raise
 
-    @property
+    @cached_property
     def least_memory(self) -> int | None:
         """What a plan may use of every device; None without a limit."""
         return min((limit for limit in self.memory if limit is not None), default=None)

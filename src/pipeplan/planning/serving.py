@@ -118,9 +118,17 @@ def _no_pipeline(request: Request) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class _ServedChain:
-    """Groups of blocks of a choice: running sums of their times, and what stages of them need on each rank."""
+    """Groups of blocks of a choice: running sums of their times, and what stages of them need on each rank.
+
+    ``held``, ``active`` and ``cached`` are running sums of bytes kept, of activations, and of the cache of a context,
+    with those that several share as often as they are there; ``beside`` is the most that any works in.
+    """
 
     sums: Sequence[int]
+    held: Sequence[int]
+    active: Sequence[int]
+    cached: Sequence[int]
+    beside: int
     costs: Sequence[StageCost]
     in_flight: Sequence[int]
     limits: Sequence[int | None]
@@ -137,8 +145,13 @@ class _ServedChain:
         if decoding is not None:
             steps = _steps(request, decoding, choice.shards)
             times = [step.step_ns for step in steps]
+        working = [each.working_bytes for each in steps] or [each.workspace_bytes for each in costs]
         return cls(
             [0, *accumulate(times)],
+            [0, *accumulate(cost.static_bytes for cost in costs)],
+            [0, *accumulate(cost.activation_bytes for cost in costs)],
+            [0, *accumulate(step.cached_bytes for step in steps)],
+            max(working),
             costs,
             [min(count, len(units) - rank) for rank in range(len(units))],
             [min((size for x in unit if (size := memory[x]) is not None), default=None) for unit in units],
@@ -207,14 +220,32 @@ class _ServedChain:
         some blocks are left.
         """
         begins, begin, ranks = list[int](), 0, len(self.speeds)
-        for rank in range(ranks):
+        for rank in checked(range(ranks), 64):
             last = len(self.costs) - (ranks - rank - 1)
             begins.append(begin)
-            ends = self._ends(rank, begin, last, most_ns, tokens)
-            if not ends:
+            if self._ns(rank, begin, begin + 1) > most_ns:
                 return None
-            begin = ends[-1]
+            begin = self._end(rank, begin, last, most_ns, tokens)
+            if begin == begins[-1]:
+                return None
         return tuple(begins) if begin == len(self.costs) else None
+
+    def _end(self, rank: int, begin: int, last: int, most_ns: int, tokens: int) -> int:
+        """Where a stage that begins there, and has time for a block, ends at the latest; where it begins, if its memory
+        is too small for that block.
+        """
+        end = _last(begin + 1, last, lambda each: self._ns(rank, begin, each) <= most_ns)
+        limit = self.limits[rank]
+        if limit is None or self._most_bytes(rank, begin, end, tokens) <= limit:
+            return end
+        return next(reversed(self._ends(rank, begin, end, most_ns, tokens)), begin)
+
+    def _most_bytes(self, rank: int, begin: int, end: int, tokens: int) -> int:
+        """What a stage needs at most: it may share some of that, and none of its blocks work in more."""
+        kept = self.held[end] - self.held[begin] + self.beside
+        if self.decoding is None:
+            return kept + self.in_flight[rank] * (self.active[end] - self.active[begin])
+        return kept - (-tokens * (self.cached[end] - self.cached[begin]) // self.decoding.context)
 
     def _ends(self, rank: int, begin: int, last: int, most_ns: int, tokens: int) -> list[int]:
         """Where a stage that begins there may end: after a block at least, within ns and memory."""

@@ -84,7 +84,7 @@ from pipeplan.planning.usual import USUAL
 from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, processes
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
+from pipeplan.schedule.search import MOST_ENTRIES, PLAIN, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.time_limit import Limit, TimeUpError, checked, checkpoint, shielded, time_is_up
@@ -742,6 +742,11 @@ def _by_planner(request: Request) -> bool:
     return request.planner != AUTO_PLANNER
 
 
+def _plain_names(request: Request) -> tuple[str, ...]:
+    """GPipe or 1F1B or both, as they are asked for."""
+    return tuple(name for name in PLAIN if request.scheduler in ("auto", name))
+
+
 def _is_named(request: Request) -> bool:
     """Whether one schedule is asked for: that of a name, or of rules."""
     return request.scheduler not in SEARCHING and not request.tunes
@@ -800,6 +805,8 @@ class LookAtCandidates(PlanStep):
         search.looked_at += 1
         given = isinstance(request.placement, Placement)
         few = max(sum(map(len, way.slots)) for way in trial.ways) <= _FEW
+        if given and not few:
+            self._look_plainly(search, trial)
         if _is_named(request) and (few or is_large(request)) and not given and not trial.worse(best):
             (named(search.steps, SearchCandidates) or SearchCandidates()).search(search, trial, search.budget.remaining)
         if request.scheduler != "auto" or (given and few) or trial.worse(best):
@@ -813,6 +820,15 @@ class LookAtCandidates(PlanStep):
             slicing.at_once(request, trial)
         search.budget.charge(trial.look_seconds)
         search.report(trial)
+
+    @staticmethod
+    def _look_plainly(search: PlanSearch, trial: Trial) -> None:
+        """A first plan on stages that are given, of many actions: GPipe or 1F1B, group by group where they are long."""
+        if names := _plain_names(search.request):
+            with search.noting("a first look"):
+                trial.look_plainly(names=names)
+            search.report(trial)
+            _secure(search)
 
     def _refuted(
         self, request: Request, candidate: PlacementCandidate, best: Trial, slicing: SliceForwards | None
@@ -849,7 +865,7 @@ class LargerGroups(PlanStep):
             and self.more * made.seconds < self.share * search.budget.remaining
         ):
             entries *= self.more
-            best.look_plainly(entries)
+            best.look_plainly(entries, _plain_names(search.request))
             search.report(best)
             _secure(search)
             if search.made is made:
@@ -872,7 +888,7 @@ class SearchCandidates(PlanStep):
     def run(self, search: PlanSearch) -> None:
         named_one = _is_named(search.request)
         for most, part in self.rounds if search.all_seen else self.rounds[:1]:
-            live = [trial for trial in search.live if not (named_one and trial.best is not None)][:most]
+            live = [trial for trial in search.live if not (named_one and trial.searched)][:most]
             seconds = search.budget.remaining * (part if len(live) > 1 else 1.0)
             for trial in live:
                 best = search.best
@@ -889,6 +905,8 @@ class SearchCandidates(PlanStep):
                 slicing.at_once(search.request, trial)
         except PipeplanError as error:
             search.failures.append(error)
+            if isinstance(error, TooLongError):
+                trial.best = None  # group by group it is another schedule than the one that was asked for
             if trial.best is None:
                 search.trials.remove(trial)
                 one_does_not_fit = isinstance(error, InfeasibleError) and search.request.scheduler not in SEARCHING

@@ -20,7 +20,7 @@ from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import CacheCost, CandidateCounts, Result, TargetCost
 from pipeplan.planning.infeasibility import most_telling
-from pipeplan.planning.request import Request
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.serving import Served, request_of, served, serving_of
 from pipeplan.planning.start import busiest_ns, gain_said
 from pipeplan.planning.steps import STEPS, search_plan
@@ -235,11 +235,31 @@ def _words(found: Result) -> str:
 
 def _served(request: Request, parts: TimeParts, explain: bool) -> Result:
     """One pipeline with the best cut, as a plan of forwards in order (of a profile of training, 1F1B)."""
-    cut = _cut(request, parts)
-    found = _planned(request, parts, request_of(request, cut.placement), explain)
+    cut, batch = _cut(request, parts), _written(request)
+    found = _planned(request, parts, replace(request_of(request, cut.placement), batch=batch), explain)
     parts.results.append(found)
     notes = [*found.notes, *_started_from(request, cut)]
+    if batch != request.batch:
+        notes.append(
+            f"the plan has {batch.num_microbatches} of {request.batch.num_microbatches:,} micro-batches, as many as "
+            "one pipeline of so many stages takes to write one by one; more of them run in the same way"
+        )
     return _merged(request, replace(found, cost=_cost_of(request, cut, parts), notes=tuple(notes)), parts, ())
+
+
+_MOST_ENTRIES, _FEW_ENTRIES = 50_000, 10_000
+"""Forwards and messages of one pipeline that are written, some 40 microseconds each; and where there are more."""
+
+
+def _written(request: Request) -> Batch:
+    """As many micro-batches as a plan of forwards alone has, in which a round repeats only once the pipeline is full.
+
+    On each device a micro-batch has a forward, and a message before and after it.
+    """
+    batch, each = request.batch, 3 * request.num_devices
+    if not request.profile.is_inference or each * batch.num_microbatches <= _MOST_ENTRIES:
+        return batch
+    return replace(batch, num_microbatches=max(1, _FEW_ENTRIES // each))
 
 
 def _cut(request: Request, parts: TimeParts) -> Served:

@@ -39,7 +39,7 @@ from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, SECONDS_PER_LOOK, Bu
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
-from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FirstLook, first_look, plain_look, search_schedule
+from pipeplan.schedule.search import MOST_ENTRIES, PLAIN, SEARCHING, FirstLook, first_look, plain_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named, noted
 from pipeplan.schedule.steps import STEPS, RepetendSearch
 from pipeplan.time_limit import shielded
@@ -222,10 +222,10 @@ class Trial:
         """What a look at its known schedules counts where seconds are deterministic."""
         return SECONDS_PER_LOOK * sum(map(ShorterRun().actions, self.ways))
 
-    def look_plainly(self, most_entries: int = MOST_ENTRIES) -> None:
+    def look_plainly(self, most_entries: int = MOST_ENTRIES, names: Sequence[str] = PLAIN) -> None:
         """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than so."""
         for workload in self.ways:
-            self.offer(plain_look(workload, most_entries))
+            self.offer(plain_look(workload, most_entries, names))
 
     def look(self, *, thorough: bool = False, usual: Usual | None = None, others: bool = True) -> None:
         """Only known schedules, which takes no solver: all, or those of the ``usual`` one's strategy.
@@ -308,6 +308,7 @@ class Trial:
         steps: Sequence[SearchStep] | None = None,
     ) -> Schedule:
         """Search a workload's schedule with a part of the budget, from what is known, by its own steps or others."""
+        self.searched = True
         with budget.share(seconds) as share:
             found = search_schedule(
                 workload,
@@ -321,7 +322,6 @@ class Trial:
                 steps=self.steps if steps is None else steps,
             )
         self.notes += found.notes
-        self.searched = True
         return found
 
     def _hopeless(self, way: int) -> bool:

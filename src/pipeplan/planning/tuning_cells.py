@@ -28,7 +28,7 @@ from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, swee
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import rates
-from pipeplan.texts import problems_of
+from pipeplan.texts import of_json, problems_of
 from pipeplan.time_limit import TimeUpError
 from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.elements import Again
@@ -152,7 +152,7 @@ def _sha256(value: object) -> str:
 
 def _read(path: Path, number: int, line: bytes) -> dict[str, object]:
     try:
-        entry = json.loads(line)
+        entry = of_json(line)
     except ValueError:
         entry = None
     if not isinstance(entry, dict):

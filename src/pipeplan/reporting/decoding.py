@@ -10,12 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeplan.files import Plan
-from pipeplan.files.plan import Decode
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.decoding import DecodeAnswer
 from pipeplan.reporting.layout import Clause, Column, Row, console_for, fitted, flowed, labelled, tables
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, COPIES, EXPERTS, SAMPLES, SHARDS, Mesh
 
 _LINES = 12
 """Lines of the answer, where the terminal has at least 80 columns."""
@@ -29,9 +29,29 @@ _FORMS = {
 }
 
 
-def way_of(decode: Decode) -> str:
-    """How devices share a plan's caches, in the field's words; a mixture by its meshes."""
-    return _FORMS.get(decode.kv, decode.kv).partition(":")[0] or "caches are not shared"
+_AXES = {
+    SAMPLES: "data parallel",
+    CACHE: "decode context parallel",
+    CACHE_BY_QUERIES: "decode context parallel (queries alone gathered)",
+    EXPERTS: "expert parallel",
+    SHARDS: "tensor parallel",
+    COPIES: "copies",
+}
+
+
+def way_of(kv: str) -> str:
+    """How devices share a plan's caches, in the field's words; a mixture by the sizes of each."""
+    return " and ".join(map(_way_in_words, kv.split("+"))) if kv else "caches are not shared"
+
+
+def _way_in_words(text: str) -> str:
+    if text in _FORMS:
+        return _FORMS[text].partition(":")[0]
+    try:
+        axes = Mesh.parse(text).axes
+    except ValueError:  # whoever wrote the plan has other words
+        return text
+    return " x ".join(f"{_AXES.get(name, name)} {size}" for name, size in axes)
 
 
 def decode_clauses(plan: Plan, token_ns: int | None) -> str:
@@ -45,7 +65,7 @@ def decode_clauses(plan: Plan, token_ns: int | None) -> str:
     said.append(f"{counted(decode.batch, 'request')} of {decode.context_tokens:,} tokens at the last step{turns}")
     if decode.prefill_tokens:
         said.append(f"{decode.prefill_tokens:,} tokens of prompts beside every group's step")
-    said.append(f"{way_of(decode)}, {format_bytes(max(plan.cache_bytes))} of cache on the fullest device")
+    said.append(f"{way_of(decode.kv)}, {format_bytes(max(plan.cache_bytes))} of cache on the fullest device")
     if decode.max_requests is not None:
         said.append(f"room for {counted(decode.max_requests, 'such request')}")
     return "; ".join(said)
@@ -63,7 +83,8 @@ def print_decoding(
     console = console_for(file)
     limits = sorted({device.memory_bytes for device in result.plan.devices if device.memory_bytes is not None})
     memory = f" of {' or '.join(map(format_bytes, limits))}" if limits else ""
-    ended = "optimal" if not result.timed_out else "best plan within the time limit"
+    proved = answer.token_ns <= answer.token_lower_bound_ns * (1 + 1e-9)
+    ended = "optimal" if proved else "best plan within the time limit" if result.timed_out else "best plan found"
     ended = "best plan so far" if result.interrupted else ended
     devices = counted(len(result.plan.devices), "device")
     heading = Text.assemble((result.plan.name, "bold"), f": {ended} for decode steps on {devices}{memory}")
@@ -84,6 +105,8 @@ def _rows(result: Result, answer: DecodeAnswer, written: str | None, keep: str) 
         "plan",
         [(f"{_stages(result)}, {answer.kv}", 0), (f" ({_FORMS[answer.kv]})" if answer.kv in _FORMS else "", 1)],
     )
+    if answer.kv not in _FORMS:
+        yield "", [(way_of(answer.kv), 0)]
     if answer.dcp > 1:
         yield "", [(f"--dcp {answer.dcp}: {answer.dcp} devices share each request's cache along its text", 0)]
     yield (

@@ -304,8 +304,25 @@ def _logged(simulation: Simulation, comparison: LoggedComparison, width: int) ->
     yield labelled(rows, width)
     if comparison.kinds:
         yield from _kinds(comparison.kinds, width)
+    if comparison.stages:
+        yield from _logged_stages(comparison, width)
     if comparison.devices:
         yield from _logged_devices(comparison, width)
+
+
+def _logged_stages(comparison: LoggedComparison, width: int) -> list[Table]:
+    """What an action of each stage takes, beside the prediction."""
+    stages = comparison.stages
+    return tables(
+        [
+            Column("stage", [str(each.stage) for each in stages], key=True),
+            Column("action", [each.role for each in stages]),
+            Column("predicted", [format_ns(each.predicted_ns) for each in stages]),
+            Column("measured", [format_ns(each.measured_ns) for each in stages]),
+            Column("", [_percent(each.measured_ns / each.predicted_ns) for each in stages]),
+        ],
+        width,
+    )
 
 
 def _logged_devices(comparison: LoggedComparison, width: int) -> list[Table]:

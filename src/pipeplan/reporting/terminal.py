@@ -390,7 +390,7 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
         rows.append(("period", f"{time or 'reaches no steady state'}, bound {bound}"))
         rows.append(("repetend", f"unroll {repetend.unroll}, span {repetend.span}"))
     if (decode := simulation.plan.decode) is not None and (token_ns := simulation.token_ns) is not None:
-        groups = f"{counted(decode.batch, 'request')} in {counted(decode.groups, 'group')}; {way_of(decode)}"
+        groups = f"{counted(decode.batch, 'request')} in {counted(decode.groups, 'group')}; {way_of(decode.kv)}"
         rows.append(("token", f"{format_ns(token_ns)} from one of a request to its next, of {groups}"))
     if simulation.loop is not None:
         loop, written = simulation.loop, simulation.graph.workload.num_microbatches

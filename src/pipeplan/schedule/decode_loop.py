@@ -3,13 +3,13 @@
 A repetend takes at least the busiest device's work in it, and at least a group's way round the stages and back, since
 its next step begins with its token (:func:`~pipeplan.workload.bounds.period_bound`). Where every device has one stage,
 groups one after another take no longer than the greater of the two, which is proved by that. Elsewhere devices choose
-between stages: by rules, and where these stay above the bound by patterns (:mod:`.cpsat.repetend`), first of a single
-micro-batch, then of all groups, which proves what is least.
+between stages: by rules, of which one has no group wait on its way, and where these stay above the bound by patterns
+(:mod:`.cpsat.repetend`), first of a single micro-batch, then of all groups, which proves what is least.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from heapq import heappush
@@ -18,7 +18,7 @@ from math import ceil
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.pattern import compose, microbatch_by_microbatch
+from pipeplan.schedule.pattern import Pattern, compose, microbatch_by_microbatch
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
 from pipeplan.units import format_bytes, rounded_up
@@ -48,7 +48,7 @@ def decode_schedule(workload: Workload, budget: Budget) -> Schedule:
     problem, given, groups = OneMicrobatch.of(workload), task_graph(workload), workload.step_microbatches
     bound = period_bound(problem)
     best: tuple[Fraction, int, Schedule] | None = None
-    for name, orders in _known(problem):
+    for name, orders in _known(problem, ceil(bound * groups)):
         found = _repeated(problem, given, orders, name)
         if found is not None and (best is None or found[:2] < best[:2]):
             best = found
@@ -79,9 +79,12 @@ def enough_bytes(workload: Workload) -> list[int]:
     return [rounded_up(size) for size in found]
 
 
-def _known(problem: OneMicrobatch) -> Iterator[tuple[str, Orders]]:
-    """Orders that are quick to make: group after group, and what came first or is nearest to its end."""
+def _known(problem: OneMicrobatch, repetend_ns: int) -> Iterator[tuple[str, Orders]]:
+    """Orders that are quick to make: group after group, without waiting where a repetend has so many ns, and what came
+    first or is nearest to its end."""
     yield "in turn", microbatch_by_microbatch(problem)
+    if (pattern := without_waiting(problem, repetend_ns)) is not None:
+        yield "without waiting", compose(problem, pattern)
     graph = task_graph(problem.workload)
     keys: list[tuple[str, Callable[[_FirstOf, int], tuple[int, ...]]]] = [
         ("first come", lambda run, task: (run.ready_at[task], run.microbatch(task), task)),
@@ -92,6 +95,49 @@ def _known(problem: OneMicrobatch) -> Iterator[tuple[str, Orders]]:
         run = _FirstOf(graph, key)
         run.run()
         yield name, run.device_orders
+
+
+def without_waiting(problem: OneMicrobatch, repetend_ns: int) -> Pattern | None:
+    """The pattern in which each group runs through all stages and waits nowhere, as soon after the one before it as
+    devices are free in every repetition; None where the last would begin after a repetend, or a group takes longer."""
+    begins = [0] * problem.num_operations
+    for i in problem.order:
+        for source, target, lag, *_ in problem.edges:
+            if target == i:
+                begins[i] = max(begins[i], begins[source] + problem.durations[source] + lag)
+    for source, target, lag, _ in problem.returns:
+        if begins[source] + problem.durations[source] + lag > begins[target] + repetend_ns:
+            return None
+    busy: list[list[tuple[int, int]]] = [[] for _ in problem.on_device]
+    shifts, shift = list[int](), 0
+    for _ in range(problem.workload.step_microbatches):
+        while (later := _room_after(problem, begins, busy, shift, repetend_ns)) is not None:
+            shift = later
+            if shift >= repetend_ns:
+                return None
+        shifts.append(shift)
+        for i, begin in enumerate(begins):
+            for device in problem.devices[i]:
+                busy[device].append(((begin + shift) % repetend_ns, problem.durations[i]))
+    return Pattern(len(shifts), repetend_ns, tuple(tuple(begin + each for each in shifts) for begin in begins))
+
+
+def _room_after(
+    problem: OneMicrobatch, begins: Sequence[int], busy: Sequence[Sequence[tuple[int, int]]], shift: int, period: int
+) -> int | None:
+    """The earliest shift of a group's starts at which what stands in its way has ended; None where nothing does.
+
+    Of a group's own operations on a device each stands in the way of the others at every shift.
+    """
+    for device, operations in enumerate(problem.on_device):
+        own: list[tuple[int, int]] = []
+        for i in operations:
+            start, duration = (begins[i] + shift) % period, problem.durations[i]
+            for number, (other, length) in enumerate((*own, *busy[device])):
+                if (start - other) % period < length or (other - start) % period < duration:
+                    return period if number < len(own) else shift + (other + length - start) % period
+            own.append((start, duration))
+    return None
 
 
 def _repeated(

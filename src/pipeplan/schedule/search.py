@@ -217,21 +217,27 @@ MOST_ENTRIES = 10_000
 """A first plan's programs have no more entries, computing and messages, than this: one takes some 40 microseconds."""
 
 
-def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES) -> Schedule | None:
+PLAIN = ("1f1b", "gpipe")
+"""What a plain look knows."""
+
+
+def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES, names: Sequence[str] = PLAIN) -> Schedule | None:
     """1F1B, and GPipe where that does not fit or devices have several stages: in a time linear in the actions.
+
+    Of these the ``names`` alone.
 
     Of one stage per device they are those of :func:`first_look`, which follows rules action by action. Of a run whose
     programs would have more entries it is a part that is repeated. None where they do not apply or fit.
     """
     fewer = max(1, most_entries // workload.entries)
     if workload.num_microbatches <= 2 * fewer:
-        return _plain(workload)
+        return _plain(workload, names)
     fewer += (workload.num_microbatches - fewer) % math.lcm(microbatches_alike(workload), workload.num_routes)
-    short = _plain(workload.with_microbatches(fewer))
+    short = _plain(workload.with_microbatches(fewer), names)
     return None if short is None else ShorterRun().repeating(short, workload)
 
 
-def _plain(workload: Workload) -> Schedule | None:
+def _plain(workload: Workload, names: Sequence[str]) -> Schedule | None:
     """The same, everything written."""
     problem = OneMicrobatch.of(workload, require_room=False)
     if not problem.workload.is_uniform:
@@ -240,8 +246,10 @@ def _plain(workload: Workload) -> Schedule | None:
     given = graph if problem.reduction is None else task_graph(workload)
     depths, count = problem.workload.stage_depths, problem.num_microbatches
     if len(depths) > problem.num_devices:
-        return timed(problem, given, _forwards_first(problem), "gpipe")
+        return timed(problem, given, _forwards_first(problem), "gpipe") if "gpipe" in names else None
     for name, before in (("1f1b", [1 + max(depths) - depth for depth in depths]), ("gpipe", [count] * len(depths))):
+        if name not in names:
+            continue
         found = timed(problem, given, _plain_orders(problem, before), name)
         if found is not None:
             return found

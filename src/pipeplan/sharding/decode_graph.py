@@ -8,13 +8,14 @@ and cache parallelism are points of one frontier, and so are mixtures of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from pipeplan.costs.communication import Exchange
+from pipeplan.costs.decode_loop import chunk_costs
 from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepCost, StepWay, gathered, known_ways
 from pipeplan.costs.decoding import bytes_between
 from pipeplan.errors import UsageError
@@ -30,14 +31,14 @@ TOKEN_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StepChoice:
-    """The ways of a run of blocks, ``costs`` [block], with what it takes: ns of a group's step and bytes on a device.
+    """The ways of a run of blocks, ``costs`` [block], with what it takes: ns of a group's turn and bytes on a device.
 
-    ``given_bytes`` are what it hands on of all groups, whole; ``between_ns`` is what gathering between its blocks and
-    at its end takes.
+    A turn is a step, and a chunk of a prompt where prompts join. ``given_bytes`` are what it hands on of all groups,
+    whole; ``between_ns`` is what gathering between its blocks and at its end takes.
     """
 
     costs: tuple[StepCost, ...]
-    step_ns: int
+    turn_ns: int
     between_ns: int
     given_bytes: int
 
@@ -47,14 +48,19 @@ class StepChoice:
         return sum(each.kept_bytes for each in self.costs)
 
     @property
+    def step_ns(self) -> int:
+        """Of a turn the step."""
+        return self.turn_ns - sum(each.chunk_ns for each in self.costs)
+
+    @property
     def working_bytes(self) -> int:
-        """The most that a block works in."""
+        """The most that a block works in during a step."""
         return max(each.working_bytes for each in self.costs)
 
     @property
     def memory_bytes(self) -> int:
         """All on each device, with what it gave of every group, as if the next stage had taken nothing yet."""
-        return self.kept_bytes + self.working_bytes + self.given_bytes
+        return self.kept_bytes + max(each.needed_bytes for each in self.costs) + self.given_bytes
 
 
 @dataclass
@@ -63,7 +69,7 @@ class DecodeRuns:
 
     ``least`` [begin, end] is ns of the quickest strategy that fits, infinite where none does: a bound, until the run is
     settled, since only the largest of what blocks work in counts, which is not tracked. ``allows`` says which ways are
-    looked at.
+    looked at. With a ``chunk`` (tokens of a prompt, and of the last chunk of it) turns have one beside each step.
 
     Raises:
         UsageError: blocks are no chain.
@@ -75,6 +81,7 @@ class DecodeRuns:
     links: StageLinks
     limit: int | None
     allows: Callable[[Block, StepWay], bool]
+    chunk: tuple[int, int] | None = None
     failures: list[UsageError] = field(default_factory=list)
     _settled: dict[tuple[int, int], StepChoice | None] = field(default_factory=dict)
     _tables: dict[object, tuple[int, Table]] = field(default_factory=dict)
@@ -91,9 +98,23 @@ class DecodeRuns:
         for block in self.profile.kinds:
             checkpoint()
             costs, failures = known_ways(self.profile, block, self.devices, self.at, self.links, self.allows)
+            costs = [*self._with_chunks(block, costs, failures)]
             self.failures += [] if costs else failures
             found[block.id] = [each for each in costs if not any(_replaces(other, each) for other in costs)]
         return found
+
+    def _with_chunks(self, block: Block, costs: Sequence[StepCost], failures: list[UsageError]) -> Iterator[StepCost]:
+        """The ways, with a chunk beside each step; without those that have no costs of chunks."""
+        for cost in costs:
+            if self.chunk is None:
+                yield cost
+                continue
+            try:
+                (chunk,) = chunk_costs(self.profile, [[(block.id, cost.way.shards)]], *self.chunk)
+                needed = chunk.workspace_bytes + chunk.given_bytes
+                yield cost._replace(chunk_ns=chunk.chunk_ns, chunk_bytes=needed)
+            except UsageError as error:
+                failures.append(error)
 
     def of(self, name: str) -> Sequence[StepCost]:
         """A block's ways."""
@@ -119,7 +140,7 @@ class DecodeRuns:
         found = np.full((count + 1, count + 1), np.inf)
         if not all(self.ways.values()):
             return found
-        working = [min(each.working_bytes for each in self.of(name)) for name in self.order]
+        working = [min(each.needed_bytes for each in self.of(name)) for name in self.order]
         endings = [self._ending(end) for end in range(1, count + 1)]
         known = dict[object, float]()
         for begin in range(count):
@@ -157,7 +178,7 @@ class DecodeRuns:
     def _node(self, name: str) -> Table:
         ways = self.of(name)
         memory = [0 if self.limit is None else each.kept_bytes for each in ways]
-        return table(np.array(memory, np.int64), np.array([each.step_ns for each in ways], np.int64))
+        return table(np.array(memory, np.int64), np.array([each.turn_ns for each in ways], np.int64))
 
     def _edge(self, source: str, target: str, place: int) -> Table:
         size = self.at.largest * self._hidden(place)
@@ -192,7 +213,7 @@ class DecodeRuns:
         if (begin, end) in self._settled:
             return False
         self._settled[begin, end] = choice = self._best(begin, end)
-        self.least[begin, end] = np.inf if choice is None else choice.step_ns
+        self.least[begin, end] = np.inf if choice is None else choice.turn_ns
         return True
 
     def choice(self, begin: int, end: int) -> StepChoice:
@@ -205,8 +226,8 @@ class DecodeRuns:
         """All strategies of a run that no other beats in memory and time, least memory first."""
         found: list[StepChoice] = []
         every = (each for level in self._levels(begin, end) for each in self._tracked(begin, end, level))
-        for choice in sorted(every, key=lambda each: (each.memory_bytes, each.step_ns)):
-            if not found or choice.step_ns < found[-1].step_ns:
+        for choice in sorted(every, key=lambda each: (each.memory_bytes, each.turn_ns)):
+            if not found or choice.turn_ns < found[-1].step_ns:
                 found.append(choice)
         return found
 
@@ -216,24 +237,22 @@ class DecodeRuns:
         levels = self._levels(begin, end)
         for level in levels if self.limit is not None else levels[:1]:
             for choice in self._tracked(begin, end, level, quickest=True):
-                if best is None or choice.step_ns < best.step_ns:
+                if best is None or choice.turn_ns < best.turn_ns:
                     best = choice
-            if best is not None and best.step_ns <= self.least[begin, end]:
+            if best is not None and best.turn_ns <= self.least[begin, end]:
                 break
         return best
 
     def _levels(self, begin: int, end: int) -> list[int]:
         """What blocks may work in, most first: only what is less than for another choice leads to others."""
         ways = [self.of(name) for name in self.order[begin:end]]
-        least = max(min(each.working_bytes for each in own) for own in ways)
-        return sorted({max(each.working_bytes, least) for own in ways for each in own}, reverse=True)
+        least = max(min(each.needed_bytes for each in own) for own in ways)
+        return sorted({max(each.needed_bytes, least) for own in ways for each in own}, reverse=True)
 
     def _tracked(self, begin: int, end: int, level: int, *, quickest: bool = False) -> list[StepChoice]:
         """The frontier of ways that work in at most so much; or of it only the quickest that fits."""
         names = self.order[begin:end]
-        ways = {
-            name: [each for each in self.of(name) if level is None or each.working_bytes <= level] for name in names
-        }
+        ways = {name: [each for each in self.of(name) if level is None or each.needed_bytes <= level] for name in names}
         graph = self._graph(begin, end, ways)
         tracked = track(graph)
         space = self._space(end, level)
@@ -246,7 +265,7 @@ class DecodeRuns:
             chosen = tracked.strategy(point).configurations
             costs = tuple(ways[name][chosen[name]] for name in names)
             step = int(tracked.time_ns[point])
-            own = sum(each.step_ns for each in costs)
+            own = sum(each.turn_ns for each in costs)
             found.append(StepChoice(costs, step, step - own, len(self.at.sizes) * self.given_bytes(end)))
         return found
 
@@ -261,7 +280,7 @@ class DecodeRuns:
         def node(name: str, ends: bool) -> CostNode:
             costs = ways[name]
             memory = np.array([each.kept_bytes for each in costs], np.int64)
-            time = np.array([each.step_ns for each in costs], np.int64)
+            time = np.array([each.turn_ns for each in costs], np.int64)
             after = self._gathering(costs, end) if ends else 0
             made = once((self.profile.alike[name], ends), lambda: table(memory, time + after))
             return CostNode(name, tuple(str(each.way.mesh) for each in costs), made)
@@ -281,7 +300,7 @@ def _replaces(other: StepCost, cost: StepCost) -> bool:
     """Whether a way that shares requests out alike is at least as good in all, and better in something, or simpler."""
     if other is cost or other.way.owners != cost.way.owners:
         return False
-    mine, its = ((each.step_ns, each.kept_bytes, each.working_bytes) for each in (cost, other))
+    mine, its = ((each.turn_ns, each.kept_bytes, each.needed_bytes) for each in (cost, other))
     return all(a <= b for a, b in zip(its, mine, strict=True)) and (its != mine or other.way.order < cost.way.order)
 
 

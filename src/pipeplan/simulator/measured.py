@@ -22,6 +22,7 @@ from pipeplan.simulator.measured_times import (
     KindTimes,
     LoggedComparison,
     LoggedDevice,
+    LoggedStage,
     MeasuredComparison,
 )
 from pipeplan.simulator.simulation import Simulation, simulate
@@ -86,7 +87,8 @@ def compared_with_log(simulation: Simulation, log: RunLog) -> LoggedComparison:
         iterations_ns=iterations,
         kinds=tuple(_logged_kinds(simulation, log)),
         devices=tuple(_logged_device(simulation, log, device) for device in log.ranks if _says_more(log, device)),
-        across_ranks=tuple(_across_ranks(simulation, log)),
+        across_ranks=(*_across_ranks(simulation, log), *_after_actions(simulation, log)),
+        stages=tuple(_logged_stages(simulation, log)),
     )
 
 
@@ -119,6 +121,51 @@ def _across_ranks(simulation: Simulation, log: RunLog) -> Iterator[AcrossRanks]:
     for role, measured in sorted(log.across_ns.items(), reverse=True):
         own = [each[role == "forward"] for each in predicted]
         yield AcrossRanks(role, (max(own) if measured[0] == measured[1] else min(own), max(own)), measured)
+
+
+_AFTER = {"sums": "gradients summed", "gather": "parameters gathered", "step": "optimizer's step"}
+
+
+def _after_actions(simulation: Simulation, log: RunLog) -> Iterator[AcrossRanks]:
+    """What follows the last actions, of the rank that takes longest; the step is with what is gathered after it."""
+    tail = simulation.rates.tail
+    exposed = {"sums": tail.exposed_reduction_ns, "gather": tail.exposed_gather_ns}
+    exposed["step"] = tail.exposed_step_ns + tail.exposed_gather_ns
+    for name, role in _AFTER.items():
+        if (measured := log.after_ns.get(name)) is not None:
+            yield AcrossRanks(role, (exposed[name],) * 2, (measured,) * 2)
+
+
+def _logged_stages(simulation: Simulation, log: RunLog) -> Iterator[LoggedStage]:
+    """What an action of each stage takes: of traces by its name, of logs where its devices have no other stage."""
+    workload, graph = simulation.workload, simulation.graph
+    named: defaultdict[int, list[float]] = defaultdict(list)
+    for task in range(graph.num_actions) if log.actions_ns else ():
+        named[graph.operation_of[task]] += log.actions_ns.get(graph.label(task), [])
+    for item, operation in enumerate(workload.operations):
+        if operation.kind not in COMPUTE_KINDS:
+            continue
+        role = "forward" if operation.role is Role.FORWARD else "backward"
+        times = named[item] or _shared_by_actions(simulation, log, item, role)
+        if times:
+            yield LoggedStage(operation.stage, role, workload.durations[item], statistics.median(times))
+
+
+def _shared_by_actions(simulation: Simulation, log: RunLog, item: int, role: str) -> list[float]:
+    """What each device of an operation says of it in a step, over its actions; nothing where it has others, too."""
+    workload = simulation.workload
+    devices = workload.resources[item]
+    alike = [
+        number
+        for number, each in enumerate(workload.operations)
+        if each.kind in COMPUTE_KINDS
+        and (each.role is Role.FORWARD) == (role == "forward")
+        and not set(devices).isdisjoint(workload.resources[number])
+    ]
+    if alike != [item]:
+        return []
+    said = log.forward_ns if role == "forward" else log.backward_ns
+    return [said[device] / len(workload.slots[item]) for device in devices if device in said]
 
 
 def _work_of(simulation: Simulation, device: int) -> dict[bool, int]:

@@ -163,12 +163,26 @@ class AcrossRanks:
 
 
 @dataclass(frozen=True, slots=True)
+class LoggedStage:
+    """What an action of a stage takes, predicted and by a log, in ns; None where it says nothing of it.
+
+    Of a trace the median of all its actions of that kind, which include waiting for inputs. Of a log of devices with
+    one stage each what these say of a step, shared by its micro-batches. ``role`` is forward or backward.
+    """
+
+    stage: int
+    role: str
+    predicted_ns: int
+    measured_ns: float
+
+
+@dataclass(frozen=True, slots=True)
 class LoggedComparison(BesidePrediction):
     """Predicted beside what another trainer's log or a profiler's trace says: iterations, and devices by rank.
 
     ``iterations_ns`` are those that count, ``by`` says what they were read from. ``memory`` is what the log's memory is
     of: what the allocator had ``reserved``, or what was ``allocated``. ``kinds`` are of actions, where the trace has
-    them, ``across_ranks`` what is not said by rank.
+    them, ``across_ranks`` what is not said by rank, ``stages`` what actions of each stage take, where that is known.
     """
 
     tool: str
@@ -180,6 +194,7 @@ class LoggedComparison(BesidePrediction):
     kinds: tuple[KindTimes, ...]
     devices: tuple[LoggedDevice, ...]
     across_ranks: tuple[AcrossRanks, ...] = ()
+    stages: tuple[LoggedStage, ...] = ()
 
     def figures(self) -> dict[str, object]:
         """What ``simulate --measured --json`` has under ``measured``."""
@@ -195,4 +210,5 @@ class LoggedComparison(BesidePrediction):
             "kinds": [{**asdict(kind), "ratio": kind.ratio} for kind in self.kinds],
             "devices": [asdict(device) for device in self.devices],
             "across_ranks": [asdict(each) for each in self.across_ranks],
+            "stages": [asdict(each) for each in self.stages],
         }

@@ -6,7 +6,7 @@ What is kept from one action to others, what forwards give on, what is gathered 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,16 +55,16 @@ def peaks_in_time(
     same = (devices[1:] == devices[:-1]) & (times[1:] == times[:-1]) & (begins[1:] == begins[:-1])
     whole = np.append(~(same & (tasks[1:] == tasks[:-1])), np.ones(min(1, len(order)), bool))
     noted = np.where(begins & whole, levels, 0)
-    kinds = np.repeat(np.arange(len(changes)), counts)[order]
+    names = [*dict.fromkeys(each.kind for each in changes)]
+    kinds = np.repeat([names.index(each.kind) for each in changes], counts)[order]
     found = list[Peak]()
     for device, place in enumerate(lines.highest(noted)):
         if place is None or noted[place] <= 0:
             found.append((MemoryBytes(), None))
             continue
         until = slice(int(lines.begins[device]), place + 1)
-        held = Counter[MemoryKind]()
-        for number, each in enumerate(changes):
-            held[each.kind] += int(sizes[order[until]][kinds[until] == number].sum())
+        changed, own = sizes[order[until]], kinds[until]
+        held = {kind: int(changed[own == number].sum()) for number, kind in enumerate(names)}
         task = int(tasks[place])
         found.append((MemoryBytes(held), task if task < graph.num_tasks else None))
     return found

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ from torch import Tensor
 from pipeplan import UsageError
 from pipeplan.errors import FileError
 from pipeplan.runtime.decoding.attention import attention, merged
+from pipeplan.runtime.decoding.cached import BlockCaches, CachedRows, DecodingAttention
 from pipeplan.runtime.decoding.choosing import WordChoice
+from pipeplan.runtime.decoding.latents import LatentHeads
 from pipeplan.runtime.decoding.layouts import BlockLayout, Route, positions, routes
 from pipeplan.runtime.decoding.options import DecodeOptions, DecodeOutcome, read_prompts
-from pipeplan.runtime.decoding.pieces import CachePiece, Looks
+from pipeplan.runtime.decoding.pieces import CachePiece, Looks, room_for
 from pipeplan.runtime.decoding.rank import Turns
-from pipeplan.runtime.decoding.requests import RequestQueue, Row
+from pipeplan.runtime.decoding.requests import Pass, RequestQueue, Row
 from pipeplan.runtime.launch.job import RunResult, WrittenText
 from pipeplan.workload.kinds import PREFILL
 from pipeplan.workload.mesh import Mesh
@@ -48,27 +51,30 @@ def whole(query: Tensor, key: Tensor, value: Tensor, first: int, window: int | N
 def test_pieces_of_any_number_are_merged_into_all(
     lengths: tuple[int, ...], count: int, window: int | None, wide: int, dtype: torch.dtype
 ) -> None:
-    """Prompts in one pass, then one word each; pieces of short texts are empty, and one slot is left out."""
+    """Prompts in two passes, then one word each; pieces of short texts are empty, and one slot is left out. With a
+    window pieces have room for it and a pass alone."""
     torch.manual_seed(0)
-    total = [length + 1 for length in lengths]
+    total = [length + STEPS for length in lengths]
     slots = [0, 1, 3]
     keys, values = ([torch.randn(KEY_HEADS, each, size, dtype=dtype) for each in total] for size in (SIZE, wide))
     queries = [torch.randn(HEADS, each, SIZE, dtype=dtype) for each in total]
-    pieces = [CachePiece(4, -(-max(total) // count)) for _ in range(count)]
-    for width in (max(lengths), 1):
-        begins = [length if pieces[0].num_bytes else 0 for length in lengths]
-        ends = [length if not begin else length + 1 for begin, length in zip(begins, lengths, strict=True)]
-        rows = tuple(
-            Row(slot, slot, begin, end - begin, True) for slot, begin, end in zip(slots, begins, ends, strict=True)
-        )
-        found = [
-            attend(piece, place, count, rows, width, queries, keys, values, window)
-            for place, piece in enumerate(pieces)
-        ]
-        mixed = merged(torch.stack([each for each, _ in found]), torch.stack([each for _, each in found]))
-        for number, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+    most = -(-max(lengths) // 2)
+    pieces = [CachePiece(4, room_for(max(total), window, most, count)) for _ in range(count)]
+    until = [[length // 2 for length in lengths], *([length + step for length in lengths] for step in range(STEPS + 1))]
+    for begins, ends in pairwise([[0] * len(lengths), *until]):
+        new = [number for number, (begin, end) in enumerate(zip(begins, ends, strict=True)) if end > begin]
+        width = max(end - begin for begin, end in zip(begins, ends, strict=True))
+        rows = tuple(Row(slots[each], slots[each], begins[each], ends[each] - begins[each], True) for each in new)
+        given = [[each[number] for number in new] for each in (queries, keys, values)]
+        found = [attend(piece, place, count, rows, width, *given, window) for place, piece in enumerate(pieces) if new]
+        mixed = merged(*(torch.stack(each) for each in zip(*found, strict=True))) if new else torch.empty(0)
+        for made, number in zip(mixed, new, strict=True):
+            begin, end = begins[number], ends[number]
             wanted = whole(queries[number][:, begin:end], keys[number][:, :end], values[number][:, :end], begin, window)
-            assert (mixed[number, :, width - (end - begin) :] - wanted).abs().max() < TOLERANCE[dtype]
+            assert (made[:, width - (end - begin) :] - wanted).abs().max() < TOLERANCE[dtype]
+
+
+STEPS = 3
 
 
 def attend(
@@ -94,6 +100,33 @@ def attend(
     for number, row in enumerate(rows):
         query[number, :, width - row.count :] = queries[number][:, row.begin : row.begin + row.count]
     return piece.attend(query, looks, window, None)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_heads_meet_latents_as_they_meet_what_is_made_of_them(dtype: torch.dtype) -> None:
+    """A prompt of three words, then one word; kept are latents and the rotated key alone."""
+    torch.manual_seed(1)
+    size, rotated, own, wide, words = 5, 2, 3, 4, 4
+    weight, other = (torch.randn(HEADS * (own + wide), size, dtype=dtype) for _ in range(2))
+    latents = torch.randn(1, 1, words, size, dtype=dtype)
+    turned, query = (torch.randn(1, heads, words, width, dtype=dtype) for heads, width in ((1, 2), (HEADS, 5)))
+
+    def attended(part: slice) -> Tensor:
+        made = torch.nn.functional.linear(latents[:, :, part], weight).view(1, -1, HEADS, own + wide).transpose(1, 2)
+        key, value = made.split([own, wide], -1)
+        key = torch.cat([key, turned[:, :, part].expand(-1, HEADS, -1, -1)], -1)
+        return torch.nn.functional.scaled_dot_product_attention(query[:, :, part], key, value, scale=0.4)
+
+    mode, caches, found = DecodingAttention(), BlockCaches(1, words, None, None), []
+    for begin, count in ((0, 3), (3, 1)):
+        rows = CachedRows(Pass(0, count, (Row(0, 0, begin, count, True),)), BlockLayout(Mesh(())), 0, 1)
+        mode.begin(caches, rows, None, LatentHeads(weight, rotated))
+        with mode:
+            found.append(attended(slice(begin, begin + count)))
+            assert torch.nn.functional.linear(latents, other).isfinite().all(), "other layers make what they do"
+    wanted = torch.cat([attended(slice(0, place + 1))[:, :, -1:] for place in range(words)], 2)
+    assert (torch.cat(found, 2) - wanted).abs().max() < 10 * TOLERANCE[dtype]
+    assert caches.num_bytes == words * (size + rotated) * dtype.itemsize
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -164,7 +197,7 @@ def test_a_groups_prompts_enter_one_after_another_where_a_plan_reads_in_chunks()
 
 def test_requests_take_places_that_others_have_left() -> None:
     """Two places and three requests: the third joins when the second, which is told its last word, has left."""
-    queue = RequestQueue([[1, 2, 3], [4], [5, 6]], [2], new_words=3, chunk=2, stop=0)
+    queue = RequestQueue([[1, 2, 3], [4], [5, 6]], [2], new_words=3, chunk=2, stop=(0, 3))
     seen = []
     for turn in range(20):
         if queue.ends_at(turn):
@@ -218,8 +251,8 @@ def test_words_are_drawn_by_their_probabilities() -> None:
 def test_prompts_are_lines(tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_text("[1, 2]\n\n[3]\n")
-    assert read_prompts(str(path), None) == ([[1, 2], [3]], None)
-    assert read_prompts([(1, 2), "[3]"], None) == ([[1, 2], [3]], None)
+    assert read_prompts(str(path), None) == ([[1, 2], [3]], ())
+    assert read_prompts([(1, 2), "[3]"], None) == ([[1, 2], [3]], ())
     with pytest.raises(UsageError, match=r"prompt 2: \[1.5\] is no JSON list of token ids"):
         read_prompts([[1], [1.5]], None)  # type: ignore[list-item]
     path.write_text("[1]\nOnce upon a time\n")
@@ -241,7 +274,7 @@ def test_prompts_of_text_have_a_tokenizer(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="?").save_pretrained(tmp_path / "of")
     path = tmp_path / "prompts.txt"
     path.write_text("a b\u2028c\n" + json.dumps([1, 1]) + "\r\n", encoding="utf-8")
-    assert read_prompts(str(path), str(tmp_path / "of")) == ([[0, 1, 3], [1, 1]], 2)
+    assert read_prompts(str(path), str(tmp_path / "of")) == ([[0, 1, 3], [1, 1]], (2,))
 
 
 @pytest.mark.parametrize(

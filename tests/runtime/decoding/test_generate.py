@@ -21,6 +21,16 @@ MODELS = {
     "gpt2": "GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=64)",
     "mixtral": f"MixtralConfig({SIZES}, num_local_experts=4)",
 }
+LATENT = (
+    f"{SIZES}, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, n_routed_experts=4, "
+    "n_shared_experts=2, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=2"
+).replace("num_key_value_heads=4", "num_key_value_heads=8")
+"""Layers are dense, as a router of these has no float64."""
+
+MODELS |= {
+    "deepseek v3": f"DeepseekV3Config({LATENT}, q_lora_rank=16, n_group=2, topk_group=1)",
+    "deepseek v2": f"DeepseekV2Config({LATENT}, q_lora_rank=None, topk_method='greedy')",
+}
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [5, 4], [9, 8, 7, 3, 1], [11], [3] * 9]
 NEW = 6
 
@@ -50,15 +60,25 @@ def generated(name: str, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [["llama", "qwen2"], pytest.param([*MODELS][2:], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "names",
+    [["llama", "qwen2"], ["deepseek v3", "deepseek v2"], pytest.param([*MODELS][2:5], marks=pytest.mark.long)],
+)
 def test_what_is_written_is_what_transformers_generates(names: list[str]) -> None:
-    """On one process, on four that split heads, that have pieces of caches, and that share experts."""
-    kinds = {name: ["", "shards4", "cacheq4", *(["experts4"] if name == "mixtral" else [])] for name in names}
+    """On one process, on four in each way and that share experts, and on two stages of two in each way."""
+    four, two = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
     asked = [
-        (name, case(MODELS[name], [kind], [[*range(4 if kind else 1)]], sizes=(3,), prompts=PROMPTS, new_tokens=NEW))
+        (name, case(MODELS[name], kinds, devices, sizes=(3,), prompts=PROMPTS, new_tokens=NEW))
         for name in names
-        for kind in kinds[name]
+        for kinds, devices in (
+            ([""], [[0]]),
+            *(([f"{kind}4"], four) for kind in (*KINDS, *(["experts"] if name == "mixtral" else []))),
+            *(([f"{kind}2"] * 2, two) for kind in KINDS),
+        )
     ]
     wanted = {name: [generated(MODELS[name], prompt) for prompt in PROMPTS] for name in names}
-    for (name, _), found in zip(asked, written_by([each for _, each in asked], 4), strict=True):
-        assert [[word for word, _ in of] for of in found.texts().values()] == wanted[name], name
+    for (name, each), found in zip(asked, written_by([each for _, each in asked], 4), strict=True):
+        assert [[word for word, _ in of] for of in found.texts().values()] == wanted[name], (name, each["stages"])
+
+
+KINDS = ("samples", "shards", "cache", "cacheq")

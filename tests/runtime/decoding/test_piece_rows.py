@@ -18,6 +18,12 @@ LLAMA = (
     "num_key_value_heads=4, vocab_size=50, max_position_embeddings=64)"
 )
 
+DEEPSEEK = (
+    "DeepseekV3Config(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, "
+    "num_key_value_heads=4, vocab_size=50, q_lora_rank=16, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, "
+    "v_head_dim=8, first_k_dense_replace=2, max_position_embeddings=64)"
+)
+
 
 def profiled(**asked: Any) -> Profile:
     few: dict[str, Any] = {"inference": True, "batch": "1,2", "repeats": 1, "warmup": 0, "threads": 1}
@@ -58,6 +64,21 @@ def _plan(profile: Profile, kv: Any) -> Plan:
 def test_what_makes_no_sense_is_said(asked: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         profiled(**asked)
+
+
+@pytest.mark.slow
+def test_steps_with_latents_are_measured() -> None:
+    """Alone, by heads, and in pieces, whose caches hold latents: what rows of pieces keep is what a run keeps."""
+    asked: dict[str, Any] = {"inference": True, "batch": "1,2", "repeats": 2, "warmup": 1, "threads": 1}
+    profile = face.profile(DEEPSEEK, context="16", dcp="1,2", shards="1,2", **asked)
+    attention = profile.by_id["layers.0.attention"]
+    assert attention.cache_bytes_per_token == (8 + 4) * 4
+    found = [row.key[1:] for row in attention.phases if row.phase == "decode"]
+    assert len(found) == len(set(found)) == 2 * (2 + 2)  # requests; shards, forms of pieces
+    assert all(row.forward_ns > row.core_ns >= 0 for row in attention.phases)
+    for kv in ("dp", "tp", "cp", "cp-q"):
+        plan = _plan(profile, kv)
+        assert face.check(plan, profile=profile).valid, kv
 
 
 def test_processes_load_the_model_by_its_name() -> None:

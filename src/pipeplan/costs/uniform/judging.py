@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from pipeplan.costs.uniform.free_text import Unsaid
 from pipeplan.costs.uniform.published import PublishedRun, read_run
 from pipeplan.costs.uniform.shares import Shares, catalog_shares, shares_for
 from pipeplan.errors import FileError, UsageError
+from pipeplan.texts import of_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Judged:
     """A row of published runs: what it took, and what is predicted, or why our words cannot say it.
 
     Errors are predicted over measured, less 1. A row that does not say what it took is predicted, and says why there
-    is no error.
+    is no error. ``closed_form_s`` is what closed forms predict, and so do ``predicted_s`` and ``predicted_bytes``
+    before a plan does (:func:`pipeplan.planning.uniform.judged_by_plans`).
     """
 
     id: str
@@ -38,6 +39,7 @@ class Judged:
     predicted_s: float | None = None
     predicted_bytes: float | None = None
     why_not: str | None = None
+    closed_form_s: float | None = None
 
     @property
     def known(self) -> PublishedRun:
@@ -78,6 +80,10 @@ class Judged:
         """The error of peak memory, if the run states it."""
         return _error(self.predicted_bytes, self.measured_bytes)
 
+    def with_plan(self, seconds: float, size: float) -> Judged:
+        """Predicted by a plan."""
+        return replace(self, predicted_s=seconds, predicted_bytes=size)
+
     def figures(self) -> dict[str, Any]:
         """Its object in JSON."""
         return {
@@ -86,6 +92,7 @@ class Judged:
             "predicted_s": self.predicted_s,
             "error": self.error,
             "memory_error": self.memory_error,
+            "closed_form_s": self.closed_form_s,
             "why_not": self.why_not,
             "assumed": list(self.assumed),
         }
@@ -98,7 +105,7 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 def holds_runs(path: str | Path) -> bool:
     """Whether a file has published runs, and no profile: a list, or an object with runs."""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = of_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     return isinstance(content, list) or (isinstance(content, dict) and "runs" in content and "kind" not in content)
@@ -111,7 +118,7 @@ def read_runs(path: str | Path) -> list[Any]:
         FileError: it cannot be read, or holds no list.
     """
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = of_json(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FileError(f"{path}: {error}") from error
     if isinstance(rows, dict):
@@ -122,13 +129,17 @@ def read_runs(path: str | Path) -> list[Any]:
 
 
 def judge(rows: Sequence[Any]) -> list[Judged]:
-    """Every row at the catalog's shares."""
+    """Every row at the catalog's shares, by closed forms."""
     found = [_read(place, row) for place, row in enumerate(rows)]
     told = [each for each in found if each.run is not None]
     seconds = iter(predicted_s([each.known for each in told]))
     sizes = iter(predicted_bytes([each.known for each in told]))
     return [
-        replace(each, predicted_s=float(next(seconds)), predicted_bytes=float(next(sizes))) if each.run else each
+        replace(
+            each, closed_form_s=(time := float(next(seconds))), predicted_s=time, predicted_bytes=float(next(sizes))
+        )
+        if each.run
+        else each
         for each in found
     ]
 

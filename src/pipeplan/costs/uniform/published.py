@@ -9,7 +9,7 @@ not printed               assumed
 ========================  =========================================================================================
 ``tp``, ``pp``, ``cp``    1
 ``optimizer``             AdamW; so where its text names no kind
-``gradient dtype``        gradients are summed in the format they are kept in
+``gradient dtype``        gradients are summed in the format they are kept in, with FSDP in the one that computes
 ``schedule``              1F1B
 ``vp``                    1, where the schedule is called interleaved 2 (not: "interleaved when ...")
 ``sequence_parallel``     with tensor parallelism
@@ -66,6 +66,7 @@ from pipeplan.costs.uniform.free_text import (
     schedule_meant,
     unprinted,
 )
+from pipeplan.costs.uniform.layer import WIDTH
 from pipeplan.costs.uniform.shares import Shares, catalog_shares, machine_of, shares_for, usual_attention
 from pipeplan.costs.uniform.state import bytes_of
 from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout
@@ -251,7 +252,7 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
         again_products=again.products,
         again_elementwise=again.elementwise,
         **_overlaps(row),
-        gradient_bytes=_gradient_bytes(row, recipe, data * context),
+        gradient_bytes=_gradient_bytes(row, recipe, data * context, zero),
         schedule=schedule,
         recipe=recipe,
         optimizer=_optimizer(row),
@@ -339,13 +340,18 @@ def _optimizer(row: _Fields) -> str:
     return found or "adamw"
 
 
-def _gradient_bytes(row: _Fields, recipe: str, replicas: int) -> int:
-    """Bytes of a gradient in transit: bfloat16 if the run says so, otherwise those of the kept gradient."""
+def _gradient_bytes(row: _Fields, recipe: str, replicas: int, zero: int) -> int:
+    """Bytes of a gradient in transit: bfloat16 if the run says so, otherwise those of the kept gradient.
+
+    FSDP reduces in the format that computes where it is told no other (``reduce_dtype`` of torch's ``MixedPrecision``).
+    """
     text = plain(f"{row.text('overlap')}; {row.text('optimizer')}; {row.text('precision')}")
     if re.search(r"bf16 grad|grad sync dtype\W*bf16|grad\w* (?:reduced )?in bf16|bf16 reduc", text):
         return 2
     if replicas > 1 and not re.search(r"(?:fp|float)-?32 grad|grad\w*[^,;]* (?:fp|float)-?32", text):
         row.assumed.append("gradient dtype")
+        if zero == 3:
+            return min(WIDTH, int(bytes_of(recipe).gradient))
     return int(bytes_of(recipe).gradient)
 
 

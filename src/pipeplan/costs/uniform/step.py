@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeplan.costs.communication import Exchange
+from pipeplan.costs.communication import Exchange, beside_products
 from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.layer import (
     WIDTH,
@@ -57,17 +57,22 @@ def step_time(model: Transformer, layout: UniformLayout, machine: Machine) -> St
     message = _message_ns(model, layout, machine)
     ramps = np.maximum(0, total - slowest) / layout.chunks
     ramps = ramps - _shorter(model, layout) * middle * each / layout.chunks
-    bubble = ramps - _filled(layout, middle * weight_grad)
+    bubble = ramps - _filled(layout, middle * forward, middle * weight_grad)
     bubble = (np.maximum(0, bubble) + (layout.pipeline - 1) * 2 * message) * (1 - alone)
     waits = (layout.schedule == "1f1b") & (layout.chunks == 1)
     waited = np.where(waits & (layout.pipeline > 1), _loop_ns(layout, each, (first, middle, last), head_ns, message), 0)
     stages = count * np.maximum(slowest, waited)
-    held = middle * (layer.whole.parameters - layer.experts.parameters) + np.where(alone, 1 + (model.tied == 0), 1) * (
-        head.parameters
+    # of the first device, which ends its backward last: it has the table of words; where it is alone or has both ends
+    # of the model, also that of the head, if it is another
+    both = alone | (layout.schedule == "zb-v")
+    dense = layer.whole.parameters - layer.experts.parameters
+    held = first * dense + (1 + both * (model.tied == 0)) * head.parameters
+    of_experts = first * layer.experts.parameters
+    reduction = _reduction_ns(layout, machine, held, of_experts, first * forward, first * (input_grad + weight_grad))
+    optimizer = np.maximum(
+        _optimizer_ns(layout, machine, held, of_experts),
+        _optimizer_ns(layout, machine, middle * dense, middle * layer.experts.parameters) * (layout.pipeline > 2),
     )
-    of_experts = middle * layer.experts.parameters
-    reduction = _reduction_ns(layout, machine, held, of_experts, middle * forward, middle * (input_grad + weight_grad))
-    optimizer = _optimizer_ns(layout, machine, held, of_experts)
     return StepTime(
         forward,
         input_grad,
@@ -140,51 +145,71 @@ def chunk_layers(layers: int, stages: int, chunks: int) -> list[int]:
     return [each - (place < fewer - at_end or place >= places - at_end) for place in range(places)]
 
 
+def again_ns(layer: LayerCosts, layout: UniformLayout, *, whole: bool = False) -> Number:
+    """What backward computes again of a layer's forward, with its messages; of all of it, where it is ``whole``."""
+    core, up, products, elementwise = (
+        1 if whole else share
+        for share in (layout.again_core, layout.again_up, layout.again_products, layout.again_elementwise)
+    )
+    return (
+        core * (layer.core.forward_ns + layer.context.forward_ns)
+        + up * layer.up.forward_ns
+        + products * (layer.products.forward_ns + layer.experts.forward_ns + layer.expert_ns + _exposed(layer, layout))
+        + elementwise * layer.elementwise.forward_ns
+    )
+
+
+def layer_ns(layer: LayerCosts, layout: UniformLayout) -> tuple[Number, Number, Number]:
+    """Forward, input gradient and weight gradient, with what they wait for, and nothing computed again."""
+    whole, exposed = layer.whole, _exposed(layer, layout)
+    forward = whole.forward_ns + exposed + layer.context.forward_ns + layer.expert_ns
+    input_grad = whole.input_grad_ns + exposed + layer.context.input_grad_ns + layer.expert_ns
+    return forward, input_grad, whole.weight_grad_ns
+
+
+def _exposed(layer: LayerCosts, layout: UniformLayout) -> Number:
+    """What a layer waits for messages of devices that share its products, each way."""
+    tensor = layer.tensor_ns
+    hidden = beside_products(tensor, layer.products.forward_ns, layout.tensor)
+    return np.where(layout.overlap_tensor > 0, hidden, tensor)
+
+
 def _layer_times(
     layer: LayerCosts, model: Transformer, layout: UniformLayout, machine: Machine
 ) -> tuple[Number, Number, Number]:
     """Forward, input gradient with what is computed again, and weight gradient, with what they wait for."""
     whole = layer.whole
-    again = (
-        layout.again_core * (layer.core.forward_ns + layer.context.forward_ns)
-        + layout.again_up * layer.up.forward_ns
-        + layout.again_products * (layer.products.forward_ns + layer.experts.forward_ns + layer.expert_ns)
-        + layout.again_elementwise * layer.elementwise.forward_ns
-    )
-    tensor, weight_grad = layer.tensor_ns, whole.weight_grad_ns
-    hidden_tensor = tensor / layout.tensor + np.maximum(0, tensor - layer.products.forward_ns)
-    exposed = np.where(layout.overlap_tensor > 0, np.minimum(tensor, hidden_tensor), tensor)
-    forward = whole.forward_ns + exposed + layer.context.forward_ns + layer.expert_ns
-    input_grad = whole.input_grad_ns + again + exposed * (1 + layout.again_products)
-    input_grad = input_grad + layer.context.input_grad_ns + layer.expert_ns
+    forward, input_grad, weight_grad = layer_ns(layer, layout)
+    input_grad = input_grad + again_ns(layer, layout)
 
     # Sharded parameters: gathered before forward and backward, gradients summed after it, beside compute
-    sharded = layout.zero == 3
-    array = WIDTH * whole.parameters
-    gather = collective_ns(machine, Exchange("all_gather", array), layout.zero_group, layout.tensor)
-    slowed = (
-        choices().contention
-        * array
-        * (1 - 1 / layout.zero_group)
-        / (machine.link_bytes_per_s * machine.bandwidth_share)
-        * 1e9
-    )
+    sharded, parts = layout.zero == 3, layout.expert * layout.expert_tensor
+    of_each = np.maximum(layout.zero_group * layout.tensor / parts, 1)
+    copies = [
+        (WIDTH * (whole.parameters - layer.experts.parameters), layout.zero_group, layout.tensor),
+        (WIDTH * layer.experts.parameters, of_each, parts),
+    ]
+    gather = sum(collective_ns(machine, Exchange("all_gather", size), *among) * (size > 0) for size, *among in copies)
+    moved = sum(size * (1 - 1 / group) for size, group, _ in copies)
+    slowed = choices().contention * 1e9 * moved / (machine.link_bytes_per_s * machine.bandwidth_share)
     forward_wait = np.maximum(0, gather - forward) + slowed
     backward_wait = np.maximum(0, 2 * gather - input_grad - weight_grad) + 2 * slowed
     return forward + sharded * forward_wait, input_grad + sharded * backward_wait, weight_grad
 
 
-def _filled(layout: UniformLayout, weight_grad_ns: Number) -> Number:
-    """What a schedule with weight gradients apart fills of 1F1B's bubble.
+def _filled(layout: UniformLayout, forward_ns: Number, weight_grad_ns: Number) -> Number:
+    """What a schedule with weight gradients apart fills of 1F1B's bubble, until the last device has ended.
 
-    Zero Bubble Pipeline Parallelism, table 1: (p - 1)(F + B - W) of ZB-H1, (p - 1)(F + B - 2 W) of ZB-H2.
+    Zero Bubble Pipeline Parallelism, table 1: (p - 1)(F + B - W) of ZB-H1, (p - 1)(F + B - 2 W) of ZB-H2. ZB-V has no
+    bubble between a device's first and last action, where all three take as long; the last device ends (p - 1) input
+    gradients of a chunk after the first.
     """
     schedule, others = layout.schedule, layout.pipeline - 1
-    weights_apart = np.where(
-        schedule == "zb-1p", 2, np.where(schedule == "zb-2p", 3, np.where(schedule == "zb-v", 3, 0))
-    )
+    weights_apart = np.where(schedule == "zb-1p", 2, np.where(schedule == "zb-2p", 3, 0))
     there = others + layout.microbatches - 1  # fewer micro-batches leave less to fill with
-    return np.minimum(weights_apart * others, there) * weight_grad_ns / layout.chunks * (weights_apart > 0)
+    of_one_way = np.minimum(weights_apart * others, there) * weight_grad_ns * (weights_apart > 0)
+    both_ways = np.minimum(others, there) * (forward_ns + weight_grad_ns) / layout.chunks
+    return np.where(schedule == "zb-v", both_ways, of_one_way)
 
 
 def _message_ns(model: Transformer, layout: UniformLayout, machine: Machine) -> Number:
@@ -196,8 +221,14 @@ def _message_ns(model: Transformer, layout: UniformLayout, machine: Machine) -> 
     across = np.minimum(1, layout.tensor * layout.context * layout.data / machine.node)
     slow, quick = machine.adapter_bytes_per_s, machine.link_bytes_per_s
     sent = 1e9 * size / layout.tensor * (across / slow + (1 - across) / quick) / machine.bandwidth_share
+    return sent + gathered_message_ns(model, layout, machine)
+
+
+def gathered_message_ns(model: Transformer, layout: UniformLayout, machine: Machine) -> Number:
+    """What devices of a tensor group take to have all of a message: nothing where each keeps its part."""
+    size = WIDTH * tokens_of(model, layout) * model.hidden
     gathered = collective_ns(machine, Exchange("all_gather", size), layout.tensor, 1)
-    return sent + np.where(layout.sequence_parallel > 0, 0, gathered)
+    return np.where(layout.sequence_parallel > 0, 0, gathered)
 
 
 def _reduction_ns(
@@ -210,28 +241,26 @@ def _reduction_ns(
 ) -> Number:
     """What is exposed of summing gradients and gathering parameters once per iteration."""
     dense = layout.data * layout.context
-    of_each = dense * layout.tensor / (layout.expert * layout.expert_tensor)
+    parts = layout.expert * layout.expert_tensor
+    of_each = np.maximum(dense * layout.tensor / parts, 1)
     level = layout.zero
-    inside = np.where(level == 3, layout.zero_group, 1)  # these are summed with each micro-batch
+    group = np.where(level > 0, layout.zero_group, 1)
+    group_of_each = np.clip(group * layout.tensor / parts, 1, of_each)
 
-    def summed(count: Number, devices: Number, stride: Number) -> Number:
-        size = count * layout.gradient_bytes / inside
-        return collective_ns(machine, Exchange("reduce_scatter", size), devices, stride)
+    def summed(count: Number, devices: Number, stride: Number, own: Number) -> Number:
+        size = count * layout.gradient_bytes
+        scattered = collective_ns(machine, Exchange("reduce_scatter", size), own, stride)
+        across = collective_ns(machine, Exchange("all_reduce", size / own), devices / own, stride * own)
+        return (scattered * (level < 3) + across) * (count > 0)  # by level 3 scattered with each micro-batch
 
-    def gathered(count: Number, devices: Number, stride: Number) -> Number:
-        gradients = np.where(level == 0, layout.gradient_bytes, WIDTH)  # an all-reduce has two halves
-        return collective_ns(machine, Exchange("all_gather", count * gradients / inside), devices, stride)
+    def gathered(count: Number, stride: Number, own: Number) -> Number:
+        return collective_ns(machine, Exchange("all_gather", count * WIDTH), own, stride) * (level < 3) * (count > 0)
 
-    def both(of: object) -> Number:
-        assert callable(of)
-        return of(parameters, dense / inside, layout.tensor * inside) + of(
-            of_experts, np.maximum(of_each, 1), layout.expert * layout.expert_tensor
-        )
-
-    sums, gathers = both(summed), both(gathered)
+    sums = summed(parameters, dense, layout.tensor, group) + summed(of_experts, of_each, parts, group_of_each)
+    gathers = gathered(parameters, layout.tensor, group) + gathered(of_experts, parts, group_of_each)
     hidden = np.minimum(sums, backward_ns) + np.minimum(gathers, forward_ns)
     beside = np.maximum(0, sums - backward_ns) + np.maximum(0, gathers - forward_ns)
-    moved = (parameters + of_experts) * (layout.gradient_bytes + WIDTH) / inside * (dense > 1)
+    moved = (parameters + of_experts) * (layout.gradient_bytes + WIDTH) / np.where(level == 3, group, 1) * (dense > 1)
     slowed = choices().contention * 1e9 * moved / (machine.link_bytes_per_s * machine.bandwidth_share)
     slowed = np.where(sums + gathers > 0, slowed * hidden / np.maximum(sums + gathers, 1e-9), 0)
     return np.where(layout.overlap_data > 0, beside + slowed, sums + gathers)

@@ -36,11 +36,11 @@ class FusedRates:
     machine: Machine
 
     @classmethod
-    def of(cls, device: DevicePreset, shares: Shares) -> FusedRates:
-        """The rates of a device that reaches these shares, with the attention that is usual on it."""
+    def of(cls, device: DevicePreset, shares: Shares, attention: str | None = None) -> FusedRates:
+        """The rates of a device that reaches these shares, with a kernel of attention: by default the usual one."""
         link = device.link_bytes_per_s
         alone = {"node": 1, "link_bytes_per_s": link, "adapter_bytes_per_s": link}
-        return cls(reaching(device, shares), machine_of(device, shares, usual_attention(device), **alone))
+        return cls(reaching(device, shares), machine_of(device, shares, attention or usual_attention(device), **alone))
 
     def kernel_ns(self, kernel: Kernel, *, fp8: bool = False) -> float:
         """One kernel: a product in waves of tiles, attention at its own share of the peak, no quicker than its bytes.

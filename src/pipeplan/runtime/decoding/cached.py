@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.decoding.attention import merged
 from pipeplan.runtime.decoding.exchanges import Form, StageExchange
+from pipeplan.runtime.decoding.latents import LatentHeads
 from pipeplan.runtime.decoding.layouts import BlockLayout
 from pipeplan.runtime.decoding.pieces import CachePiece, Looks
 from pipeplan.runtime.decoding.requests import Pass
@@ -164,13 +166,19 @@ class DecodingAttention(TorchFunctionMode):
         self._exchange: StageExchange | None = None
         self._calls = 0
 
-    def begin(self, caches: BlockCaches, rows: CachedRows, exchange: StageExchange | None) -> None:
+    def begin(
+        self, caches: BlockCaches, rows: CachedRows, exchange: StageExchange | None, latent: LatentHeads | None
+    ) -> None:
         """Before each block, with what the devices exchange by that have pieces of the same caches."""
-        self._caches, self._rows, self._exchange, self._calls = caches, rows, exchange, 0
+        self._caches, self._rows, self._exchange, self._latent, self._calls = caches, rows, exchange, latent, 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run a function; attention with the caches."""
-        return self._attend(*args, **(kwargs or {})) if func in ATTENTION else func(*args, **(kwargs or {}))
+        if func in ATTENTION:
+            return self._attend(*args, **(kwargs or {}))
+        if func is linear and self._latent is not None and args[1] is self._latent.weight:
+            return self._latent.instead(args[0])
+        return func(*args, **(kwargs or {}))
 
     def _attend(
         self,
@@ -191,29 +199,39 @@ class DecodingAttention(TorchFunctionMode):
         self._calls += 1
         if rows.layout.pieces.size == 1 and not rows.own:  # a row stands in, of which nothing is kept
             return query.new_zeros(*query.shape[:-1], value.shape[-1])
-        copies = key.shape[1] // (caches.key_heads or key.shape[1])
-        key, value = (each[:, :: max(1, copies)].transpose(1, 2) for each in (key, value))  # words first
+        latent, wide = self._latent, query
+        if latent is None:
+            copies = key.shape[1] // (caches.key_heads or key.shape[1])
+            written = [each[:, :: max(1, copies)].transpose(1, 2) for each in (key, value)]  # words first
+        else:
+            scale = query.shape[-1] ** -0.5 if scale is None else scale
+            written, query = [latent.written(key)], latent.queries(query)
         if rows.layout.pieces.size == 1:
             slots, words, chosen = rows.places
-            piece.append(slots, words, *(_taken(each.flatten(0, 1), chosen) for each in (key, value)))
-            mixed, _ = piece.attend(query, rows.looks, caches.window, scale)
-            return mixed
-        return self._in_pieces(piece, query, key, value, scale)
+            piece.append(slots, words, *(_taken(each.flatten(0, 1), chosen) for each in written))
+            mixed, _ = self._met(piece, query, scale)
+        else:
+            mixed = self._in_pieces(piece, query, written, scale)
+        return mixed if latent is None else latent.values(mixed, wide)
 
-    def _in_pieces(self, piece: CachePiece, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        assert self._exchange is not None, "pieces are of several devices"
+    def _met(self, piece: CachePiece, query: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+        """The piece's mixture, of latents without the key beside each, and its logarithms of sums."""
+        mixed, sums = piece.attend(query, self._rows.looks, self._caches.window, scale)
+        return mixed if self._latent is None else mixed[..., : self._latent.size], sums
+
+    def _in_pieces(self, piece: CachePiece, query: Tensor, written: Sequence[Tensor], scale: float | None) -> Tensor:
         rows = self._rows
-        queries, keys, values = self._gather(query, key, value)
+        queries, kept = self._gather(query, written)
         slots, words, _ = rows.places
-        piece.append(slots, words, keys, values)
-        mixed, sums = piece.attend(queries, rows.looks, self._caches.window, scale)
+        piece.append(slots, words, *kept)
+        mixed, sums = self._met(piece, queries, scale)
         return self._merge(query, mixed, sums)
 
-    def _gather(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of the whole line, and keys and values [words, heads, size] of those words that are kept here."""
-        assert self._exchange is not None
+    def _gather(self, query: Tensor, written: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Queries of the whole line, and what is written [words, heads, size] of those words that are kept here."""
+        assert self._exchange is not None, "pieces are of several devices"
         rows, own = self._rows, len(self._rows.own)
-        mine = [query[:own], *(each[:own].flatten(0, 1) for each in (key, value))]
+        mine = [query[:own], *(each[:own].flatten(0, 1) for each in written)]
         given, coming = dict[int, Sequence[Tensor]](), dict[int, Sequence[Form]]()
         for device, others in rows.line.items():
             if device == rows.device:
@@ -223,16 +241,16 @@ class DecodingAttention(TorchFunctionMode):
             shapes = [(len(others), *query.shape[1:])] + [(way.come, *each.shape[1:]) for each in mine[1:]]
             coming[device] = [(shape, query.dtype) for shape in shapes] if len(others) else []
         found = self._exchange.trade("attention", given, coming)
-        parts: tuple[list[Tensor], ...] = [], [], []
+        parts: list[list[Tensor]] = [[] for _ in mine]
         for device, others in rows.line.items():
             if len(others):
-                queries, *written = mine if device == rows.device else found[device]
+                queries, *new = mine if device == rows.device else found[device]
                 of = rows.ways[device]
                 kept = of.go if device == rows.device else of.kept
-                for part, each in zip(parts, (queries, *(_taken(each, kept) for each in written)), strict=True):
+                for part, each in zip(parts, (queries, *(_taken(each, kept) for each in new)), strict=True):
                     part.append(each)
-        queries, keys, values = map(torch.cat, parts)
-        return queries, keys, values
+        queries, *kept_words = map(torch.cat, parts)
+        return queries, kept_words
 
     def _merge(self, query: Tensor, mixed: Tensor, sums: Tensor) -> Tensor:
         """The own rows' mixtures of all pieces; as what came, where none is its own and a row stood in for one."""

@@ -47,12 +47,13 @@ def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnE
     rank_device(options.device, options.transport, options.num_threads)
     name = options.model.value if isinstance(options.model, PythonValue) else options.model
     model = load_model(name, sequence=options.sequence, grain=options.grain, seed=options.seed)
-    if options.stop is not None:
+    if options.stop:
         Turns.require_known(plan)
     turns = Turns.of(plan, progress.rank)
     here, groups = rank_of(plan.stages, turns, plan.decode.sizes, model, options, progress, plan.decode.prefill_tokens)
     here.counters = counters_of(plan, progress.rank)
-    remarks = room_remarks(plan, model, options.longest, getattr(torch, options.dtype or "float32"))
+    chunk = options.chunk(plan.decode.prefill_tokens, shortest_window(model))
+    remarks = room_remarks(plan, model, options.longest, chunk, getattr(torch, options.dtype or "float32"))
     progress.begin(Phase.CONNECTING)
     timeout = timedelta(seconds=options.timeout_ns / 1e9)
     with lost_others(progress):
@@ -131,9 +132,8 @@ def rank_of(
     Raises:
         UsageError: model, stages and options do not go together.
     """
-    decoder = require_fitting(model, options)
-    windows = [found for block in model.blocks if (found := decoder.windows(block.id)) is not None]
-    written = WrittenModel.of(model, options.chunk(planned_chunk, min(windows, default=None)))
+    require_fitting(model, options)
+    written = WrittenModel.of(model, options.chunk(planned_chunk, shortest_window(model)))
     require_blocks(written.model, placed)
     follows = any(part == "chunk" for _, _, part in turns.entries)
     queue = RequestQueue(options.prompts, sizes, options.new_tokens, written.chunk, options.stop, follows)
@@ -158,6 +158,13 @@ def rank_of(
     timeout = timedelta(seconds=options.timeout_ns / 1e9)
     sources = [_sources(written.model, stage) for stage in placed]
     return DecodingRank(placed, stages, sources, turns, queue, choice, progress, lambda: 0, timeout), groups
+
+
+def shortest_window(model: Model) -> int | None:
+    """How far back the block looks that looks back least; None where all look at all words."""
+    decoder = WrittenModel.require(model)
+    windows = (decoder.windows(block.id) for block in model.blocks)
+    return min((each for each in windows if each is not None), default=None)
 
 
 def require_fitting(model: Model, options: DecodeOptions) -> CausalDecoder:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.models.given_names import Name, PythonValue, require_model
 from pipeplan.runtime.training.options import RunOutcome, format_of, grain_of
 from pipeplan.runtime.training.weight_files import files_of
-from pipeplan.texts import counted
+from pipeplan.texts import counted, of_json
 from pipeplan.units import format_ns
 
 _MOST_AT_ONCE = 256
@@ -28,8 +27,9 @@ _MOST_AT_ONCE = 256
 class DecodeOptions(RunOptions):
     """How to generate text. ``model``, ``sequence``, ``grain``, ``seed``, ``dtype`` and ``init`` are as in training.
 
-    ``prompts`` are token ids; each is continued by ``new_tokens``, or until ``stop``. ``temperature`` 0 takes the most
-    likely token; else tokens are sampled by their probabilities, from the ``top`` most likely ones if that is given.
+    ``prompts`` are token ids; each is continued by ``new_tokens``, or until one of ``stop``. ``temperature`` 0 takes
+    the most likely token; else tokens are sampled by their probabilities, from the ``top`` most likely ones if that is
+    given.
     """
 
     model: Name
@@ -37,7 +37,7 @@ class DecodeOptions(RunOptions):
     new_tokens: int = 16
     temperature: float = 0.0
     top: int | None = None
-    stop: int | None = None
+    stop: Sequence[int] = ()
     sequence: int | None = None
     grain: Literal["layer", "half", "operator"] | None = None
     seed: int = 0
@@ -106,7 +106,7 @@ class DecodeOptions(RunOptions):
 
 def read_prompts(
     source: str | Sequence[Sequence[int] | str], tokenizer: str | None
-) -> tuple[list[list[int]], int | None]:
+) -> tuple[list[list[int]], tuple[int, ...]]:
     """The token ids of prompts, and the token that ends a text, if a tokenizer has one.
 
     Args:
@@ -127,7 +127,7 @@ def read_prompts(
         if not isinstance(line, str) or line.strip()
     ]
     stop = None if encode is None else encode.eos_token_id
-    return found, stop if isinstance(stop, int) else None
+    return found, (stop,) if isinstance(stop, int) else ()
 
 
 def tokenizer_of(folder: str) -> Any:
@@ -156,7 +156,7 @@ def _prompt(where: str, line: Sequence[int] | str, encode: Any) -> list[int]:
     ids: Any = None if isinstance(line, str) else [*line]
     if isinstance(line, str):
         with contextlib.suppress(ValueError):
-            ids = json.loads(line)
+            ids = of_json(line)
     if isinstance(ids, list) and all(type(each) is int for each in ids):
         return ids
     if encode is None or not isinstance(line, str):

@@ -76,8 +76,8 @@ class Turns:
             step = f"{each.attributes['stage']}F" if each.kind == PREFILL else each.id
             if first[each.id] - first[step] >= groups:
                 raise UsageError(
-                    f"the plan takes in {each.id} more than a step of its group ahead, and with --tokenizer texts may "
-                    "end sooner, so that it is not known then who reads; search without --prefill"
+                    f"the plan takes in {each.id} more than a step of its group ahead, and with --tokenizer or "
+                    "--stop-ids texts may end sooner, so that it is not known then who reads; search without --prefill"
                 )
 
     def __iter__(self) -> Iterator[Entry]:
@@ -165,7 +165,7 @@ class DecodingRank:
         A chunk of a prompt needs no words, but where one may have ended a text and so made room for the prompt.
         """
         groups = len(self.queue.sizes)
-        hears = part != "chunk" or self.queue.stop is not None
+        hears = part != "chunk" or bool(self.queue.stop)
         if turn >= groups and hears and self.progress.rank in self._hearers:
             self._hear(turn - groups)
         if self.queue.ends_at(turn):
@@ -280,14 +280,14 @@ class DecodingRank:
         """Ranks that are told of words: those that look them up, of their own rows; of all where one may end a text."""
         first = next(stage.devices for stage in self.placed if stage.blocks)
         everyone = sorted({rank for stage in self.placed for rank in stage.devices})
-        return everyone if self.queue.stop is not None else list(first)
+        return everyone if self.queue.stop else list(first)
 
     def _spoken(self, rows: Pass) -> tuple[list[range], list[Route]]:
         """[device of the last stage] the rows of a pass whose words it chooses, and how they go to all hearers."""
         stage = self.placed[self._last]
         have = self._ranges(self._last, stage.blocks[-1], rows)
         own = [stage.devices.index(rank) if rank in stage.devices else None for rank in self._hearers]
-        if self.queue.stop is not None:
+        if self.queue.stop:
             return have, routes(have, [range(len(rows.rows))] * len(own), own)
         first = next(number for number, stage in enumerate(self.placed) if stage.blocks)
         return have, routes(have, self._ranges(first, self.placed[first].blocks[0], rows), own)

@@ -63,16 +63,17 @@ class _TakenSlot:
 class RequestQueue:
     """The requests of a run, by their ``prompts`` of numbers, and the groups of ``sizes`` slots that serve them.
 
-    Each is written on by ``new_words`` words, or until ``stop`` comes. A turn of a group is one pass in which prompts
-    enter, up to ``chunk`` words of each at a time, and one in which texts that have entered are written on. With
-    ``one_by_one`` a group's prompts enter one after another, as a plan has it that takes in a chunk beside every step.
+    Each is written on by ``new_words`` words, or until one of ``stop`` comes. A turn of a group is one pass in which
+    prompts enter, up to ``chunk`` words of each at a time, and one in which texts that have entered are written on.
+    With ``one_by_one`` a group's prompts enter one after another, as a plan has it that takes in a chunk beside every
+    step.
     """
 
     prompts: Sequence[Sequence[int]]
     sizes: Sequence[int]
     new_words: int
     chunk: int
-    stop: int | None = None
+    stop: Sequence[int] = ()
     one_by_one: bool = False
     texts: list[list[int]] = field(init=False)
     _waiting: deque[int] = field(init=False)
@@ -100,7 +101,7 @@ class RequestQueue:
     def tell(self, row: Row, word: int) -> None:
         """The word that a row has written."""
         self.texts[row.request].append(word)
-        if word == self.stop:
+        if word in self.stop:
             for running in (each for slots in self._slots for each in slots):
                 if running is not None and running.request == row.request:
                     running.ended = True

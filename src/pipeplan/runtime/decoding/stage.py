@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.decoding.cached import BlockCaches, CachedRows, DecodingAttention
 from pipeplan.runtime.decoding.exchanges import CountedCollectives, Form, SentBytes, StageExchange
+from pipeplan.runtime.decoding.latents import LatentHeads
 from pipeplan.runtime.decoding.layouts import BlockLayout, Placed, Route, positions, routes
+from pipeplan.runtime.decoding.pieces import room_for
 from pipeplan.runtime.decoding.requests import Pass
 from pipeplan.runtime.executor.process_groups import ProcessGroups
 from pipeplan.runtime.executor.stage import stage_errors
@@ -122,6 +124,7 @@ class DecodingStage:
         self._forms = self.written.forms(self.dtype)
         self._mode = DecodingAttention()
         self._vocabulary: list[int] = []
+        self._latents: dict[tuple[str, int], LatentHeads] = {}
         self._exchanges: dict[tuple[int, ...], StageExchange] = {}
         self._known: _KnownPass | None = None
         for id_ in self.stage.blocks:
@@ -194,7 +197,8 @@ class DecodingStage:
             taken = [each.new_zeros((1, *each.shape[1:])) for each in taken]
         samples = [self._sample(name, rows, own) for name in spec.samples]
         line = here.layout.line(self.device)
-        self._mode.begin(self._caches(id_, rows.group), here, self._exchange(line) if len(line) > 1 else None)
+        exchange = self._exchange(line) if len(line) > 1 else None
+        self._mode.begin(self._caches(id_, rows.group), here, exchange, self._latents.get((id_, rows.width)))
         with self._mode, contextlib.nullcontext() if own else no_words():
             made: Tensor = self.modules[id_, rows.width](*taken, *samples)
         return made[: len(own)]
@@ -282,8 +286,9 @@ class DecodingStage:
             layout, decoder = self.layouts[id_], self.written.decoder
             shards = len(layout.shards(self.device))
             heads = None if decoder.key_heads is None else max(1, decoder.key_heads // shards)
-            slots, words = layout.cached(self.device, self.sizes[group]), -(-self.longest // layout.pieces.size)
-            self.caches[id_, group] = BlockCaches(len(slots), words, heads, decoder.windows(id_))
+            slots, window = layout.cached(self.device, self.sizes[group]), decoder.windows(id_)
+            room = room_for(self.longest, window, self.written.chunk, layout.pieces.size)
+            self.caches[id_, group] = BlockCaches(len(slots), room, heads, window)
         return self.caches[id_, group]
 
     # Building
@@ -325,6 +330,16 @@ class DecodingStage:
             if width > 1:
                 _take_parameters(made, self.modules[id_, 1])
             self.modules[id_, width] = made.requires_grad_(False)
+            self._note_latent(id_, width)
+
+    def _note_latent(self, id_: str, width: int) -> None:
+        """How heads meet latents, where the block's attention caches these."""
+        decoder = self.written.decoder
+        names = self._specs[id_, width].names or {}
+        own = [key for key, name in names.items() if decoder.latent and name.endswith(decoder.latent_weight)]
+        if decoder.latent is not None and own:
+            weight = self.modules[id_, width].get_parameter(own[0])
+            self._latents[id_, width] = LatentHeads(weight, decoder.latent[1])
 
     def _along(self, line: tuple[int, ...]) -> Shards:
         counted = CountedCollectives(self.groups.of(line), len(line), self.sent)

@@ -123,7 +123,8 @@ class CausalDecoder:
     count] where each token is. ``longest`` is the most tokens of a text, None for any number. Keys and values have
     ``key_heads`` heads before any are copied for those of queries; None: as many as these. With ``latent`` (numbers of
     the latent, of the rotated key) all heads share one latent of a token, from which each makes its own key and value
-    (DeepSeek-V2, section 2.1), and only that is cached. ``windows(block)`` is how far back a block looks; None: to all.
+    (DeepSeek-V2, section 2.1) by the parameter whose name ends with ``latent_weight``, and only that is cached.
+    ``windows(block)`` is how far back a block looks; None: to all.
     """
 
     at: Callable[[int], Model]
@@ -131,6 +132,7 @@ class CausalDecoder:
     longest: int | None = None
     key_heads: int | None = None
     latent: tuple[int, int] | None = None
+    latent_weight: str = ""
     windows: Callable[[str], int | None] = lambda block: None
 
 

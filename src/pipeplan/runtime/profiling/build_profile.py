@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeplan._version import __version__
 from pipeplan.costs.blocks import require_row
-from pipeplan.costs.communication import Exchange, Prices, time_of_groups
+from pipeplan.costs.communication import Exchange, Prices, beside_products, time_of_groups
 from pipeplan.costs.recipes import unnamed_bytes
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Source, TiedParameter
@@ -402,12 +402,13 @@ def profile_of_kinds(
     step_bytes_per_s: int | None,
     more: Mapping[str, Sequence[CostRow]] | None = None,
     rings: Mapping[tuple[Kind, int], MeasuredRing] | None = None,
+    products: Mapping[tuple[Kind, int], SplitProducts] | None = None,
     saved: Mapping[Kind, Sequence[SavedTensors]] | None = None,
 ) -> Profile:
     """The profile whose blocks have the rows of their kinds, with what collectives take, and ``more``.
 
-    ``rings`` are those of kinds and micro-batch sizes, whether blocks are recomputed or not; ``saved`` says of a kind
-    what its backward needs of inputs and outputs, wherever that was looked at. Raises UsageError.
+    ``rings`` and ``products`` are those of kinds and micro-batch sizes, whether blocks are recomputed or not; ``saved``
+    says of a kind what its backward needs of inputs and outputs, wherever that was looked at. Raises UsageError.
     """
     kinds, of_kind = kinds_of(splits), defaultdict[Kind, list[CostRow]](list)
     for kind, row in rows:
@@ -422,8 +423,9 @@ def profile_of_kinds(
                     "sequence_parallel": block.spec.divided,
                 }
                 own = row.model_copy(update=update)
-                ring = (rings or {}).get((kinds[block.likeness], row.microbatch_size))
-                whole = _with_collectives(own, block.spec.collectives, price, ring)
+                case = kinds[block.likeness], row.microbatch_size
+                of_kind_and_size = (rings or {}).get(case), (products or {}).get(case)
+                whole = _with_collectives(own, block.spec.collectives, price, *of_kind_and_size)
                 require_row(f"block {block.spec.id!r}", dict(whole))
                 costs[block.spec.id].append(whole)
     by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
@@ -505,19 +507,49 @@ def priced_by(prices: Prices | None, dtype: torch.dtype, cluster: Cluster | None
     return price
 
 
+class SplitProducts(NamedTuple):
+    """Ns of a block's products with weights, in F and in I, on one of the devices that split it.
+
+    Messages of these devices are ``overlapped`` with them, or stand alone; what is gathered again for weight gradients
+    is beside products of I, as training at size has it (Megatron-LM's linear layers).
+    """
+
+    forward_ns: float
+    input_grad_ns: float
+    overlapped: bool = False
+
+    def waited(self, phase: str, messages_ns: int, shards: int) -> int:
+        """What compute waits for the messages of a phase."""
+        if phase == "W":
+            return max(0, round(messages_ns - self.input_grad_ns))
+        beside = self.forward_ns if phase == "F" else self.input_grad_ns
+        return round(beside_products(messages_ns, beside, shards)) if self.overlapped else messages_ns
+
+
 def _with_collectives(
-    row: CostRow, collectives: Sequence[Collective], price: CollectivePrice, ring: MeasuredRing | None = None
+    row: CostRow,
+    collectives: Sequence[Collective],
+    price: CollectivePrice,
+    ring: MeasuredRing | None = None,
+    products: SplitProducts | None = None,
 ) -> CostRow:
     """The row with the time that its collectives take in F, in I and in W; in B those of both.
 
-    Recomputed cores have keys and values exchanged again, of which a ``ring`` changes times and memory.
+    Recomputed cores have keys and values exchanged again, of which a ``ring`` changes times and memory. Of messages
+    among shards counts what ``products`` do not hide.
     """
+    between_parts = [each for each in collectives if each.over == "context"]
+    among_shards = [each for each in collectives if each.over == "shards"]
 
     def taken(phase: str, of: Sequence[Collective]) -> int:
         return sum(price(each, row.microbatch_size, *_among(each, row)) for each in of if each.phase == phase)
 
-    forward, input_grad, weight_grad = (taken(phase, collectives) for phase in ("F", "I", "W"))
-    between_parts = [each for each in collectives if each.over == "context"]
+    def waited(phase: str) -> int:
+        messages = taken(phase, among_shards)
+        exposed = messages if products is None else products.waited(phase, messages, row.shards)
+        return exposed + taken(phase, between_parts)
+
+    forward, input_grad, weight_grad = map(waited, ("F", "I", "W"))
     again, gathered = forward * row.recompute, taken("F", between_parts)
     times = {
         "forward_ns": row.forward_ns + forward,

@@ -455,6 +455,18 @@ _ATTENTION: dict[Any, Literal["attention", "attention_backward"]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: "attention",
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: "attention_backward",
 }
+_OF_TABLES = {
+    _aten.embedding,
+    _aten.embedding_dense_backward,
+    _aten.gather,
+    _aten.index,
+    _aten.index_add,
+    _aten.index_put,
+    _aten.index_select,
+    _aten.scatter,
+    _aten.scatter_add,
+}
+"""Operators on rows of a table that indices name."""
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 _ADDS = {_aten.add, _aten.add_}
 _ROWS = {
@@ -498,10 +510,11 @@ def _kernel(
     moved = sum(tensor.nbytes for tensor in (*read, *outputs))
     flops = product_flops(func, args, kwargs, made)
     if flops is None:
-        return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)
+        form: Literal["", "rows"] = "rows" if operator in _OF_TABLES else ""
+        return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved, form=form)
     kernel = Kernel(flops, moved, matrix=True, weights=operator in (_aten.mm, _aten.addmm))
-    if (form := _ATTENTION.get(operator)) is not None:
-        return replace(kernel, form=form, head_size=given[0].shape[-1])
+    if (attention := _ATTENTION.get(operator)) is not None:
+        return replace(kernel, form=attention, head_size=given[0].shape[-1])
     if "grouped_mm" in str(operator):  # torch's, and what stands for it on the meta device
         weights = sum(tensor.nbytes for tensor in (*given, *outputs) if tensor.ndim == 3)
         kernel = replace(kernel, form="grouped", expert_bytes=weights)

@@ -12,6 +12,7 @@ from itertools import product
 import torch
 
 from pipeplan.costs.blocks import require_row
+from pipeplan.costs.calibration import Calibration, KnownRow, calibrate, likeness, measured_rows
 from pipeplan.costs.communication import (
     LAUNCH_NS,
     LINK_CEILING,
@@ -25,15 +26,10 @@ from pipeplan.costs.communication import (
 from pipeplan.costs.context import MERGED, SharedCore
 from pipeplan.costs.devices import (
     CORE,
-    Calibration,
     DevicePreset,
     Kernel,
     Kernels,
-    KnownRow,
     Work,
-    calibrate,
-    likeness,
-    measured_rows,
 )
 from pipeplan.costs.recipes import ESTIMATED, products_in_fp8, profiled_recipe
 from pipeplan.costs.uniform.judging import RunsFit
@@ -47,6 +43,7 @@ from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
     Kind,
     ModelShare,
+    SplitProducts,
     bare_profile,
     kinds_of,
     priced_by,
@@ -82,6 +79,7 @@ _FUSED = (
     "not held."
 )
 _EAGER = "Kernels are torch's own, operator by operator."
+_OVERLAPPED = "Messages among devices that split a block overlap its products."
 
 
 def estimate_model(
@@ -102,7 +100,10 @@ def estimate_model(
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
     kernels: Kernels | None = None,
+    overlap_tensor: bool = False,
+    attention: str | None = None,
     progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> Profile:
     """Estimate every block of a model for each micro-batch size.
 
@@ -128,7 +129,12 @@ def estimate_model(
         kernels: ``eager`` ones, operator by operator as torch runs them, or ``fused``, as models are trained on
             accelerators (:mod:`pipeplan.runtime.profiling.fusion`); by default fused, but for processors, and for times
             that a measured profile calibrates.
+        overlap_tensor: messages among devices that split a block overlap its products, as Megatron-LM's
+            ``--tp-comm-overlap`` and torchtitan's asynchronous tensor parallelism have it; only with fused kernels.
+        attention: the kernel of fused attention, whose share of the peak the catalog has; by default the device's usual
+            one. Only with fused kernels.
         progress: called before every block and size.
+        tell: called with what was fitted to ``calibration``.
     """
     if kernels == "fused" and calibration is not None:
         raise UsageError("--kernels fused: what was measured ran operator by operator; leave it or --calibrate out")
@@ -142,6 +148,9 @@ def estimate_model(
         raise UsageError(f"--calibrate fits measured times, which say nothing of FP8; leave --precision {recipe} out")
     if fp8:
         device.fp8_peak()  # before anything is traced
+    for flag, given in (("--overlap-tensor", overlap_tensor), ("--attention", attention)):
+        if given and not fused:
+            raise UsageError(f"{flag} is for estimates of fused kernels; leave it or --kernels eager out")
     splits = splits_of(model, shards, dtype, cluster, context)
     spreads = spreads_of(model, unsplit_of(splits, model, dtype).blocks, expert, load_factor, etp)
     if spreads and (not fused or calibration is not None):
@@ -156,8 +165,9 @@ def estimate_model(
         rows[bench.key] = _untimed(bench.row()), over_whole_sequences(work, asked, bench.key.label)
         cores[bench.key] = _of_key_value_heads(model, bench), bench.mixed_bytes
     unsplit, notes = unsplit_of(splits, model, dtype), f"{_NOTES} {_FUSED if fused else _EAGER}"
+    notes = " ".join([notes, *[_OVERLAPPED] * overlap_tensor, *[f"Attention is {attention}."] * bool(attention)])
     shares = shares_for(device.name, catalog_shares()) if runs is None else runs.shares
-    rates = FusedRates.of(device, shares if shares.runs else own_shares(device))
+    rates = FusedRates.of(device, shares if shares.runs else own_shares(device), attention)
     if runs is not None or (calibration is None and shares.runs):
         device, notes = rates.device, f"{notes} {shares.notes if runs is None else runs.notes}"
 
@@ -174,11 +184,12 @@ def estimate_model(
         for key, (row, work) in rows.items()
     }
     if calibration is not None:
-        bare = bare_profile(model, unsplit)
-        fitted = _fitted(calibration, reference or model, dtype)
-        blocks = {block.id: block for block in bare.blocks}
-        timed = {key: fitted.row(blocks[key.block], *rows[key]) for key in rows}
-        notes = f"{notes} {_fit_notes(calibration, fitted, bare)}"
+        fitted = _fitted(calibration, reference or model, dtype, kernel_ns)
+        timed = {key: fitted.row(*rows[key]) for key in rows}
+        said = _fit_notes(calibration, fitted)
+        notes = f"{notes} {said}"
+        if tell is not None:
+            tell(said)
     if model.remark:
         notes = f"{notes} {model.remark}."
     every_price = prices_in(cluster) if cluster is not None else prices_of(device)
@@ -189,7 +200,23 @@ def estimate_model(
     rate = known or estimated_rate(unsplit, recipe, dtype, device)
     more = _expert_rows(every, splits, spreads, rows, kernel_ns, every_price, links_of(device, cluster), dtype)
     saved = saved_by_kind(benches)
-    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate, more, saved=saved)
+    products = {
+        (key.kind, key.size): _split_products(work, kernel_ns, overlap_tensor)
+        for key, (_, work) in rows.items()
+        if fused and not key.recompute
+    }
+    return profile_of_kinds(
+        model, splits, unsplit, by_kind, price, source, recipe, rate, more, products=products, saved=saved
+    )
+
+
+def _split_products(work: Work, kernel_ns: Callable[[Kernel], float], overlapped: bool) -> SplitProducts:
+    ahead, back = (sum(map(kernel_ns, filter(_has_weights, work[name]))) for name in ("forward_ns", "input_grad_ns"))
+    return SplitProducts(ahead, back, overlapped)
+
+
+def _has_weights(kernel: Kernel) -> bool:
+    return kernel.weights
 
 
 def links_of(device: DevicePreset, cluster: Cluster | None) -> Callable[[int], LinkPath]:
@@ -334,8 +361,10 @@ def _untimed(row: CostRow) -> CostRow:
 # Calibration ------------------------------------------------------------------------------------------------------
 
 
-def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibration:
-    """Rates and factors from the measured rows of blocks that the reference has."""
+def _fitted(
+    measured: Profile, reference: Model, dtype: torch.dtype, kernel_ns: Callable[[Kernel], float]
+) -> Calibration:
+    """Efficiencies by the measured rows of blocks that the reference has."""
     splits = splits_of(reference, (1,), dtype, None)
     unsplit = splits[0].graph
     bare = bare_profile(reference, unsplit)
@@ -349,15 +378,14 @@ def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibrat
         )
     sizes = sorted({row.microbatch_size for _, row in rows})
     works = {(b.key.block, b.key.size): work for b, work in counted(splits, sizes, dtype)}
-    return calibrate([KnownRow(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows])
+    known = [KnownRow(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows]
+    return calibrate(known, kernel_ns)
 
 
-def _fit_notes(measured: Profile, fitted: Calibration, estimated: Profile) -> str:
-    known = {like for like, _ in fitted.blocks}
-    blocks = sum(likeness(block) in known for block in estimated.blocks)
-    sizes = sorted({size for by_size in fitted.blocks.values() for size in by_size})
+def _fit_notes(measured: Profile, fitted: Calibration) -> str:
+    blocks = [block for block, _ in measured_rows(measured)]
+    sizes = sorted({row.microbatch_size for _, row in measured_rows(measured)})
     return (
-        f"Times are fitted to {measured.name} as measured on {measured.source.device}, micro-batch sizes {sizes}: "
-        f"{blocks} of {len(estimated.blocks)} blocks by a factor of their own, the others by one of their kind of "
-        f"operator. The three common rates alone are off by {fitted.error:.0%} in the median."
+        f"Times are fitted to {measured.name} as measured on {measured.source.device}, micro-batch sizes {sizes}, "
+        f"{len(set(map(likeness, blocks)))} kinds of blocks. {fitted.notes}"
     )

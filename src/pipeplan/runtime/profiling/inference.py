@@ -468,11 +468,10 @@ def _add_spread(
 # The profile ------------------------------------------------------------------------------------------------------
 
 
-def cached_of(decoder: CausalDecoder, dtype: torch.dtype, phase: Phase = "decode") -> dict[str, list[Attended]]:
-    """{block: the sizes of its attentions, unsplit}, of blocks that have any; in prefill not those of latents, but of
-    what is made from them. Raises UsageError where none has."""
+def cached_of(decoder: CausalDecoder, dtype: torch.dtype) -> dict[str, list[Attended]]:
+    """{block: the sizes of its attentions, unsplit}, of blocks that have any. Raises UsageError where none has."""
     splits = _in_windows(splits_of(decoder.at(1), (1,), dtype, None), decoder)
-    case = case_of(CountedForward, phase, 1, decoder, dtype.itemsize)
+    case = case_of(CountedForward, "decode", 1, decoder, dtype.itemsize)
     of_kind = {
         bench.key.kind: bench.cached.found
         for bench in counted_forwards(splits, (1,), dtype, case, fused=True)

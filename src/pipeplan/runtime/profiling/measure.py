@@ -145,7 +145,7 @@ def profile_model(
     source = measured_source(dtype, where, " ".join(notes))
     rings = {(bench.key.kind, bench.key.size): ring for bench in benches.all if (ring := bench.ring()) is not None}
     saved = saved_by_kind(benches.all)
-    return profile_of_kinds(model, splits, unsplit, rows, price, source, recipe, rate, more, rings, saved)
+    return profile_of_kinds(model, splits, unsplit, rows, price, source, recipe, rate, more, rings, saved=saved)
 
 
 def require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:

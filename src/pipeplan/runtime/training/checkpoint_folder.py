@@ -40,7 +40,7 @@ from torch.serialization import _get_layout
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.launch.status import warn
-from pipeplan.texts import on_one_line, shown
+from pipeplan.texts import of_json, on_one_line, shown
 
 REST = "rest.pt"
 """What there is beside tensors."""
@@ -301,7 +301,7 @@ def require_checksums(path: Path, rank: int = 0, num_ranks: int = 1) -> None:
             warn(f"{path} has no checksums: an earlier pipeplan wrote it, and what has changed since goes unnoticed")
         return
     with _reading(_CHECKSUMS):
-        content = json.loads((path / _CHECKSUMS).read_bytes())
+        content = of_json((path / _CHECKSUMS).read_bytes())
         if not isinstance(content, dict) or content.get("sha256") != _digest(content["files"]):
             raise ValueError("it is not what was written")
     for name in sorted(content["files"])[rank::num_ranks]:

@@ -6,7 +6,6 @@ they lie: nothing is joined, copied or downloaded, and of other formats, such as
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeplan.errors import UsageError
+from pipeplan.texts import of_json
 
 _INDEX = ".safetensors.index.json"
 
@@ -63,9 +63,9 @@ def _of_folder(folder: Path) -> list[Path]:
 
 def _of_index(index: Path) -> list[Path]:
     try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        shards = of_json(index.read_text(encoding="utf-8"))["weight_map"].values()
         names = sorted(set(map(str, shards)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"--init {index}: is not an index of safetensors files with a weight_map: {type(error).__name__}: {error}"
         ) from None

@@ -6,7 +6,6 @@ Configurations are data, never code, and never a download.
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from pipeplan.runtime.models.huggingface.adapters import (
 )
 from pipeplan.runtime.models.huggingface.families import (
     COLUMNS,
+    LATENT_WEIGHT,
     ROWS,
     WORDS,
     ModelFamily,
@@ -61,6 +61,7 @@ from pipeplan.runtime.models.spec import (
 from pipeplan.runtime.parallel.context import require_pieces
 from pipeplan.runtime.parallel.places import Exchanges, positions_at
 from pipeplan.runtime.parallel.sharding import require_even
+from pipeplan.texts import of_json
 
 Description = tuple[str, dict[str, Any], bool]
 """A family's ``model_type`` or class name, its keyword arguments, and whether unknown ones are mistakes."""
@@ -95,7 +96,7 @@ def describe(text: str) -> Description:
 
 def _from_file(path: Path) -> Description:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = of_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"configuration {path} cannot be read: {error.strerror}; nothing is downloaded, so save the config.json "
@@ -489,6 +490,7 @@ def _decoder(whole: LoadedModel, grain: Grain, model: Model) -> CausalDecoder | 
         whole.family.maximum(config),
         key_heads=None if latent else _key_heads(config),
         latent=(latent, config.qk_rope_head_dim) if latent else None,
+        latent_weight=LATENT_WEIGHT,
         windows=partial(_window_of, config),
     )
 

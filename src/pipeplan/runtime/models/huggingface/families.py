@@ -274,6 +274,9 @@ _QWEN2_MOE = {  # transformers' own leaves the expert that all words take whole
     **_gated("model.model.layers.*.mlp", "model.model.layers.*.mlp.shared_expert"),
 }
 
+LATENT_WEIGHT = ".self_attn.kv_b_proj.weight"
+"""Ends the names of what makes keys and values of latents."""
+
 _LATENT = {  # transformers' own leaves attention whole; what projects to latents is whole on every device
     **{f"model.model.layers.*.self_attn.{each}_proj": "colwise" for each in ("q", "q_b", "kv_b")},
     "model.model.layers.*.self_attn.o_proj": "rowwise",
