@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
@@ -136,6 +136,16 @@ class CausalDecoder:
     windows: Callable[[str], int | None] = lambda block: None
 
 
+class SequenceParts(Protocol):
+    """What gives a model for parts of its sequences."""
+
+    def length(self, count: int) -> int:
+        """Of one of so many parts of each. Raises UsageError where there are none of one size."""
+
+    def __call__(self, count: int) -> Model:
+        """The model whose samples are these parts. Raises UsageError as ``length``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     """Blocks in topological order, and batches for them.
@@ -149,7 +159,9 @@ class Model:
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
     None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, if these
-    are known, ``spread(num_devices)`` with one device's part of all experts, which multiplies as many words as it
+    are known; ``outlined(num_devices, count)`` gives both in one, with only the first of layers that are alike, where
+    that is much less to make. ``spread(num_devices)`` is the model with one device's part of all experts, which
+    multiplies as many words as it
     sends to the others. ``in_context(count)`` gives it as so many devices run it that have an early and a late piece of
     each sequence: blocks of the same names and parameters, whose ``split`` builds what exchanges the rest along the
     axis of context. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of,
@@ -169,7 +181,8 @@ class Model:
     made_up: bool = False
     switched_off: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    parted: Callable[[int], Model] | None = None
+    parted: SequenceParts | None = None
+    outlined: Callable[[int, int], Model | None] | None = None
     decoder: CausalDecoder | None = None
     spread: Callable[[int], Model] | None = None
     in_context: Callable[[int], Model] | None = None
@@ -227,10 +240,12 @@ class Model:
 
     def require_shares(self, num_devices: int) -> None:
         """Check that devices can share the parameters of all blocks, without making these. Raises UsageError."""
-        counts: dict[str, int] = {}
+        counts, known = dict[str, int](), set[Hashable]()
         with torch.device("meta"):
             for block in self.blocks:
-                if block.split is not None and block.split.cuts:
+                like = block.form or block.id
+                if block.split is not None and block.split.cuts and like not in known:
+                    known.add(like)
                     whole = block.build()
                     for name, cut in block.split.cuts.items():
                         counts |= cut.of(f"{name!r} of block {block.id!r}", whole.get_parameter(name))

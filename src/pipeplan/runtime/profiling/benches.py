@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -318,21 +318,10 @@ class Bench:
                 queue.run()
         return meter.usage
 
-    def workspace(self, usage: dict[str, Usage], given: int) -> int:
-        """The most that F, B, I or W takes beyond what the row counts as held while it runs, its outputs included.
-
-        ``given`` bytes of the inputs, and the gradients of the outputs, were there before anything was counted; I
-        counts as holding what F left or what W needs, whichever is more.
-        """
-        held, deferred = self.activation_bytes, self.weight_grad_bytes
+    def workspace(self, usage: Mapping[str, Usage], given: int) -> int:
+        """The most that F, B, I or W takes beyond what the row counts as held while it runs (:func:`workspace_of`)."""
         gradient = sum(gradient.nbytes for _, gradient in self.gradients)
-        return max(
-            0,
-            given + usage["F"].peak - held,
-            given + gradient + usage["B"].peak - held,
-            given + gradient + usage["I"].peak - max(held, deferred),
-            usage["W"].peak - usage["W"].start,
-        )
+        return workspace_of(usage, self.activation_bytes, self.weight_grad_bytes, given, gradient)
 
     def row(self) -> CostRow:
         """The measurements as a row of the profile."""
@@ -352,6 +341,21 @@ class Bench:
         if self.ring_workspace_bytes is None or not self.ring_times:
             return None
         return MeasuredRing.of(self.ring_times, self.ring_workspace_bytes - self.workspace_bytes)
+
+
+def workspace_of(usage: Mapping[str, Usage], held: int, deferred: int, given: int, gradient: int) -> int:
+    """The most that F, B, I or W takes beyond what counts as held while it runs, its outputs included, in bytes.
+
+    ``given`` of the inputs, and the ``gradient`` of the outputs, were there before anything was counted; I counts as
+    holding what F left or what W needs, whichever is more.
+    """
+    return max(
+        0,
+        given + usage["F"].peak - held,
+        given + gradient + usage["B"].peak - held,
+        given + gradient + usage["I"].peak - max(held, deferred),
+        usage["W"].peak - usage["W"].start,
+    )
 
 
 class CountedCores(TorchFunctionMode):
