@@ -832,7 +832,7 @@ def profile(
     expert: Counts = 1,
     inference: bool = False,
     batch: Counts = 1,
-    context: Counts = 1,
+    context: Counts | None = None,
     dcp: Counts = 1,
     recompute: bool = False,
     dtype: Dtype | None = None,
@@ -869,8 +869,8 @@ def profile(
             alone, with as many tokens as it sends to the others.
         inference: forwards alone.
         batch: of inference, requests at once, as ``microbatch`` is of training.
-        context: numbers of devices that share each sequence; whole sequences are always included. Of inference tokens
-            of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
+        context: numbers of devices that share each sequence; whole sequences, the default, are always included. Of
+            inference tokens of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
         dcp: of inference, numbers of devices that share caches along their tokens, whose decode steps are measured as
             runs make them.
         recompute: include costs with activation checkpointing.

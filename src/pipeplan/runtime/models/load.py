@@ -61,7 +61,7 @@ def load_model(
     if name in ZOO:
         _refuse_grain(name, grain)
         size = zoo_model(name, sequence=sequence, planned=planned_sequence)
-        return _with_shared(replace(size, parted=_PartedByName(name, size, {})), shared)
+        return _with_shared(_PartedByName(name, size, {}).added, shared)
     if name in NETWORKS:
         _refuse_sequence(name, sequence)
         if max(shards, default=1) > 1:
@@ -75,7 +75,7 @@ def load_model(
         how: dict[str, Any] = {"grain": grain or "half", "meta": meta, "seed": seed, "shards": shards}
         shown = name if len(said) > len(name) else None  # a known model's name for its configuration
         whole = load_configuration(said, sequence=sequence, planned_sequence=planned_sequence, shown=shown, **how)
-        return _with_shared(replace(whole, parted=_PartedByName(name, whole, how)), shared)
+        return _with_shared(_PartedByName(name, whole, how).added, shared)
     require_model(name)
     _refuse_sequence(name, sequence)
     return _with_shared(_made_by(name, grain, seed, max(shards, default=1)), shared)
@@ -131,6 +131,11 @@ class _PartedByName:
     name: str
     model: Model
     how: Mapping[str, Any]
+
+    @property
+    def added(self) -> Model:
+        """The model, which says how."""
+        return replace(self.model, parted=self, part_length=self.length)
 
     def length(self, count: int) -> int:
         """Of one of ``count`` parts. Raises UsageError: sequences are of several lengths, or cannot be divided so."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -136,16 +136,6 @@ class CausalDecoder:
     windows: Callable[[str], int | None] = lambda block: None
 
 
-class SequenceParts(Protocol):
-    """What gives a model for parts of its sequences."""
-
-    def length(self, count: int) -> int:
-        """Of one of so many parts of each. Raises UsageError where there are none of one size."""
-
-    def __call__(self, count: int) -> Model:
-        """The model whose samples are these parts. Raises UsageError as ``length``."""
-
-
 @dataclass(frozen=True, slots=True)
 class Model:
     """Blocks in topological order, and batches for them.
@@ -158,10 +148,10 @@ class Model:
     parameter name) pairs that stand for one parameter.
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
-    None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, if these
-    are known; ``outlined(num_devices, count)`` gives both in one, with only the first of layers that are alike, where
-    that is much less to make. ``spread(num_devices)`` is the model with one device's part of all experts, which
-    multiplies as many words as it
+    None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, of some
+    ``part_length``, if these are known; ``outlined(num_devices, count)`` gives both in one, with only the first of
+    layers that are alike, where that is much less to make. ``spread(num_devices)`` is the model with one device's part
+    of all experts, which multiplies as many words as it
     sends to the others. ``in_context(count)`` gives it as so many devices run it that have an early and a late piece of
     each sequence: blocks of the same names and parameters, whose ``split`` builds what exchanges the rest along the
     axis of context. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of,
@@ -181,7 +171,8 @@ class Model:
     made_up: bool = False
     switched_off: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    parted: SequenceParts | None = None
+    parted: Callable[[int], Model] | None = None
+    part_length: Callable[[int], int] = lambda count: 0
     outlined: Callable[[int, int], Model | None] | None = None
     decoder: CausalDecoder | None = None
     spread: Callable[[int], Model] | None = None

@@ -9,7 +9,7 @@ import hashlib
 import platform
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ from pipeplan.costs.recipes import unnamed_bytes
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Source, TiedParameter
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_per_sample
-from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, SequenceParts, shards_named, unsplittable
+from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
 from pipeplan.runtime.profiling.ring_rows import MeasuredRing
 from pipeplan.runtime.profiling.shared_sequences import alone_in_context
@@ -420,26 +420,27 @@ def with_experts_of_one(model: Model, expert: int) -> Model:
 
 def _part_of(model: Model, context: int) -> Model:
     """The model whose samples are one of ``context`` parts of each sequence. Raises UsageError."""
-    return model if context == 1 else _parts_of(model, context)(context)
+    return model if context == 1 else _require_parts(model, context)(context)
+
+
+def _require_parts(model: Model, context: int) -> Callable[[int], Model]:
+    if model.parted is None:
+        raise UsageError(
+            f"--context {context}: {model.name} makes samples of its own; give a model of the zoo or a configuration"
+        )
+    return model.parted
 
 
 def require_pieces(model: Model, context: int) -> None:
     """Check that devices can have an early and a late piece of each sequence. Raises UsageError."""
-    own = _parts_of(model, context).length(context)
+    _require_parts(model, context)
+    own = model.part_length(context)
     if own % 2:
         raise UsageError(
             f"--context {context}: {model.name} has sequences of {own * context}, of which {context} devices "
             "cannot have an early and a late piece each, all of one size; give a --sequence that is a multiple "
             f"of {2 * context}, or another --context"
         )
-
-
-def _parts_of(model: Model, context: int) -> SequenceParts:
-    if model.parted is None:
-        raise UsageError(
-            f"--context {context}: {model.name} makes samples of its own; give a model of the zoo or a configuration"
-        )
-    return model.parted
 
 
 def _apart(graph: BlockGraph, context: int) -> BlockGraph:

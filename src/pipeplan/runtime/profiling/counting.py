@@ -249,7 +249,7 @@ def _is_fused(query: _Look, key: _Look, value: _Look, mask: _Look | None, rest: 
     return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
 
-class _TracedCore:
+class _RunningCore:
     """What the attention cores of one forward do: the storages they make, and those they are given, by identity.
 
     A storage that is released is forgotten, as its identity may come again; of what was given it stays known by its
@@ -264,7 +264,7 @@ class _TracedCore:
         self.running = False
 
     @contextmanager
-    def inside(self, *given: Tensor | None) -> Iterator[_TracedCore]:
+    def inside(self, *given: Tensor | None) -> Iterator[_RunningCore]:
         """What runs inside is a core, of these tensors."""
         self.given |= storages(tensor for tensor in given if tensor is not None)
         self.running = True
@@ -288,7 +288,7 @@ class _TracedCore:
         return TracedCore(tuple(made), (*self.released, *given))
 
 
-_CORES: list[_TracedCore] = []
+_CORES: list[_RunningCore] = []
 """That of the forward which runs."""
 
 
@@ -306,7 +306,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has it
         self._numbers: dict[int, int] = {}  # of storages, by identities that may come again
         self._in_phase = False
         self._known: set[int] = set()
-        self.core = _TracedCore()
+        self.core = _RunningCore()
 
     def counted(self) -> FusedTrace:
         """The kernels of the phases so far, and what is in use."""
@@ -317,7 +317,7 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has it
         """Note what runs inside under a name."""
         self._in_phase = True
         if role_of(name) is Role.FORWARD:
-            self.core = _TracedCore()
+            self.core = _RunningCore()
             _CORES.append(self.core)
         begin = self.trace.tick()
         self.trace.phases.append((name, begin, begin))

@@ -53,7 +53,7 @@ def pieces_of(model: Model) -> tuple[tuple[int, ...], str]:
     for count in PIECES:
         try:
             require_pieces(model, count)
-            own = model.parted.length(count)
+            own = model.part_length(count)
         except UsageError as error:
             return tuple(found), "" if len(found) > 1 else str(error)
         if own < _SHORTEST:
@@ -109,8 +109,8 @@ class ShareCounter:
         if not ends:
             return found
         more = next(each for each in _MORE_SAMPLES if all(own.last.context % each for own in ends.values()))
-        here = _Traces.of([own.whole for own in ends.values()], one, self)
-        there = _Traces.of([own.last for own in ends.values()], one * more, self)
+        here = _KindTraces.of([own.whole for own in ends.values()], one, self)
+        there = _KindTraces.of([own.last for own in ends.values()], one * more, self)
         for count, own in ends.items():
             with suppress(NoClosedForm):
                 shares = [own.share(part) for part in parts[count]]
@@ -131,12 +131,12 @@ class ShareCounter:
         """Blocks by traces at the smallest of ``sizes``, and in the smallest parts with ``more`` times as many."""
         if not sizes:
             return []
-        here, there = _Traces.of([ends.whole], sizes[0], self), _Traces.of([ends.last], sizes[0] * more, self)
+        here, there = _KindTraces.of([ends.whole], sizes[0], self), _KindTraces.of([ends.last], sizes[0] * more, self)
         return list(ends.blocks(shares, sizes, here, there))
 
 
 @dataclass(frozen=True, slots=True)
-class _Traces:
+class _KindTraces:
     """The traces of all kinds of blocks of some shares at one size."""
 
     kinds: Mapping[Hashable, Kind]
@@ -144,7 +144,7 @@ class _Traces:
     size: int
 
     @classmethod
-    def of(cls, shares: Sequence[ModelShare], size: int, counter: ShareCounter) -> _Traces:
+    def of(cls, shares: Sequence[ModelShare], size: int, counter: ShareCounter) -> _KindTraces:
         """Those of the shares."""
         return cls(kinds_of(shares), counter.traced(shares, [size]), size)
 
@@ -183,7 +183,7 @@ class _Ends(NamedTuple):
         return GraphShare(self.whole.shards, replace(self.whole.graph, blocks=blocks), part)
 
     def blocks(
-        self, shares: Sequence[AnyShare], sizes: Sequence[int], here: _Traces, there: _Traces
+        self, shares: Sequence[AnyShare], sizes: Sequence[int], here: _KindTraces, there: _KindTraces
     ) -> Iterator[CountedBlock]:
         """What each kind of block of shares between comes to at some sizes. Raises NoClosedForm."""
         growth = Growth(Extent(here.size, 1), Extent(there.size, self.last.context))
