@@ -175,8 +175,8 @@ def estimate_model(
         pairs, why = [pair for pair in pairs if pair[0] == 1], str(error)
         found = _Counted.of(counter, pairs, spreads, sizes)
     splits, every, rows = [found.shares[pair] for pair in pairs], list(found.shares.values()), found.rows
-    said = _NOTES, _FUSED if fused else _EAGER, why and _WHOLE.format(why), _OVERLAPPED * overlap_tensor
-    notes = " ".join(filter(None, (*said, attention and f"Attention is {attention}.")))
+    kinds = _NOTES, _FUSED if fused else _EAGER, why and _WHOLE.format(why), _OVERLAPPED * overlap_tensor
+    notes = " ".join(filter(None, (*kinds, attention and f"Attention is {attention}.")))
     shares = shares_for(device.name, catalog_shares()) if runs is None else runs.shares
     rates = FusedRates.of(device, shares if shares.runs else own_shares(device), attention)
     if runs is not None or (calibration is None and shares.runs):
