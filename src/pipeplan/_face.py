@@ -832,7 +832,7 @@ def profile(
     expert: Counts = 1,
     inference: bool = False,
     batch: Counts = 1,
-    context: Counts = 1,
+    context: Counts | None = None,
     dcp: Counts = 1,
     recompute: bool = False,
     dtype: Dtype | None = None,
@@ -869,8 +869,8 @@ def profile(
             alone, with as many tokens as it sends to the others.
         inference: forwards alone.
         batch: of inference, requests at once, as ``microbatch`` is of training.
-        context: numbers of devices that share each sequence; whole sequences are always included. Of inference tokens
-            of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
+        context: numbers of devices that share each sequence; whole sequences, the default, are always included. Of
+            inference tokens of texts to add prefill, decode and the cache for, as ``"1k,32k"``.
         dcp: of inference, numbers of devices that share caches along their tokens, whose decode steps are measured as
             runs make them.
         recompute: include costs with activation checkpointing.
@@ -982,7 +982,7 @@ def estimate(
     granularity: Granularity | None = None,
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
-    context: Counts = 1,
+    context: Counts | None = None,
     expert: Counts = 1,
     etp: Counts = 1,
     inference: bool = False,
@@ -1008,8 +1008,9 @@ def estimate(
     Args:
         model: see :func:`profile`, as for every argument not listed here.
         device: the preset whose rates to use, as ``"a100-80gb"``.
-        context: numbers of devices that share each sequence; whole sequences are always included. Of inference tokens
-            of texts, as in :func:`profile`.
+        context: numbers of devices that share each sequence; whole sequences are always included. By default 2, 4 and
+            8, as far as pieces keep 512 tokens and :func:`run` can share them; 1 for none. Of inference tokens of
+            texts, as in :func:`profile`.
         expert: numbers of devices that share the experts, each holding whole ones; experts that are split like
             everything else are always included.
         etp: numbers of these devices that split each expert; 1 holds whole ones. :func:`search` chooses among several.

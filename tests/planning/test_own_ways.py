@@ -124,6 +124,24 @@ def test_ten_different_plans_are_shown() -> None:
     assert shown[0].iteration_ns == found.plan.predicted.iteration_ns <= fewer.plan.predicted.iteration_ns
 
 
+def test_stages_share_sequences_as_those_beside_them() -> None:
+    """Also where layers alone would be far quicker with pieces; no message changes how sequences are divided."""
+    profile = with_large_head()
+
+    def in_pieces(row: CostRow) -> CostRow:
+        return row.model_copy(
+            update={"context": 2, "forward_ns": row.forward_ns // 8, "backward_ns": row.forward_ns // 4}
+        )
+
+    blocks = [each.model_copy(update={"costs": (*each.costs, *map(in_pieces, each.costs))}) for each in profile.blocks]
+    request = asked()
+    request = request_of(joined(blocks), "auto", request.batch, 4, **{key: getattr(request, key) for key in SAID})
+    found = with_own_ways(request, uniform(request, "one-to-one"))
+    assert found is not None
+    assert {stage.context for stage in found.placement.stages} == {1}
+    Trial.of(request, found).look(usual=found.usual)
+
+
 def test_stages_whose_blocks_are_tied_run_alike() -> None:
     """Here the first and the last, on two positions; and where nothing is gained nothing is changed."""
     profile = with_large_head()

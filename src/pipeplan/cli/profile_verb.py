@@ -213,9 +213,9 @@ def _read_text(path: str) -> str:
 @click.option(
     "--context",
     type=TOKENS,
-    default="1",
     help="Numbers of devices that share each sequence; whole sequences are always included. With --inference: tokens "
-    "of texts (8k is 8192) to add prefill, decode and the cache for.",
+    "of texts (8k is 8192) to add prefill, decode and the cache for.  [default: 1; with --estimate 1,2,4,8 as far as "
+    "pieces keep 512 tokens and run can share them]",
 )
 @click.option(
     "--expert",
@@ -650,7 +650,8 @@ def measured(
     profile = _api.profile(
         model,
         given["microbatch"],
-        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype", "context", "expert")} | {"shards": shards},
+        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype", "expert")} | {"shards": shards},
+        context=given["context"] or (1,),
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
         **({"on_mean": tell} | how),
@@ -714,7 +715,7 @@ def _of_inference(given: Mapping[str, Any], *, estimates: bool) -> bool:
                 raise UsageError(f"{why}, and --inference runs forwards alone; leave it out")
         if max(given["etp"]) > 1:
             raise UsageError("--etp splits experts in training; with --inference each device has whole ones")
-        if max(given["dcp"]) > 1 and given["context"] == (1,):
+        if max(given["dcp"]) > 1 and given["context"] in (None, (1,)):
             raise UsageError("--dcp is of decode steps; give --context, the tokens of their texts, too")
         if max(given["dcp"]) > 1 and given["device"] == "cuda":
             raise UsageError("--dcp measures decode steps as run makes them, on CPUs only so far; leave --device out")
@@ -746,7 +747,7 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
     profile = (_api.estimate_inference if estimates else _api.profile_inference)(
         model,
         given["batch"],
-        given["context"] if given["context"] != (1,) else (),
+        given["context"] if given["context"] not in (None, (1,)) else (),
         shards=shards,
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,

@@ -51,7 +51,7 @@ def to_json(model: FileModel) -> str:
 
 def layout(value: object) -> str:
     """Human-readable JSON: whatever fits on one line is on one, with a newline at the end."""
-    return _layout(value, 0) + "\n"
+    return _layout(value, 0, {}) + "\n"
 
 
 def write_file(model: FileModel, path: str) -> None:
@@ -162,22 +162,30 @@ def temporary_beside(target: Path) -> tuple[int, str]:
             return os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), str(temporary)
 
 
-def _layout(value: object, depth: int) -> str:
-    """JSON with what fits in 110 columns on one line, and everything else one element a line."""
-    flat = json.dumps(value, ensure_ascii=False)
+_text_of = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def _layout(value: object, depth: int, known: dict[tuple[str, int], str]) -> str:
+    """JSON with what fits in 110 columns on one line, and everything else one element a line.
+
+    What is ``known`` by its text on one line is not made again: blocks that are alike have the same rows.
+    """
+    flat = _text_of(value)
     if len(flat) + depth * 2 <= 110 or not isinstance(value, dict | list) or not value:
         return flat
-    pad = "  " * (depth + 1)
+    if (flat, depth) not in known:
+        known[flat, depth] = _on_lines(value, depth, known)
+    return known[flat, depth]
+
+
+def _on_lines(value: dict[str, Any] | list[Any], depth: int, known: dict[tuple[str, int], str]) -> str:
+    pad, end = "  " * (depth + 1), "\n" + "  " * depth
     if isinstance(value, dict):
-        rows = [
-            f"{pad}{json.dumps(key, ensure_ascii=False)}: {_layout(item, depth + 1)}" for key, item in value.items()
-        ]
-        return "{\n" + ",\n".join(rows) + "\n" + "  " * depth + "}"
+        rows = [f"{pad}{_text_of(key)}: {_layout(item, depth + 1, known)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(rows) + end + "}"
     if all(isinstance(item, str | int | float) for item in value):
-        return (
-            "[\n" + _wrapped([json.dumps(item, ensure_ascii=False) for item in value], pad) + "\n" + "  " * depth + "]"
-        )
-    return "[\n" + ",\n".join(pad + _layout(item, depth + 1) for item in value) + "\n" + "  " * depth + "]"
+        return "[\n" + _wrapped([_text_of(item) for item in value], pad) + end + "]"
+    return "[\n" + ",\n".join(pad + _layout(item, depth + 1, known) for item in value) + end + "]"
 
 
 def _wrapped(items: list[str], pad: str) -> str:

@@ -227,7 +227,8 @@ class _WaysOfStages:
         known = {
             way: costs
             for way in checked(_possible(request, len(stages[0].devices), samples), 1)
-            if (costs := _costs_of(request, blocks, way, samples, count, splits=choice.usual.splits)) is not None
+            if way.split.context == stages[0].context  # neighbours share sequences alike
+            and (costs := _costs_of(request, blocks, way, samples, count, splits=choice.usual.splits)) is not None
         }
         if len(known) < 2:
             return None

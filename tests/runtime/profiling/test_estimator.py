@@ -186,7 +186,7 @@ def test_less_is_held_where_the_attention_core_is_computed_again(module: type[nn
 def test_work_is_what_torch_counts() -> None:
     model = load_model("gpt2-124m", sequence=64)
     splits = splits_of(model, (1,), torch.float32, None)
-    works = {bench.key.block: work for bench, work in counted(splits, [2], torch.float32)}
+    works = {each.key.block: each.work for each in counted(splits, [2], torch.float32)}
     of_kind = {
         id_: {phase: sum(k.flops for k in work[phase] if k.matrix) for phase in work} for id_, work in works.items()
     }
@@ -219,7 +219,7 @@ def test_grouped_products_count_once_per_row_forward_and_twice_backward() -> Non
         BlockSpec("experts", "moe", Experts, sources=("first",)),
     )
     splits = splits_of(Model("moe", blocks, sequences, lambda batch: 1), (1,), torch.bfloat16, None)
-    (work,) = (work for bench, work in counted(splits, [4], torch.bfloat16) if bench.key.block == "experts")
+    (work,) = (each.work for each in counted(splits, [4], torch.bfloat16) if each.key.block == "experts")
     flops = {phase: sum(kernel.flops for kernel in work[phase] if kernel.matrix) for phase in work}
     once = 2 * (4 * 8) * WIDTH * 4 * WIDTH
     assert flops == {"forward_ns": once, "input_grad_ns": 2 * once, "weight_grad_ns": 0}
@@ -227,7 +227,7 @@ def test_grouped_products_count_once_per_row_forward_and_twice_backward() -> Non
 
 def test_closed_forms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """``pipeplan example`` needs no torch, and tells the same of a device that reaches the same."""
-    told = estimate(load_model("gpt2-124m"), (1, 2), dtype=torch.bfloat16)
+    told = estimate(load_model("gpt2-124m"), (1, 2), dtype=torch.bfloat16, context=(1,))
     fitted = reaching(A100, catalog_shares()[A100.name])
     monkeypatch.setattr("pipeplan.examples.models.device_preset", lambda name: fitted)
     forms = paper_model("gpt2-124m", microbatch_sizes=(1, 2))

@@ -136,7 +136,7 @@ def rows_of(profile: Profile) -> dict[str, CostRow]:
 
 def works(*, fused: bool) -> dict[str, dict[str, list[Kernel]]]:
     splits = splits_of(chain(by_hand=False), (1,), torch.bfloat16, None)
-    return {bench.key.block: dict(work) for bench, work in counted(splits, [SAMPLES], torch.bfloat16, fused=fused)}
+    return {each.key.block: dict(each.work) for each in counted(splits, [SAMPLES], torch.bfloat16, fused=fused)}
 
 
 def test_what_fused_kernels_hold_is_what_modules_with_kernels_by_hand_hold() -> None:

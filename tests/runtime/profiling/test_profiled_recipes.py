@@ -67,7 +67,7 @@ def test_products_with_weights_are_told_from_others() -> None:
     model = load_model("gpt2-tiny")
     works = counted(splits_of(model, (1,), torch.bfloat16, None), [1], torch.bfloat16)
     products = {
-        bench.key.block: [kernel.weights for kernel in work["forward_ns"] if kernel.matrix] for bench, work in works
+        each.key.block: [kernel.weights for kernel in each.work["forward_ns"] if kernel.matrix] for each in works
     }
     assert sorted(products["layer0.attention"]) == [False, True, True], "the core, and its two layers"
     assert set(products["layer0.ffn"]) == {True}

@@ -277,11 +277,9 @@ _NAMED = 8
 def _silence(board: Board) -> str:
     """Which machines nothing was heard of, in words; empty where they all answered, or that is not known."""
     names = list(dict.fromkeys(board.machines[rank] for rank in board.silent))
-    if not names:
-        return ""
-    more = f" and {len(names) - _NAMED} more" * (len(names) > _NAMED)
+    where = f"{', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' * (len(names) > _NAMED)}"
     ranks = f"rank{'s' * (len(board.silent) > 1)} {number_ranges(board.silent)}"
-    return f"nothing is heard of {ranks} on machine{'s' * (len(names) > 1)} {', '.join(names[:_NAMED])}{more}; "
+    return f"nothing is heard of {ranks} on machine{'s' * (len(names) > 1)} {where}; " * bool(names)
 
 
 _EFFECTS = (Cause.TIMEOUT, Cause.LOST)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from inspect import isclass, isroutine
 from typing import Any
 
@@ -62,7 +61,7 @@ def load_model(
     if name in ZOO:
         _refuse_grain(name, grain)
         size = zoo_model(name, sequence=sequence, planned=planned_sequence)
-        return _with_shared(replace(size, parted=partial(_parted, name, size, {})), shared)
+        return _with_shared(_PartedByName(name, size, {}).added, shared)
     if name in NETWORKS:
         _refuse_sequence(name, sequence)
         if max(shards, default=1) > 1:
@@ -76,7 +75,7 @@ def load_model(
         how: dict[str, Any] = {"grain": grain or "half", "meta": meta, "seed": seed, "shards": shards}
         shown = name if len(said) > len(name) else None  # a known model's name for its configuration
         whole = load_configuration(said, sequence=sequence, planned_sequence=planned_sequence, shown=shown, **how)
-        return _with_shared(replace(whole, parted=partial(_parted, name, whole, how)), shared)
+        return _with_shared(_PartedByName(name, whole, how).added, shared)
     require_model(name)
     _refuse_sequence(name, sequence)
     return _with_shared(_made_by(name, grain, seed, max(shards, default=1)), shared)
@@ -125,21 +124,37 @@ def _require_shares(model: Model, name: object, shards: Sequence[int]) -> None:
                 model.require_shares(count)
 
 
-def _parted(name: str, model: Model, how: Mapping[str, Any], count: int) -> Model:
-    """The model that a name means, with samples that are one of ``count`` parts of each sequence.
+@dataclass(frozen=True, slots=True)
+class _PartedByName:
+    """Gives the ``model`` that a ``name`` means, loaded as ``how`` says, for parts of its sequences."""
 
-    Raises:
-        UsageError: its sequences cannot be divided so, or it has some of several lengths.
-    """
-    sequences = sorted({block.dimensions["sequence"] for block in model.blocks if "sequence" in block.dimensions})
-    if len(sequences) != 1 or not takes_sequence(name):
-        raise UsageError(f"--context {count}: samples of {name} are not one sequence each; leave --context out")
-    if sequences[0] % count:
-        raise UsageError(
-            f"--context {count}: {name} has sequences of {sequences[0]}, which {count} devices cannot share evenly; "
-            f"give a --sequence that is a multiple of {count}, or another --context"
-        )
-    return load_model(name, sequence=sequences[0] // count, **how)
+    name: str
+    model: Model
+    how: Mapping[str, Any]
+
+    @property
+    def added(self) -> Model:
+        """The model, which says how."""
+        return replace(self.model, parted=self, part_length=self.length)
+
+    def length(self, count: int) -> int:
+        """Of one of ``count`` parts. Raises UsageError: sequences are of several lengths, or cannot be divided so."""
+        dimensions = (block.dimensions for block in self.model.blocks)
+        sequences = sorted({each["sequence"] for each in dimensions if "sequence" in each})
+        if len(sequences) != 1 or not takes_sequence(self.name):
+            raise UsageError(
+                f"--context {count}: samples of {self.name} are not one sequence each; leave --context out"
+            )
+        if sequences[0] % count:
+            raise UsageError(
+                f"--context {count}: {self.name} has sequences of {sequences[0]}, which {count} devices cannot share "
+                f"evenly; give a --sequence that is a multiple of {count}, or another --context"
+            )
+        return sequences[0] // count
+
+    def __call__(self, count: int) -> Model:
+        """The model, whose samples are one of ``count`` parts of each sequence. Raises UsageError as ``length``."""
+        return load_model(self.name, sequence=self.length(count), **self.how)
 
 
 def takes_sequence(name: object) -> bool:

@@ -148,12 +148,13 @@ class Model:
     parameter name) pairs that stand for one parameter.
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
-    None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, if these
-    are known, ``spread(num_devices)`` with one device's part of all experts, which multiplies as many words as it
-    sends to the others. ``in_context(count)`` gives it as so many devices run it that have an early and a late piece of
-    each sequence: blocks of the same names and parameters, whose ``split`` builds what exchanges the rest along the
-    axis of context. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of,
-    if any. ``aliases`` are further names of tensors, and those that ``names`` have. ``decoder`` is there for a causal
+    None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, of some
+    ``part_length``, if these are known; ``outlined(num_devices, count)`` both in one, of the first of alike layers
+    alone. ``spread(num_devices)`` is the model with one device's part of all experts, which multiplies as many words as
+    it sends to the others. ``in_context(count)`` gives it as so many devices run it that have an early and a late piece
+    of each sequence: blocks of the same names and parameters, whose ``split`` builds what exchanges the rest along the
+    axis of context. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of, if
+    any. ``aliases`` are further names of tensors, and those that ``names`` have. ``decoder`` is there for a causal
     language model that is known to be one. Raises UsageError where names do not fit.
     """
 
@@ -170,6 +171,8 @@ class Model:
     switched_off: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     parted: Callable[[int], Model] | None = None
+    part_length: Callable[[int], int] = lambda count: 0
+    outlined: Callable[[int, int], Model | None] | None = None
     decoder: CausalDecoder | None = None
     spread: Callable[[int], Model] | None = None
     in_context: Callable[[int], Model] | None = None
@@ -228,8 +231,9 @@ class Model:
     def require_shares(self, num_devices: int) -> None:
         """Check that devices can share the parameters of all blocks, without making these. Raises UsageError."""
         counts: dict[str, int] = {}
+        firsts = reversed({block.form or block.id: block for block in reversed(self.blocks)}.values())
         with torch.device("meta"):
-            for block in self.blocks:
+            for block in firsts:
                 if block.split is not None and block.split.cuts:
                     whole = block.build()
                     for name, cut in block.split.cuts.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -292,17 +292,10 @@ class Bench:
         self.activation_bytes = sum(held.values())
         if not self.key.recompute:
             needed = storages(saved()) if roots else {}
-            self.note_needed([each.untyped_storage()._cdata in needed for each in self.inputs], bool(needed))
+            self.saved_inputs = needs_of((t.untyped_storage()._cdata in needed for t in self.inputs), bool(needed))
             self.saved_outputs = tuple("yes" if each in needed else "no" for each in self._given)
         given = storages([*self.inputs, *self.samples])
         return sum(size for address, size in held.items() if address in given)
-
-    def note_needed(self, inputs: Iterable[bool], any_: bool) -> None:
-        """Fill in of each input whether backward needs it; where it needs ``any_`` tensor, all once more in a forward.
-
-        torch's checkpoint lets go of what a function takes whose backward needs nothing.
-        """
-        self.saved_inputs = tuple("yes" if needs else "again" if any_ else "no" for needs in inputs)
 
     @property
     def _unsaved_bytes(self) -> int:
@@ -351,22 +344,11 @@ class Bench:
                 queue.run()
         return meter.usage
 
-    def workspace(self, usage: dict[str, Usage], given: int) -> int:
-        """The most that F, B, I or W takes beyond what the row counts as held while it runs, its outputs included.
-
-        ``given`` bytes of the inputs, and the gradients of the outputs, were there before anything was counted; I
-        counts as holding what F left or what W needs, whichever is more. Inputs that backward does not need are there
-        while F runs, though a stage that makes them itself does not count them as held.
-        """
-        held, deferred = self.activation_bytes, self.weight_grad_bytes
+    def workspace(self, usage: Mapping[str, Usage], given: int) -> int:
+        """The most that F, B, I or W takes beyond what the row counts as held while it runs (:func:`workspace_of`)."""
         gradient = sum(gradient.nbytes for _, gradient in self.gradients)
-        return max(
-            0,
-            given + usage["F"].peak - held + self._unsaved_bytes,
-            given + gradient + usage["B"].peak - held,
-            given + gradient + usage["I"].peak - max(held, deferred),
-            usage["W"].peak - usage["W"].start,
-        )
+        counts = self.activation_bytes, self.weight_grad_bytes, given, gradient, self._unsaved_bytes
+        return workspace_of(usage, *counts)
 
     def row(self) -> CostRow:
         """The measurements as a row of the profile."""
@@ -389,6 +371,14 @@ class Bench:
         return MeasuredRing.of(self.ring_times, self.ring_workspace_bytes - self.workspace_bytes)
 
 
+def needs_of(inputs: Iterable[bool], any_: bool) -> tuple[Saved, ...]:
+    """Of each input whether backward needs it; where that needs ``any_`` tensor, a forward once more needs all.
+
+    torch's checkpoint lets go of what a function takes whose backward needs nothing.
+    """
+    return tuple("yes" if needs else "again" if any_ else "no" for needs in inputs)
+
+
 def saved_by_kind(benches: Iterable[Bench]) -> dict[Kind, list[SavedTensors]]:
     """What blocks of a kind need of their inputs and outputs, at each size; of what is computed again that is clear."""
     found: dict[Kind, list[SavedTensors]] = defaultdict(list)
@@ -396,6 +386,24 @@ def saved_by_kind(benches: Iterable[Bench]) -> dict[Kind, list[SavedTensors]]:
         if not bench.key.recompute:
             found[bench.key.kind].append(SavedTensors(bench.saved_inputs, bench.saved_outputs))
     return found
+
+
+def workspace_of(
+    usage: Mapping[str, Usage], held: int, deferred: int, given: int, gradient: int, unsaved: int = 0
+) -> int:
+    """The most that F, B, I or W takes beyond what counts as held while it runs, its outputs included, in bytes.
+
+    ``given`` of the inputs, and the ``gradient`` of the outputs, were there before anything was counted; I counts as
+    holding what F left or what W needs, whichever is more. ``unsaved`` inputs, which backward does not need, are there
+    while F runs, though a stage that makes them itself does not count them as held.
+    """
+    return max(
+        0,
+        given + usage["F"].peak - held + unsaved,
+        given + gradient + usage["B"].peak - held,
+        given + gradient + usage["I"].peak - max(held, deferred),
+        usage["W"].peak - usage["W"].start,
+    )
 
 
 class CountedCores(TorchFunctionMode):

@@ -9,11 +9,11 @@ import hashlib
 import platform
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from pydantic import ValidationError
@@ -101,7 +101,20 @@ class ModelShare:
     expert: int = 1
 
 
-def kinds_of(splits: Sequence[ModelShare]) -> dict[Hashable, Kind]:
+@dataclass(frozen=True, slots=True)
+class GraphShare:
+    """What is known of a :class:`ModelShare` that was not made."""
+
+    shards: int
+    graph: BlockGraph
+    context: int
+    expert: int = 1
+
+
+AnyShare: TypeAlias = ModelShare | GraphShare
+
+
+def kinds_of(splits: Sequence[AnyShare]) -> dict[Hashable, Kind]:
     """Which block is measured for those of a likeness: the first, with the fewest devices."""
     found: dict[Hashable, Kind] = {}
     for split in splits:
@@ -292,6 +305,27 @@ def splits_of(
 
     Sequences are also whole. What is measured ``alone`` has attention of a part over whole ones.
     """
+
+    def made(whole: Model, part: int, count: int) -> Model:
+        share = _share_of(whole, count)
+        return alone_in_context(model, share, part, count) if alone and part > 1 else share
+
+    sizes = split_sizes(model, shards, context, cluster)
+    parts = {part: _part_of(model, part) for part in dict.fromkeys(part for part, _ in sizes)}
+    return tuple(
+        ModelShare(count, each, _apart(block_graph_of(each, dtype), part), part)
+        for part, count in sizes
+        for each in (made(parts[part], part, count),)
+    )
+
+
+def split_sizes(
+    model: Model, shards: Sequence[int], context: Sequence[int], cluster: Cluster | None
+) -> list[tuple[int, int]]:
+    """Pairs of parts of sequences and shards, as far as the cluster has devices; sequences are also whole.
+
+    Raises UsageError.
+    """
     counts = sorted(set(shards))
     if not counts or counts[0] < 1:
         raise UsageError(f"--shards {list(counts)}: give at least one, each 1 or more")
@@ -311,21 +345,60 @@ def splits_of(
             "less, or a larger --cluster"
         )
     for part in parts[1:]:
-        _require_pieces(model, part)
-    many = [] if cluster is None else [(p, n) for p in parts for n in counts if p * n > cluster.num_devices]
+        require_pieces(model, part)
+    pairs = [(part, count) for part in parts for count in counts]
+    many = [] if cluster is None else [(part, n) for part, n in pairs if part * n > cluster.num_devices]
     if many:
         said = ", ".join(f"--context {part} with --shards {count}" for part, count in many)
         warnings.warn(f"left out, as the cluster has fewer devices: {said}", stacklevel=2)
+    return [pair for pair in pairs if pair not in many]
 
-    def made(whole: Model, part: int, count: int) -> Model:
-        share = _share_of(whole, count)
-        return alone_in_context(model, share, part, count) if alone and part > 1 else share
 
-    return tuple(
-        ModelShare(count, each, _apart(block_graph_of(each, dtype), part), part)
-        for part, whole in ((part, _part_of(model, part)) for part in parts)
-        for count, each in ((count, made(whole, part, count)) for count in counts if (part, count) not in many)
-    )
+class SharesLike:
+    """Shares of a model by its own ``graph``: blocks that are alike in it have shares that are alike.
+
+    Of layers that are, the first alone are made where that is less work.
+    """
+
+    def __init__(self, model: Model, graph: BlockGraph, dtype: torch.dtype) -> None:
+        self._model, self._graph, self._dtype = model, graph, dtype
+        self._parts = {1: model}
+
+    def of(self, part: int, count: int) -> ModelShare:
+        """One of ``count`` devices' share of one of so many parts of each sequence. Raises UsageError."""
+        if (part, count) == (1, 1):
+            return ModelShare(1, self._model, self._graph)
+        return self._outlined(part, count) or self._made(part, count)
+
+    def _outlined(self, part: int, count: int) -> ModelShare | None:
+        """From a model of the first layers; None where it lacks a kind of block."""
+        model = self._model
+        if model.outlined is None or (count > 1 and model.sharded is None):
+            return None
+        with shards_named(count, model.name):
+            if part == 1:
+                model.require_shares(count)
+            outline = model.outlined(count, part)
+        known = {} if outline is None else {each.spec.id: each for each in self._graph_of(outline, part).blocks}
+        if outline is None or not known.keys() >= {each.kind for each in self._graph.blocks}:
+            return None
+        blocks = tuple(_in_place_of(each, known[each.kind]) for each in self._graph.blocks)
+        return ModelShare(count, outline, replace(self._graph, blocks=blocks), part)
+
+    def _made(self, part: int, count: int) -> ModelShare:
+        if part not in self._parts:
+            self._parts[part] = _part_of(self._model, part)
+        share = _share_of(self._parts[part], count)
+        return ModelShare(count, share, self._graph_of(share, part), part)
+
+    def _graph_of(self, model: Model, part: int) -> BlockGraph:
+        return _apart(block_graph_of(model, self._dtype), part)
+
+
+def _in_place_of(whole: BlockNode, share: BlockNode) -> BlockNode:
+    """A share of a block that is like another, ``whole`` one, in the place of that."""
+    of_share = {name: getattr(share.spec, name) for name in ("dimensions", "collectives", "divided")}
+    return replace(share, spec=replace(whole.spec, **of_share), kind=whole.kind)
 
 
 def part_of(model: Model, parts: int, dtype: torch.dtype, expert: int = 1) -> ModelShare:
@@ -348,24 +421,27 @@ def with_experts_of_one(model: Model, expert: int) -> Model:
 
 def _part_of(model: Model, context: int) -> Model:
     """The model whose samples are one of ``context`` parts of each sequence. Raises UsageError."""
-    if context == 1:
-        return model
+    return model if context == 1 else _require_parts(model, context)(context)
+
+
+def _require_parts(model: Model, context: int) -> Callable[[int], Model]:
     if model.parted is None:
         raise UsageError(
             f"--context {context}: {model.name} makes samples of its own; give a model of the zoo or a configuration"
         )
-    return model.parted(context)
+    return model.parted
 
 
-def _require_pieces(model: Model, context: int) -> None:
+def require_pieces(model: Model, context: int) -> None:
     """Check that devices can have an early and a late piece of each sequence. Raises UsageError."""
-    for block in _part_of(model, context).blocks:
-        if (own := block.dimensions.get("sequence", 0)) % 2:
-            raise UsageError(
-                f"--context {context}: {model.name} has sequences of {own * context}, of which {context} devices "
-                "cannot have an early and a late piece each, all of one size; give a --sequence that is a multiple "
-                f"of {2 * context}, or another --context"
-            )
+    _require_parts(model, context)
+    own = model.part_length(context)
+    if own % 2:
+        raise UsageError(
+            f"--context {context}: {model.name} has sequences of {own * context}, of which {context} devices "
+            "cannot have an early and a late piece each, all of one size; give a --sequence that is a multiple "
+            f"of {2 * context}, or another --context"
+        )
 
 
 def _apart(graph: BlockGraph, context: int) -> BlockGraph:
@@ -385,7 +461,7 @@ def _share_of(model: Model, count: int) -> Model:
     return share
 
 
-def unsplit_of(splits: Sequence[ModelShare], model: Model, dtype: torch.dtype) -> BlockGraph:
+def unsplit_of(splits: Sequence[AnyShare], model: Model, dtype: torch.dtype) -> BlockGraph:
     """The unsplit model, whose sizes are those in a profile."""
     whole = splits[0].shards == splits[0].context == 1
     return splits[0].graph if whole else block_graph_of(model, dtype)
@@ -393,7 +469,7 @@ def unsplit_of(splits: Sequence[ModelShare], model: Model, dtype: torch.dtype) -
 
 def profile_of_kinds(
     model: Model,
-    splits: Sequence[ModelShare],
+    splits: Sequence[AnyShare],
     unsplit: BlockGraph,
     rows: Iterable[tuple[Kind, CostRow]],
     price: CollectivePrice,
@@ -415,19 +491,20 @@ def profile_of_kinds(
         of_kind[kind].append(row)
     costs: dict[str, list[CostRow]] = defaultdict(list, {id_: list(own) for id_, own in (more or {}).items()})
     for split in splits:
+        known: dict[Hashable, list[CostRow]] = {}  # of blocks that are alike
         for block in split.graph.blocks:
-            for row in of_kind[kinds[block.likeness]]:
-                update = {
-                    "shards": split.shards,
-                    "context": split.context,
-                    "sequence_parallel": block.spec.divided,
-                }
-                own = row.model_copy(update=update)
-                case = kinds[block.likeness], row.microbatch_size
-                of_kind_and_size = (rings or {}).get(case), (products or {}).get(case)
-                whole = _with_collectives(own, block.spec.collectives, price, *of_kind_and_size)
-                require_row(f"block {block.spec.id!r}", dict(whole))
-                costs[block.spec.id].append(whole)
+            spec, kind = block.spec, kinds[block.likeness]
+            like = kind, spec.divided, spec.collectives
+            if like not in known:
+                update = {"shards": split.shards, "context": split.context, "sequence_parallel": spec.divided}
+                known[like] = []
+                for row in of_kind[kind]:
+                    case = kind, row.microbatch_size
+                    of_both = (rings or {}).get(case), (products or {}).get(case)
+                    whole = _with_collectives(row.model_copy(update=update), spec.collectives, price, *of_both)
+                    require_row(f"block {spec.id!r}", dict(whole))
+                    known[like].append(whole)
+            costs[spec.id] += known[like]
     by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
     edges = tuple(_edges_saved(unsplit, splits, kinds, saved or {}))
     return profile_of(model, replace(unsplit, edges=edges), by_block, source, recipe, step_bytes_per_s)
@@ -442,7 +519,7 @@ class SavedTensors(NamedTuple):
 
 def _edges_saved(
     graph: BlockGraph,
-    splits: Sequence[ModelShare],
+    splits: Sequence[AnyShare],
     kinds: Mapping[Hashable, Kind],
     saved: Mapping[Kind, Sequence[SavedTensors]],
 ) -> Iterator[Edge]:

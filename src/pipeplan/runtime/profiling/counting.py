@@ -8,7 +8,7 @@ count the same in about three times as long.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -21,16 +21,16 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from pipeplan.costs.devices import CORE, Kernel, Work
-from pipeplan.files import CostRow
+from pipeplan.costs.devices import Kernel
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
-from pipeplan.runtime.profiling.benches import Bench
+from pipeplan.runtime.profiling.benches import Bench, RowKey
 from pipeplan.runtime.profiling.build_profile import ModelShare
 from pipeplan.runtime.profiling.caches import ATTENDED, attended_kernel
+from pipeplan.runtime.profiling.closed_forms import CountedBlock, TracedBlock, TracedCore
 from pipeplan.runtime.profiling.flops import product_flops
 from pipeplan.runtime.profiling.fusion import BlockTrace, FusedTrace, Step, View
-from pipeplan.runtime.profiling.instruments import Meter, Usage, blamed, saved_tensors, storages
+from pipeplan.runtime.profiling.instruments import Usage, blamed, saved_tensors, storages
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 from pipeplan.workload.kinds import Role, role_of
 
@@ -46,59 +46,45 @@ def counted(
     progress: Progress | None = None,
     *,
     fused: bool = False,
-) -> Iterator[tuple[CountedBench, Work]]:
+) -> Iterator[CountedBlock]:
     """Every kind of block at every size, with its bytes, and its kernels in F, I and W: operators or ``fused``."""
+    for key, each in traced(splits, sizes, dtype, recompute, progress, fused=fused).items():
+        yield each.counted(key)
+
+
+def traced(
+    splits: Sequence[ModelShare],
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    recompute: bool = False,
+    progress: Progress | None = None,
+    *,
+    fused: bool = False,
+) -> dict[RowKey, TracedBlock]:
+    """The traces of every kind of block at every size; arguments are those of :func:`counted`."""
     shapes = tuple(replace(split, model=without_data(split.model, sizes, dtype)) for split in splits)
-    tallies: list[Tally] = []
-
-    def tally(_: torch.device) -> Meter:
-        tallies.append(Tally(BlockTrace() if fused else None))
-        return tallies[-1]
-
-    benches = Benches(shapes, recompute, dtype, _META, 0, UnfinishedProfile(), (), tally, CountedBench)
+    benches = Benches(
+        *(shapes, recompute, dtype, _META, 0, UnfinishedProfile(), ()),
+        lambda _: Tally(fused=fused),
+        CountedBench,
+    )
     with attention_of_the_cpu(padded=fused):
         benches.fill(sizes, RunCounter(progress, benches.num_of_size * len(sizes)))
-    for bench, found in zip(benches.all, tallies, strict=True):
-        bench.times = [(0, 0, 0, 0)]
-        assert isinstance(bench, CountedBench)
-        bench.shared_bytes, bench.heads = found.core.shared_bytes, found.core.heads
-        bench.mixed_bytes = found.core.mixed_bytes
-        kernels, core = found.kernels, found.core.kernels
-        if found.trace is not None:
-            fused_ones = FusedTrace(found.trace)
-            kernels, core = fused_ones.kernels, fused_ones.core
-        work: Work = {"forward_ns": kernels["F"], "input_grad_ns": kernels["I"], "weight_grad_ns": kernels["W"]}
-        yield bench, work if bench.row().selective_ns is None else {**work, CORE: core}
+    return {bench.key: bench.traced for bench in benches.all if isinstance(bench, CountedBench)}
 
 
 class CountedBench(Bench):
-    """A block that runs as seldom as can be: what F and I hold is noted while allocations are counted.
+    """A block that runs as seldom as can be: what F and I hold is noted while allocations are counted."""
 
-    ``core_bytes`` are less held where its attention core is computed again; None where it has no core.
-    ``shared_bytes`` are those of keys and values, which have ``heads`` heads, ``mixed_bytes`` what the core makes.
-    ``outputs`` are the numbers of what it gives in the trace of fused kernels.
-    """
-
+    traced: TracedBlock
     outputs: Sequence[int] = ()
-    core_bytes: int | None = None
-    shared_bytes: int = 0
-    mixed_bytes: int = 0
-    heads: int = 0
     tally: Tally | None = None
-
-    def row(self) -> CostRow:
-        """Times are not known yet."""
-        row = super().row()
-        if self.core_bytes is None:
-            return row
-        held = row.activation_bytes - max(0, self.core_bytes)
-        return row.model_copy(update={CORE: 0, "selective_activation_bytes": held})
 
     def measure_memory(self) -> None:
         """As measured, on parameters that have their gradients from the start, where measuring runs once before."""
         for parameter in self.module.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        queue = WeightGradQueue()
+        queue, core = WeightGradQueue(), None
         with blamed(self.key.label):
             with self.meter(self.device) as meter:
                 assert isinstance(meter, Tally)
@@ -110,39 +96,35 @@ class CountedBench(Bench):
                 del roots
                 with meter.phase("F"), saved_tensors() as saved:
                     roots = self.forward()
-                given = self.note_activations(roots, saved)
                 held = storages([*saved(), *self._kept_inputs()]) if roots else {}
-                needed = meter.numbered(storages(saved()) if roots else {})
-                if meter.core.kernels and not self.key.recompute:
-                    self.core_bytes = meter.core.held_of(held) - meter.core.given_beside(held)
-                numbers = meter.numbered(held)
+                needed = meter.numbers(storages(saved()) if roots else {})
+                if meter.core.num_kernels and not self.key.recompute:
+                    core = meter.core.beside(held, meter.number)
+                numbers = meter.numbers(held)
                 with queue, meter.phase("I"):
                     self.backward(roots)
                 self.note_weight_grads(queue)
+                waiting = storages(queue.held)
+                deferred = meter.numbers({key: size for key, size in waiting.items() if key not in self._own})
                 del roots
                 with meter.phase("W"):
                     queue.run()
-            usage = meter.usage
-            if meter.trace is not None:
-                usage, given = self._note_fused(FusedTrace(meter.trace), meter, numbers, needed)
-            self.workspace_bytes = self.workspace(usage, given)
-
-    def _note_fused(
-        self, fused: FusedTrace, meter: Tally, held: Mapping[int, int], needed: Mapping[int, int]
-    ) -> tuple[dict[str, Usage], int]:
-        """Fill in what fused kernels hold; returns what they have in use, and how much of it the block was given.
-
-        ``held`` is what torch holds, ``needed`` what of it its backward needs.
-        """
-        own, given = meter.numbered(self._own), meter.numbered(storages([*self.inputs, *self.samples]))
-        kept = fused.held({storage: size for storage, size in held.items() if storage not in own}, own)
-        self.activation_bytes = sum(kept.values())
-        if not self.key.recompute:
-            used = fused.held({storage: size for storage, size in needed.items() if storage not in own}, own)
-            inputs = [meter.numbered(storages([each])).keys() for each in self.inputs]
-            self.note_needed([not used.keys().isdisjoint(each) for each in inputs], bool(needed))
-            self.saved_outputs = tuple("yes" if each in used else "no" for each in self.outputs)
-        return fused.usage, sum(size for storage, size in kept.items() if storage in given)
+            self.traced = TracedBlock(
+                meter.trace,
+                numbers,
+                frozenset(meter.numbers(self._own)),
+                frozenset(meter.numbers(storages([*self.inputs, *self.samples]))),
+                deferred,
+                tuple(gradient.nbytes for _, gradient in self.gradients),
+                core,
+                meter.core.shared_bytes,
+                meter.core.mixed_bytes,
+                meter.core.heads,
+                needed,
+                tuple(meter.numbers(storages([each])) for each in self.inputs),
+                tuple(self.outputs),
+                eager=not meter.fused,
+            )
 
     def _run(self, *arguments: Tensor) -> object:
         made = super()._run(*arguments)
@@ -272,23 +254,22 @@ def _is_fused(query: _Look, key: _Look, value: _Look, mask: _Look | None, rest: 
     return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
 
-class _TracedCore:
-    """What the attention cores of one forward do: their kernels, the storages they make, and those they are given.
+class _RunningCore:
+    """What the attention cores of one forward do: the storages they make, and those they are given, by identity.
 
-    A storage that is released is forgotten, as its identity may come again; of what was given its bytes are counted, as
-    they would have to be held to compute the core again.
+    A storage that is released is forgotten, as its identity may come again; of what was given it stays known by its
+    number in the trace, as it would have to be held to compute the core again.
     """
 
     def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
         self.made: dict[int, int] = {}
         self.given: dict[int, int] = {}
-        self.shared_bytes = self.mixed_bytes = self.heads = 0
-        self.released = 0
+        self.released: list[int] = []
+        self.num_kernels = self.shared_bytes = self.mixed_bytes = self.heads = 0
         self.running = False
 
     @contextmanager
-    def inside(self, *given: Tensor | None) -> Iterator[_TracedCore]:
+    def inside(self, *given: Tensor | None) -> Iterator[_RunningCore]:
         """What runs inside is a core, of these tensors."""
         self.given |= storages(tensor for tensor in given if tensor is not None)
         self.running = True
@@ -299,21 +280,20 @@ class _TracedCore:
         """What the core makes is held by those who take it, whether it is computed again or not."""
         self.made.pop(made.untyped_storage()._cdata, None)
 
-    def release(self, key: int) -> None:
-        """A storage is gone."""
+    def release(self, key: int, number: int) -> None:
+        """A storage is gone, which had a number in the trace."""
         self.made.pop(key, None)
-        self.released += self.given.pop(key, 0)
+        if self.given.pop(key, None) is not None:
+            self.released.append(number)
 
-    def held_of(self, held: Mapping[int, int]) -> int:
-        """Bytes of what a forward holds that only its cores need."""
-        return sum(size for key, size in self.made.items() if key in held)
-
-    def given_beside(self, held: Mapping[int, int]) -> int:
-        """Bytes that cores are given and a forward does not hold."""
-        return self.released + sum(size for key, size in self.given.items() if key not in held)
+    def beside(self, held: Container[int], number: Callable[[int, int], int]) -> TracedCore:
+        """What of it a forward holds, and what of what it was given that does not, by their numbers."""
+        made = (number(key, size) for key, size in self.made.items() if key in held)
+        given = (number(key, size) for key, size in self.given.items() if key not in held)
+        return TracedCore(tuple(made), (*self.released, *given))
 
 
-_CORES: list[_TracedCore] = []
+_CORES: list[_RunningCore] = []
 """That of the forward which runs."""
 
 
@@ -322,37 +302,35 @@ _NORMS = {_aten.native_layer_norm, _aten.native_batch_norm}
 
 
 class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
-    """Notes every operator's work, and the bytes in use, while phases run; in a ``trace``, what it reads and makes."""
+    """Notes in a ``trace`` what every operator reads, makes and does while phases run, ``fused`` or one by one."""
 
-    def __init__(self, trace: BlockTrace | None = None) -> None:
+    def __init__(self, *, fused: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
-        self.trace = trace
-        self._numbers: dict[int, int] = {}  # of storages, by identities that may come again
+        self.trace, self.fused = BlockTrace(), fused
         self.usage: dict[str, Usage] = {}
-        self.kernels: dict[str, list[Kernel]] = {}
-        self._phase: list[Kernel] | None = None
-        self._in_use = self._peak = 0
+        self._numbers: dict[int, int] = {}  # of storages, by identities that may come again
+        self._in_phase = False
         self._known: set[int] = set()
-        self.core = _TracedCore()
+        self.core = _RunningCore()
+
+    def counted(self) -> FusedTrace:
+        """The kernels of the phases so far, and what is in use."""
+        return FusedTrace(self.trace, eager=not self.fused)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what runs inside under a name."""
-        start, self._peak = self._in_use, self._in_use
-        self._phase = self.kernels[name] = []
+        """Note what runs inside under a name."""
+        self._in_phase = True
         if role_of(name) is Role.FORWARD:
-            self.core = _TracedCore()
+            self.core = _RunningCore()
             _CORES.append(self.core)
-        begin = 0 if self.trace is None else self.trace.tick()
-        if self.trace is not None:
-            self.trace.phases.append((name, begin, begin))
+        begin = self.trace.tick()
+        self.trace.phases.append((name, begin, begin))
         yield
-        if self.trace is not None:
-            self.trace.phases[-1] = (name, begin, self.trace.tick())
+        self.trace.phases[-1] = (name, begin, self.trace.tick())
         if role_of(name) is Role.FORWARD:
             _CORES.remove(self.core)
-        self._phase = None
-        self.usage[name] = Usage(start, self._peak)
+        self._in_phase = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -367,32 +345,29 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has it
         fresh = [each for each in outputs if each.untyped_storage()._cdata not in known]
         for tensor in fresh:
             self._allocate(tensor)
-        if self._phase is None or not (fresh or func._schema.is_mutable):
+        if not self._in_phase or not (fresh or func._schema.is_mutable):
             return made
-        kernel = None if _only_reserves(func) else _kernel(func, args, kwargs or {}, made, given, outputs)
-        if kernel is not None:
-            self._phase.append(kernel)
-            if self.core.running:
-                self.core.kernels.append(kernel)
-        if self.trace is not None:  # a collective on the meta device reserves what it makes
-            self._note(self.trace, func, kernel, given, outputs, fresh)
+        moved = _moved(func, given, outputs)
+        kernel = None if _only_reserves(func) else _kernel(func, args, kwargs or {}, made, given, outputs, moved)
+        self.core.num_kernels += kernel is not None and self.core.running
+        self._note(func, kernel, moved, given, outputs, fresh)  # a collective on the meta device reserves what it makes
         return made
 
     def _note(
         self,
-        trace: BlockTrace,
         func: Any,
         kernel: Kernel | None,
+        moved: tuple[int, ...],
         given: list[Tensor],
         outputs: list[Tensor],
         fresh: list[Tensor],
     ) -> None:
         made = {tensor.untyped_storage()._cdata for tensor in fresh}
         written = outputs if not func._schema.is_mutable else [*outputs, *given[:1]]
-        trace.steps.append(
+        self.trace.steps.append(
             Step(
-                at=trace.tick(),
-                phase=len(trace.phases) - 1,
+                at=self.trace.tick(),
+                phase=len(self.trace.phases) - 1,
                 kernel=kernel,
                 reads=tuple(map(self._view, given)),
                 writes=tuple(dict.fromkeys(map(self._view, written))),
@@ -401,32 +376,30 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has it
                 adds=func._overloadpacket in _ADDS,
                 random=torch.Tag.nondeterministic_seeded in func.tags,
                 core=self.core.running,
+                moved=moved,
             )
         )
 
     def _view(self, tensor: Tensor) -> View:
         storage = tensor.untyped_storage()
-        number = self._number(storage._cdata, storage.nbytes())
+        number = self.number(storage._cdata, storage.nbytes())
         return View(number, (tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.nbytes)
 
-    def _number(self, key: int, size: int) -> int:
+    def number(self, key: int, size: int) -> int:
         """The number of a storage, by its identity."""
-        assert self.trace is not None
         if key not in self._numbers:
             self._numbers[key] = len(self.trace.sizes)
             self.trace.sizes[self._numbers[key]] = size
         return self._numbers[key]
 
-    def numbered(self, found: Mapping[int, int]) -> dict[int, int]:
-        """Bytes of storages by their numbers in the trace, of those that are in it."""
-        return {self._numbers[key]: size for key, size in found.items() if key in self._numbers}
+    def numbers(self, found: Mapping[int, int]) -> tuple[int, ...]:
+        """The numbers of storages; of those that no kernel has seen only where none is fused with others."""
+        return tuple(self.number(*each) for each in found.items() if not self.fused or each[0] in self._numbers)
 
     def note_outputs(self, made: object) -> list[int]:
-        """These are taken by others; [output] their numbers in the trace, if there is one."""
+        """These are taken by others; [output] their numbers in the trace, -1 of those that are not in it."""
         tensors = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
-        if self.trace is None:
-            return []
-        self.trace.outputs |= self.numbered(storages(tensors)).keys()
+        self.trace.outputs.update(self._numbers[key] for key in storages(tensors) if key in self._numbers)
         return [self._numbers.get(each.untyped_storage()._cdata, -1) for each in tensors]
 
     def _allocate(self, tensor: Tensor) -> None:
@@ -434,21 +407,17 @@ class Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has it
         key, size = storage._cdata, storage.nbytes()
         if key not in self._known:
             self._known.add(key)
-            self._in_use += size
-            if self.trace is not None:
-                self._numbers.pop(key, None)
-                self.trace.born[self._number(key, size)] = self.trace.tick()
+            self._numbers.pop(key, None)
+            self.trace.born[self.number(key, size)] = self.trace.tick()
             if self.core.running:
                 self.core.made[key] = size
-            self._peak = max(self._peak, self._in_use)
-            finalize(storage, self._release, key, size)
+            finalize(storage, self._release, key)
 
-    def _release(self, key: int, size: int) -> None:
+    def _release(self, key: int) -> None:
         self._known.discard(key)
-        self._in_use -= size
-        self.core.release(key)
-        if self.trace is not None:
-            self.trace.dead[self._numbers.pop(key)] = self.trace.tick()
+        number = self._numbers.pop(key)
+        self.core.release(key, number)
+        self.trace.dead[number] = self.trace.tick()
 
 
 _ATTENTION: dict[Any, Literal["attention", "attention_backward"]] = {
@@ -499,20 +468,31 @@ def _only_reserves(func: Any) -> bool:
     return str(func._overloadpacket).split(".")[-1].startswith(("empty", "new_empty"))
 
 
+def _moved(func: Any, given: list[Tensor], outputs: list[Tensor]) -> tuple[int, ...]:
+    """Bytes that an operator reads and writes, tensor by tensor."""
+    is_lookup = func._overloadpacket is _aten.embedding
+    read = given[1:] + outputs if is_lookup else given  # rows, not the whole table
+    return tuple(tensor.nbytes for tensor in (*read, *outputs))
+
+
 def _kernel(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, given: list[Tensor], outputs: list[Tensor]
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    made: Any,
+    given: list[Tensor],
+    outputs: list[Tensor],
+    moved: Iterable[int],
 ) -> Kernel:
     """An operator's FLOPs, the bytes it reads and writes, and whether matrix units do it."""
     operator = func._overloadpacket
     if operator is ATTENDED:
         return attended_kernel(*args)
-    read = given[1:] + outputs if operator is _aten.embedding else given  # rows, not the whole table
-    moved = sum(tensor.nbytes for tensor in (*read, *outputs))
     flops = product_flops(func, args, kwargs, made)
     if flops is None:
         form: Literal["", "rows"] = "rows" if operator in _OF_TABLES else ""
-        return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved, form=form)
-    kernel = Kernel(flops, moved, matrix=True, weights=operator in (_aten.mm, _aten.addmm))
+        return Kernel(max((tensor.numel() for tensor in outputs), default=0), sum(moved), form=form)
+    kernel = Kernel(flops, sum(moved), matrix=True, weights=operator in (_aten.mm, _aten.addmm))
     if (attention := _ATTENTION.get(operator)) is not None:
         return replace(kernel, form=attention, head_size=given[0].shape[-1])
     if "grouped_mm" in str(operator):  # torch's, and what stands for it on the meta device

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
@@ -38,26 +39,29 @@ from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Recipe, RingCosts
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.profiling.benches import RowKey, saved_by_kind
+from pipeplan.runtime.profiling.benches import RowKey
 from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
+    AnyShare,
     Kind,
-    ModelShare,
+    SavedTensors,
     SplitProducts,
     bare_profile,
+    block_graph_of,
     kinds_of,
     priced_by,
     profile_of_kinds,
     source_of,
+    split_sizes,
     splits_of,
-    unsplit_of,
 )
-from pipeplan.runtime.profiling.counting import CountedBench, counted
+from pipeplan.runtime.profiling.closed_forms import CountedBlock
+from pipeplan.runtime.profiling.counting import counted
 from pipeplan.runtime.profiling.expert_rows import (
     Spread,
-    alone_with_words,
     gathered_bytes,
     has_experts,
+    parts_of_words,
     shared_ns,
     spread_row,
     spreads_of,
@@ -66,6 +70,7 @@ from pipeplan.runtime.profiling.expert_rows import (
 )
 from pipeplan.runtime.profiling.optimizer_step import estimated_rate
 from pipeplan.runtime.profiling.rounds import Progress
+from pipeplan.runtime.profiling.shares import Pair, ShareCounter, pieces_of
 
 _NOTES = " ".join(
     (
@@ -80,6 +85,8 @@ _FUSED = (
 )
 _EAGER = "Kernels are torch's own, operator by operator."
 _OVERLAPPED = "Messages among devices that split a block overlap its products."
+_WHOLE = "Sequences are only whole: {}."
+"""Without rows for devices that share them, and why."""
 
 
 def estimate_model(
@@ -89,7 +96,7 @@ def estimate_model(
     device: DevicePreset,
     dtype: torch.dtype,
     shards: Sequence[int] = (1,),
-    context: Sequence[int] = (1,),
+    context: Sequence[int] | None = None,
     expert: Sequence[int] = (1,),
     load_factor: float = 1.0,
     etp: Sequence[int] = (1,),
@@ -115,7 +122,9 @@ def estimate_model(
         device: whose rates are taken.
         dtype: of parameters and activations.
         shards: devices that split each block.
-        context: devices that share the sequence of each sample; it is also whole.
+        context: devices that share the sequence of each sample; it is also whole. None: as many as
+            :func:`pipeplan.runtime.profiling.shares.pieces_of` has of the model, where its attention is fused and
+            nothing is calibrated; the profile's notes say which, or why none.
         expert: devices that share experts, each with whole ones of its own; they are also split as all else.
         etp: numbers of these devices that split each expert; 1 is whole ones.
         load_factor: of the words that experts' devices get, those of the fullest over the average.
@@ -151,35 +160,34 @@ def estimate_model(
     for flag, given in (("--overlap-tensor", overlap_tensor), ("--attention", attention)):
         if given and not fused:
             raise UsageError(f"{flag} is for estimates of fused kernels; leave it or --kernels eager out")
-    splits = splits_of(model, shards, dtype, cluster, context)
-    spreads = spreads_of(model, unsplit_of(splits, model, dtype).blocks, expert, load_factor, etp)
+    unsplit = block_graph_of(model, dtype)
+    pairs, why = _pairs_of(model, shards, context, cluster, calibrated=calibration is not None)
+    spreads = spreads_of(model, unsplit.blocks, expert, load_factor, etp)
     if spreads and (not fused or calibration is not None):
         raise UsageError(
             "--expert is for estimates of fused kernels; leave --kernels eager and --calibrate PROFILE out"
         )
-    every = (*splits, *alone_with_words(model, splits, [each.size for each in spreads], dtype))
-    rows, cores, benches = dict[RowKey, tuple[CostRow, Work]](), dict[RowKey, tuple[int, int]](), list[CountedBench]()
-    for bench, work in counted(every, sizes, dtype, recompute, progress, fused=fused):
-        benches.append(bench)
-        asked = bench.key.context if bench.key.context in context else 1  # others are only for experts' words
-        rows[bench.key] = _untimed(bench.row()), over_whole_sequences(work, asked, bench.key.label)
-        cores[bench.key] = _of_key_value_heads(model, bench), bench.mixed_bytes
-    unsplit, notes = unsplit_of(splits, model, dtype), f"{_NOTES} {_FUSED if fused else _EAGER}"
-    notes = " ".join([notes, *[_OVERLAPPED] * overlap_tensor, *[f"Attention is {attention}."] * bool(attention)])
+    counter = ShareCounter(model, unsplit, dtype, fused, recompute, progress)
+    try:
+        found = _Counted.of(counter, pairs, spreads, sizes)
+    except UsageError as error:
+        if context is not None or all(part == 1 for part, _ in pairs):
+            raise
+        pairs, why = [pair for pair in pairs if pair[0] == 1], str(error)
+        found = _Counted.of(counter, pairs, spreads, sizes)
+    splits, every, rows = [found.shares[pair] for pair in pairs], list(found.shares.values()), found.rows
+    kinds = _NOTES, _FUSED if fused else _EAGER, why and _WHOLE.format(why), _OVERLAPPED * overlap_tensor
+    notes = " ".join(filter(None, (*kinds, attention and f"Attention is {attention}.")))
     shares = shares_for(device.name, catalog_shares()) if runs is None else runs.shares
     rates = FusedRates.of(device, shares if shares.runs else own_shares(device), attention)
     if runs is not None or (calibration is None and shares.runs):
         device, notes = rates.device, f"{notes} {shares.notes if runs is None else runs.notes}"
 
     kernel_ns = kernel_ns_of(rates if fused else device, fp8=fp8)
-    if calibration is not None and max(context) > 1:
-        raise UsageError(
-            "--calibrate fits measured times of whole sequences, and --context divides them; leave one of them out"
-        )
     prices = prices_of(device) if cluster is None else None
     timed = {
         key: with_exchange(
-            _on_device(row, work, kernel_ns), _exchanged(key, work, *cores[key], kernel_ns, prices, cluster)
+            _on_device(row, work, kernel_ns), _exchanged(key, work, *found.cores[key], kernel_ns, prices, cluster)
         )
         for key, (row, work) in rows.items()
     }
@@ -199,14 +207,13 @@ def estimate_model(
     known = None if calibration is None else calibration.step_bytes_per_s
     rate = known or estimated_rate(unsplit, recipe, dtype, device)
     more = _expert_rows(every, splits, spreads, rows, kernel_ns, every_price, links_of(device, cluster), dtype)
-    saved = saved_by_kind(benches)
     products = {
         (key.kind, key.size): _split_products(work, kernel_ns, overlap_tensor)
         for key, (_, work) in rows.items()
         if fused and not key.recompute
     }
     return profile_of_kinds(
-        model, splits, unsplit, by_kind, price, source, recipe, rate, more, products=products, saved=saved
+        model, splits, unsplit, by_kind, price, source, recipe, rate, more, products=products, saved=found.saved
     )
 
 
@@ -219,6 +226,55 @@ def _has_weights(kernel: Kernel) -> bool:
     return kernel.weights
 
 
+def _pairs_of(
+    model: Model, shards: Sequence[int], context: Sequence[int] | None, cluster: Cluster | None, *, calibrated: bool
+) -> tuple[list[Pair], str]:
+    """Parts of sequences and shards that rows are for, and why sequences are only whole where nobody asked for that.
+
+    Raises UsageError.
+    """
+    if context is not None:
+        if calibrated and max(context) > 1:
+            raise UsageError(
+                "--calibrate fits measured times of whole sequences, and --context divides them; leave one of them out"
+            )
+        return split_sizes(model, shards, context, cluster), ""
+    whole = split_sizes(model, shards, (1,), cluster)
+    if calibrated:
+        return whole, "times are fitted to those of whole ones"
+    pieces, why = pieces_of(model)
+    most = None if cluster is None else cluster.num_devices
+    return [(part, n) for part in pieces for _, n in whole if most is None or part * n <= most], why
+
+
+class _Counted(NamedTuple):
+    """What blocks come to: their shares by pairs, their rows without times, what takes these, and keys and values with
+    what attention makes of them, in bytes.
+    """
+
+    shares: Mapping[Pair, AnyShare]
+    rows: Mapping[RowKey, tuple[CostRow, Work]]
+    cores: Mapping[RowKey, tuple[int, int]]
+    saved: Mapping[Kind, Sequence[SavedTensors]]
+
+    @classmethod
+    def of(
+        cls, counter: ShareCounter, pairs: Sequence[Pair], spreads: Sequence[Spread], sizes: Sequence[int]
+    ) -> _Counted:
+        """Of these pairs, and of whole blocks with as many words as devices have where they share experts."""
+        asked = {part for part, _ in pairs}
+        found = counter.count([*pairs, *((part, 1) for part in parts_of_words(pairs, spreads))], sizes)
+        rows, cores = dict[RowKey, tuple[CostRow, Work]](), dict[RowKey, tuple[int, int]]()
+        saved: dict[Kind, list[SavedTensors]] = defaultdict(list)
+        for each in found.blocks:
+            key = each.key
+            saved[key.kind] += [each.saved] * (not key.recompute)
+            parts = key.context if key.context in asked else 1  # others are only for experts' words
+            rows[key] = each.row, over_whole_sequences(each.work, parts, key.label)
+            cores[key] = _of_key_value_heads(counter.model, each), each.mixed_bytes
+        return cls(found.shares, rows, cores, saved)
+
+
 def links_of(device: DevicePreset, cluster: Cluster | None) -> Callable[[int], LinkPath]:
     """A function that returns the links of a number of neighbouring devices: the cluster's, or the device's own."""
     if cluster is not None:
@@ -227,8 +283,8 @@ def links_of(device: DevicePreset, cluster: Cluster | None) -> Callable[[int], L
 
 
 def _expert_rows(
-    every: Sequence[ModelShare],
-    splits: Sequence[ModelShare],
+    every: Sequence[AnyShare],
+    splits: Sequence[AnyShare],
     spreads: Sequence[Spread],
     rows: Mapping[RowKey, tuple[CostRow, Work]],
     kernel_ns: Callable[[Kernel], float],
@@ -300,12 +356,12 @@ def _attention_ns(kernels: Sequence[Kernel], kernel_ns: Callable[[Kernel], float
     return sum(kernel_ns(kernel) for kernel in kernels if kernel.form in _ATTENTION)
 
 
-def _of_key_value_heads(model: Model, bench: CountedBench) -> int:
+def _of_key_value_heads(model: Model, block: CountedBlock) -> int:
     """Bytes of keys and values on a device, without copies that heads of queries have of them in what was counted."""
     heads = model.settings.get("num_key_value_heads")
-    if not isinstance(heads, int) or not bench.heads:
-        return bench.shared_bytes
-    return bench.shared_bytes * min(bench.heads, max(1, heads // bench.key.shards)) // bench.heads
+    if not isinstance(heads, int) or not block.heads:
+        return block.shared_bytes
+    return block.shared_bytes * min(block.heads, max(1, heads // block.key.shards)) // block.heads
 
 
 def _gather_ns(key: RowKey, size: int, prices: Prices | None, cluster: Cluster | None) -> float:
@@ -353,11 +409,6 @@ def with_exchange(row: CostRow, core: SharedCore) -> CostRow:
     return row.taking(gathered).model_copy(update={"ring": RingCosts(**more)})
 
 
-def _untimed(row: CostRow) -> CostRow:
-    """The row of a bench that counted its work once, and timed nothing."""
-    return row.model_copy(update={"repeats": 0, "spread": {}})
-
-
 # Calibration ------------------------------------------------------------------------------------------------------
 
 
@@ -377,7 +428,7 @@ def _fitted(
             f"of {reference.name!r}; measure some of its blocks, in the same --dtype and with the same --sequence"
         )
     sizes = sorted({row.microbatch_size for _, row in rows})
-    works = {(b.key.block, b.key.size): work for b, work in counted(splits, sizes, dtype)}
+    works = {(each.key.block, each.key.size): each.work for each in counted(splits, sizes, dtype)}
     known = [KnownRow(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows]
     return calibrate(known, kernel_ns)
 

@@ -25,7 +25,15 @@ from pipeplan.costs.devices import Kernel, Work
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow
 from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.profiling.build_profile import BlockGraph, BlockNode, Kind, ModelShare, kinds_of, part_of
+from pipeplan.runtime.profiling.build_profile import (
+    AnyShare,
+    BlockGraph,
+    BlockNode,
+    Kind,
+    ModelShare,
+    kinds_of,
+    part_of,
+)
 
 EXPERTS, TAKEN, WIDTH = "experts", "experts_per_token", "ffn"
 """Dimensions of a block: how many it has, how many each word goes to, and the width of one."""
@@ -108,17 +116,13 @@ def _listed(counts: Collection[int]) -> str:
     return ",".join(map(str, sorted({*counts})))
 
 
-def alone_with_words(
-    model: Model, splits: Sequence[ModelShare], sizes: Collection[int], dtype: torch.dtype
-) -> Iterator[ModelShare]:
-    """The model with whole blocks for as many words as a device has of its shards and context, where not among splits.
+def parts_of_words(pairs: Sequence[tuple[int, int]], spreads: Sequence[Spread]) -> list[int]:
+    """Parts of sequences that devices of these pairs of parts and shards have of their words, beside whole blocks' own.
 
-    Raises UsageError where devices that split blocks cannot divide the sequence.
+    For whole blocks with as many words as a device has, where experts are shared.
     """
-    known = {split.context for split in splits if split.shards == 1}
-    for parts in sorted({split.shards * split.context for split in splits} if max(sizes, default=1) > 1 else ()):
-        if parts not in known:
-            yield part_of(model, parts, dtype)
+    known = {part for part, count in pairs if count == 1}
+    return sorted({part * count for part, count in pairs} - known) if spreads else []
 
 
 def with_own_share(
@@ -177,7 +181,7 @@ def measured_expert_rows(
 
 
 def spread_row(
-    row: CostRow, split: ModelShare, spread: Spread, exchanged_ns: float, shared_ns: float, gathered_bytes: int = 0
+    row: CostRow, split: AnyShare, spread: Spread, exchanged_ns: float, shared_ns: float, gathered_bytes: int = 0
 ) -> CostRow:
     """What a device of a group has of a block, by the ``row`` of its own words with its own experts' times.
 
@@ -264,7 +268,7 @@ def gathered_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) ->
     return math.ceil((spread.split - 1) * words * spec.dimensions["hidden"] * width * spread.load)
 
 
-def shared_ns(spec: BlockSpec, samples: int, split: ModelShare, width: int, prices: Prices) -> float:
+def shared_ns(spec: BlockSpec, samples: int, split: AnyShare, width: int, prices: Prices) -> float:
     """Time in ns to gather tokens and scatter sums, as in ``spec``, among devices that split the shared experts."""
     if split.shards == 1 or "shared_ffn" not in spec.dimensions:
         return 0.0

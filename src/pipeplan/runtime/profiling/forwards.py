@@ -18,7 +18,6 @@ from pipeplan.runtime.profiling.benches import Bench, RowKey
 from pipeplan.runtime.profiling.build_profile import ModelShare
 from pipeplan.runtime.profiling.caches import CachedAttention, CachedCase
 from pipeplan.runtime.profiling.counting import Tally, attention_of_the_cpu, without_data
-from pipeplan.runtime.profiling.fusion import BlockTrace, FusedTrace
 from pipeplan.runtime.profiling.instruments import Meter, blamed, spread_of, storages, timed
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
@@ -133,11 +132,8 @@ class CountedForward(ForwardBench):
             self.tally = meter
             with meter.phase("F"):
                 made = self.give()
-            self.activation_bytes, usage = self.given(made), meter.usage["F"]
-            self.kernels = meter.kernels["F"]
-            if meter.trace is not None:
-                fused = FusedTrace(meter.trace)
-                usage, self.kernels = fused.usage["F"], fused.kernels["F"]
+            self.activation_bytes, done = self.given(made), meter.counted()
+            usage, self.kernels = done.usage["F"], done.kernels["F"]
             self.workspace_bytes = max(0, usage.peak - usage.start - self.activation_bytes)
         self.times = [(0, 0, 0, 0)]
         self.tally = None
@@ -172,11 +168,11 @@ def counted_forwards(
 ) -> Iterator[CountedForward]:
     """Every kind of block at every size, with its bytes and kernels."""
     shapes = tuple(replace(split, model=without_data(split.model, sizes, dtype)) for split in splits)
-
-    def tally(_: torch.device) -> Meter:
-        return Tally(BlockTrace() if fused else None)
-
-    benches = Benches(shapes, False, dtype, _META, 0, UnfinishedProfile(), (), tally, case)
+    benches = Benches(
+        *(shapes, False, dtype, _META, 0, UnfinishedProfile(), ()),
+        lambda _: Tally(fused=fused),
+        case,
+    )
     with attention_of_the_cpu(padded=fused):
         benches.fill(sizes, RunCounter(progress, benches.num_of_size * len(sizes)))
     for bench in benches.all:

@@ -39,9 +39,9 @@ class View:
 class Step:
     """An operator of a trace: when, in which phase, what it reads, writes and makes.
 
-    Without a ``kernel`` it stands for a message, whose time is known elsewhere. It ``fuses`` with its neighbours,
-    ``adds`` two tensors of one shape, makes nothing that can be made again where it is ``random``, and is of an
-    attention ``core``.
+    Without a ``kernel`` it stands for a message, whose time is known elsewhere; that of one is ``moved``, tensor by
+    tensor, in bytes. It ``fuses`` with its neighbours, ``adds`` two tensors of one shape, makes nothing that can be
+    made again where it is ``random``, and is of an attention ``core``.
     """
 
     at: int
@@ -54,6 +54,7 @@ class Step:
     adds: bool
     random: bool
     core: bool
+    moved: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -105,15 +106,19 @@ class _Joint:
 
 
 class FusedTrace:
-    """The same with fused kernels: ``kernels`` [phase name] and those of attention ``core``, of the last such phase."""
+    """The same with fused kernels: ``kernels`` [phase name] and those of attention ``core``, of the last such phase.
 
-    def __init__(self, trace: BlockTrace) -> None:
+    Or, ``eager``, with one kernel for each operator.
+    """
+
+    def __init__(self, trace: BlockTrace, *, eager: bool = False) -> None:
         self._trace = trace
         self._readers: dict[int, list[Step]] = defaultdict(list)
         for step in trace.steps:
             for view in {view.storage: view for view in step.reads}.values():
                 self._readers[view.storage].append(step)
-        self._groups = list(self._grouped())
+        alone = (_Joint(step.phase, [step], fuses=False) for step in trace.steps)
+        self._groups = list(alone if eager else self._grouped())
         self._of_step = {step.at: number for number, group in enumerate(self._groups) for step in group.steps}
         self._maker = {made: step for step in trace.steps for made in step.made}
         self._inside: set[int] = set()  # never written

@@ -4,6 +4,7 @@ Here: tracing a module and grouping its operators into blocks. Not here: which m
 that come in blocks already (zoo, sequential).
 """
 
+from pipeplan.runtime.models.capture.repeats import with_first_layers
 from pipeplan.runtime.models.capture.to_blocks import capture, parameters_of
 
-__all__ = ["capture", "parameters_of"]
+__all__ = ["capture", "parameters_of", "with_first_layers"]

@@ -7,6 +7,7 @@ which one was called otherwise than the first, is made again with all of them tr
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -51,6 +52,30 @@ def without(alike: Alike, first: str) -> dict[str, str]:
     group = [path for path, known in alike.items() if known == first]
     others = {path: known for path, known in alike.items() if known != first}
     return others if _place(first) > _MOST_UNLIKE else others | dict.fromkeys(group[1:], group[0])
+
+
+def with_first_layers(module: nn.Module) -> nn.Module | None:
+    """The module, whose outermost lists end one layer behind the last that is like no earlier one.
+
+    That one may be given something else than the first. Parameters are the module's own. None where no list is longer.
+    """
+    alike, found = alike_layers(module), None
+    for path, layers in _outermost_lists(module):
+        own = (f"{path}.{name}" if path else name for name, _ in layers.named_children())
+        count = max((place for place, each in enumerate(own) if each not in alike), default=0) + 2
+        if path and count < len(layers):
+            found = _replaced(found or module, path.split("."), layers[:count])
+    return found
+
+
+def _replaced(module: nn.Module, path: Sequence[str], inner: nn.Module) -> nn.Module:
+    """A copy of a module with another one at a path; all else is shared."""
+    if not path:
+        return inner
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    made._modules[path[0]] = _replaced(module.get_submodule(path[0]), path[1:], inner)
+    return made
 
 
 _MOST_UNLIKE = 1

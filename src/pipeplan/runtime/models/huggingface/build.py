@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError, did_you_mean
-from pipeplan.runtime.models.capture import capture, parameters_of
+from pipeplan.runtime.models.capture import capture, parameters_of, with_first_layers
 from pipeplan.runtime.models.huggingface.adapters import (
     ATTENTION,
     Contents,
@@ -192,6 +192,13 @@ class LoadedModel:
         """Words that are predicted; samples, where the loss is one of whole samples."""
         targets = batch.get("targets")
         return int((targets >= 0).sum()) if targets is not None else next(iter(batch.values())).shape[0]
+
+    def outline(self) -> LoadedModel | None:
+        """The same with only the first of layers that are alike, if there are more."""
+        module = with_first_layers(self.module)
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)} if module is not None else set()
+        ways = {name: way for name, way in self.ways.items() if name in names}
+        return None if module is None else replace(self, module=module, ways=ways)
 
     def sharded(self, num_devices: int) -> LoadedModel:
         """One device's share, by their number. Raises UsageError if it cannot be split so."""
@@ -473,6 +480,7 @@ def load_configuration(
     loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
     known: dict[str, Any] = {"settings": settings, "made_up": True, "decoder": _decoder(whole, grain, model)}
     known["spread"] = partial(_spread, whole, grain)
+    known["outlined"] = partial(_outlined, whole, grain)
     known["in_context"] = partial(_in_context, whole, grain) if _shares_sequences(whole, grain) else None
     model = replace(model, sharded=sharded, texts=texts_of(whole.contents), loss_of=loss_of, **known)
     return _named_as_in_transformers(_split_for_runs(model, whole, grain))
@@ -549,6 +557,12 @@ def _window_of(config: Any, block: str) -> int | None:
     if kind == "sliding_attention":
         return _count_of(config, "sliding_window")
     return _count_of(config, "attention_chunk_size") if kind == "chunked_attention" else None
+
+
+def _outlined(whole: LoadedModel, grain: Grain, num_devices: int, count: int) -> Model | None:
+    """A share of parts of its sequences, with only the first of layers that are alike; None where none are."""
+    outline = whole.outline()
+    return None if outline is None else _share(replace(outline, sequence=whole.sequence // count), grain, num_devices)
 
 
 def _shares_sequences(whole: LoadedModel, grain: Grain) -> bool:
