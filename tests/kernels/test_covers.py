@@ -28,6 +28,43 @@ def test_algorithm_1_without_a_limit_of_states_finds_the_cheapest(seed: int) -> 
     assert few.total_ns == best or not few.proved
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_models_of_a_thousand_operators_are_proved_at_once(seed: int) -> None:
+    """Few results wait at once, however long a model is, so that no states are left out."""
+    graph, matches, change = random_case(seed, 1000)
+    found = algorithm_1(graph, matches, change)
+    assert found.proved
+    assert found.total_ns == cost_of(graph, found.matches, change)
+    assert found.total_ns <= algorithm_1(graph, matches, change, 3).total_ns
+
+
+def branches(count: int, length: int) -> tuple[OperatorDag, list[KernelMatch]]:
+    """Branches side by side, whose operators the model's own order mixes, and two backends of all."""
+    ids = [[f"{step}.{branch}" for branch in range(count)] for step in range(length)]
+    mixed = [
+        GraphOperator(id_, "x", ("stem" if not step else ids[step - 1][branch],))
+        for step, row in enumerate(ids)
+        for branch, id_ in enumerate(row)
+    ]
+    graph = OperatorDag([GraphOperator("stem", "x"), *mixed, GraphOperator("end", "x", tuple(ids[-1]))])
+    matches = [
+        KernelMatch((op.id,), name, 10 + (number * step) % 7)
+        for number, op in enumerate(graph)
+        for step, name in ((3, "one"), (5, "other"))
+    ]
+    return graph, matches
+
+
+def test_branches_are_covered_one_after_the_other() -> None:
+    """In the model's own order all of them would wait at once, taken by any backends."""
+    graph, matches = branches(4, 4)
+    found = algorithm_1(graph, matches, 2)
+    exact, bound = exact_cover(graph, matches, 2, budget(), found)
+    assert found.proved
+    assert found.total_ns == exact.total_ns == bound
+    assert algorithm_1(*branches(12, 6), 2).proved
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_the_exact_cover_is_the_cheapest_of_all(seed: int) -> None:
     graph, matches, change = random_case(seed, 3 + seed % 6)

@@ -18,23 +18,25 @@ from pipeplan.files.profile import EAGER
 from pipeplan.kernels import backends
 from pipeplan.kernels.operators import OperatorDag
 from pipeplan.kernels.patterns import KernelPattern
-from pipeplan.kernels.rules import PatternRule, generate
+from pipeplan.kernels.rules import PatternRule, generate, module_groups
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
     """A backend's patterns and rules, and what it needs.
 
-    ``whole``: it also takes the whole model. One that ``compiles_slowly`` is offered single operators and the largest
-    groups only. ``trains``: it runs backward, too. ``packages`` are distributions that must be installed, with the
-    versions that it is for: at least one, and below another ("2.1", "2.14"; empty for any). Outputs that are farther
-    from eager's than ``tolerance``, relative to the largest number of eager's, are wrong.
+    ``whole``: it also takes the whole model; ``modules``: also modules of the model, as large as layers, of operators
+    that it runs. One that ``compiles_slowly`` is offered single operators and the largest groups only, beside modules.
+    ``trains``: it runs backward, too. ``packages`` are distributions that must be installed, with the versions that it
+    is for: at least one, and below another ("2.1", "2.14"; empty for any). Outputs that are farther from eager's than
+    ``tolerance``, relative to the largest number of eager's, are wrong.
     """
 
     name: str
     patterns: tuple[KernelPattern, ...] = ()
     rule: PatternRule | None = None
     whole: bool = False
+    modules: bool = False
     compiles_slowly: bool = False
     trains: bool = True
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -47,10 +49,13 @@ class Backend:
         found = {group: None for pattern in self.patterns for group in pattern.matches(graph)}
         if self.rule is not None:
             found |= dict.fromkeys(generate(graph, self.rule))
+        runs = {op.id for op in graph if self.rule is None or self.rule.op_rule(op)}
+        if self.whole and 1 < len(graph) == len(runs):
+            found[graph.order] = None
         if self.compiles_slowly:
             found = dict.fromkeys(_single_or_largest(found))
-        if self.whole and len(graph) > 1 and (self.rule is None or all(map(self.rule.op_rule, graph))):
-            found[graph.order] = None
+        if self.modules:
+            found |= dict.fromkeys(group for group in module_groups(graph) if runs.issuperset(group))
         return tuple(sorted(found, key=lambda group: (len(group), graph.place[group[0]])))
 
     def absence(self, device: str, *, training: bool) -> str | None:

@@ -84,11 +84,12 @@ def algorithm_1(
 ) -> KernelCover:
     """A cheap cover: the thesis's dynamic programme over operators in post-order.
 
-    Each operator comes after all that take its result, as a depth-first walk from the inputs leaves them; the next that
-    no match has yet is the frontier. It is the root of the match that is put there: C(s + g) = C(s) + M(g), with the
-    changes of backend at the root's result. Subgraphs s that are the same and whose results that wait are taken by the
-    same backends differ in cost alone, and the cheapest is kept: where no more than ``most_states`` ever wait, no other
-    cover is cheaper. Else those are kept at each operator whose cost, with the least that the rest can take, is lowest.
+    Each operator comes after all that take its result; the next that no match has yet is the frontier. It is the root
+    of the match that is put there: C(s + g) = C(s) + M(g), with the changes of backend at the root's result. Subgraphs
+    s that are the same differ in cost, and in the backends by which results that wait are taken: the cheapest is kept,
+    and others only if what takes their results may make up for what they cost more. Where no more than ``most_states``
+    ever wait, no other cover is cheaper. Else those are kept at each operator whose cost, with the least that the rest
+    can take, is lowest.
 
     Raises:
         InfeasibleError: an operator is in no match, or no matches are disjoint and have all operators.
@@ -102,7 +103,7 @@ def algorithm_1(
     waiting[0][0, ()] = _Covered(0, 0, (), None, None)
     pruned = False
     for at in range(len(order)):
-        states = [*waiting.pop(at, {}).values()]
+        states = _undominated(waiting.pop(at, {}).values(), change_ns)
         if most_states is not None and len(states) > most_states:
             states, pruned = _kept(states, order, least, bound, most_states), True
         for state in states:
@@ -136,7 +137,25 @@ def _no_cover(graph: OperatorDag, matches: Iterable[KernelMatch]) -> str:
 
 
 def _post_order(graph: OperatorDag) -> tuple[str, ...]:
-    """Operators as a depth-first walk along the edges leaves them: each after all that take its result."""
+    """Operators each after all that take its result, in that of two such orders in which fewer results wait at once.
+
+    As a depth-first walk along the edges leaves them, one branch after the other; or the model's own order backwards,
+    where operators take what is near.
+    """
+    return min(_walked(graph), tuple(reversed(graph.order)), key=lambda order: _most_waiting(graph, order))
+
+
+def _most_waiting(graph: OperatorDag, order: Sequence[str]) -> int:
+    """The most results that are taken by operators before a place of the order, of operators after it."""
+    waiting, most = set[str](), 0
+    for id_ in order:
+        waiting.discard(id_)
+        waiting.update(graph[id_].inputs)
+        most = max(most, len(waiting))
+    return most
+
+
+def _walked(graph: OperatorDag) -> tuple[str, ...]:
     left: dict[str, None] = {}
     for root in graph.order:
         if graph[root].inputs or root in left:
@@ -174,6 +193,25 @@ def _least_shares(order: Sequence[str], matches: Iterable[KernelMatch]) -> dict[
         for id_ in match.blocks:
             found[id_] = min(found.get(id_, share), share)
     return {place: found.get(id_, 0.0) for place, id_ in enumerate(order)}
+
+
+def _undominated(states: Iterable[_Covered], change_ns: int) -> list[_Covered]:
+    """Without those of which another, with the same operators, is cheaper however the rest is covered.
+
+    What waits in both is the same. A backend that takes a result in one and not in the other is one more change of
+    backend at most.
+    """
+    kept: dict[int, list[_Covered]] = defaultdict(list)
+    for state in sorted(states, key=lambda each: each.cost):
+        own = kept[state.covered]
+        if all(other.cost + change_ns * _taken_beyond(other, state) > state.cost for other in own):
+            own.append(state)
+    return [state for own in kept.values() for state in own]
+
+
+def _taken_beyond(one: _Covered, other: _Covered) -> int:
+    """How many backends take results in one that do not in the other."""
+    return sum(len(own - rest) for (_, own), (_, rest) in zip(one.taken, other.taken, strict=True))
 
 
 def _kept(

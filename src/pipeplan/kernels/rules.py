@@ -7,6 +7,7 @@ holds.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from pipeplan.kernels.operators import GraphOperator, OperatorDag
@@ -17,6 +18,10 @@ class PatternRule:
 
     def op_rule(self, op: GraphOperator) -> bool:
         """Whether the backend runs an operator: by kind, layout, sizes."""
+        return True
+
+    def begins(self, op: GraphOperator) -> bool:
+        """Whether a group may begin with an operator that the backend runs, or be of it alone."""
         return True
 
     def type_of(self, op: GraphOperator) -> str:
@@ -41,16 +46,24 @@ def calls(op: GraphOperator, *words: str) -> bool:
     return any(word in name for word in words for name in names)
 
 
-class ShortGroups(PatternRule):
-    """Any operators but some, in groups of up to ``longest``."""
+class AllBut(PatternRule):
+    """Any operators but some, each alone."""
 
-    def __init__(self, longest: int, *without: str) -> None:
+    def __init__(self, *without: str) -> None:
         """``without``: words in what an operator calls, of those that the backend does not run."""
-        self.longest, self.without = longest, without
+        self.without = without
 
     def op_rule(self, op: GraphOperator) -> bool:
         """By what it calls."""
         return not calls(op, *self.without)
+
+
+class ShortGroups(AllBut):
+    """Any operators but some, in groups of up to ``longest``."""
+
+    def __init__(self, longest: int, *without: str) -> None:
+        super().__init__(*without)
+        self.longest = longest
 
     def fusion_rule(self, graph: OperatorDag, kind: str, source: str, sink: str) -> bool:
         """As long as the group is short."""
@@ -62,6 +75,21 @@ def check_path(graph: OperatorDag, source: str, sink: str, holds: Callable[[Grap
     return all(holds(graph[id_]) for id_ in graph.between(source, sink) if id_ != source)
 
 
+def module_groups(graph: OperatorDag) -> Iterator[tuple[str, ...]]:
+    """The modules of a model that are one kernel: half layers, layers, cells, by the paths in their operators' ids.
+
+    There are few of them, and most are like others, which groups of that size that begin anywhere are not.
+    """
+    inside: dict[str, list[str]] = defaultdict(list)
+    for id_ in graph.order:
+        path = id_
+        while path := path.rpartition(".")[0]:
+            inside[path].append(id_)
+    for group in dict.fromkeys(map(tuple, inside.values())):
+        if 1 < len(group) < len(graph) and graph.is_one_kernel(group):
+            yield group
+
+
 def generate(graph: OperatorDag, rule: PatternRule) -> Iterator[tuple[str, ...]]:
     """All groups that a rule allows, each in the graph's order: those of one seed one after the other, growing.
 
@@ -70,7 +98,7 @@ def generate(graph: OperatorDag, rule: PatternRule) -> Iterator[tuple[str, ...]]
     """
     runs = {op.id: rule.op_rule(op) for op in graph}
     for seed in graph.order:
-        if not runs[seed]:
+        if not runs[seed] or not rule.begins(graph[seed]):
             continue
         yield (seed,)
         kind, sink = rule.type_of(graph[seed]), graph.post_dominator[seed]

@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
+import pipeplan
 from pipeplan.errors import ExecutionError
 from pipeplan.files import CostRow, Profile, parse
 from pipeplan.kernels.backend import known_backends
 from pipeplan.runtime.backends.building import GroupBuilder
 from pipeplan.runtime.models.load import load_where_even
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.profiling.benches import RowKey
+from pipeplan.runtime.profiling.forwards import ForwardBench
 from pipeplan.runtime.profiling.groups import GroupBenches
 from support.commands import pipeplan as command
+from support.marks import slow_but
 
 OWN = """
 import os
@@ -121,6 +125,44 @@ def test_what_is_wrong_or_fails_is_refused_and_nothing_is_lost(tmp_path: Path, m
     assert parse((tmp_path / "profile.json").read_text(), Profile) == found
 
 
+def test_what_a_limit_leaves_out_is_said_and_measured_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_backends(tmp_path, monkeypatch)
+    asked = (*PROFILE, "--backends", "same", "--backend-rules", "own_kernels", "-o", "profile.json")
+    begun = command(*asked, "--measure-limit", "1ns", cwd=tmp_path)
+    assert begun.returncode == 0, begun.stderr
+    assert "not measured: same: layer0.attention to layer0.ffn at micro-batch size 1, same: layer0.ffn" in begun.stderr
+    assert parse((tmp_path / "profile.json").read_text(), Profile).groups_by_backend == {}
+    done = command(*asked, cwd=tmp_path)
+    assert "not measured: " not in done.stderr
+    assert parse((tmp_path / "profile.json").read_text(), Profile).groups_by_backend == {"same": 8}
+
+
+LLAMA = (
+    "LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, "
+    "num_key_value_heads=1, vocab_size=50)"
+)
+MODELS = {
+    "hugging face": ((LLAMA, "--sequence", "8"), {"attention-math", "onednn-off"}),
+    "captured": (("runtime_support.weights_models:captured", "--granularity", "operator"), {"onednn-off"}),
+}
+
+
+@slow_but("kind", list(MODELS), lambda kind: kind == "captured")
+def test_models_of_all_kinds_have_groups(kind: str, tmp_path: Path) -> None:
+    """Those of attention by what they call, and of torch's switch; each in training as eager torch has it."""
+    if kind == "hugging face":
+        pytest.importorskip("transformers")
+    arguments, names = MODELS[kind]
+    how = ("--microbatch", "1", "--repeats", "2", "--warmup", "0", "-o", "profile.json")
+    done = command("profile", *arguments, "--backends", "attention-math,onednn-off", *how, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = parse((tmp_path / "profile.json").read_text(), Profile)
+    assert set(found.groups_by_backend) == names
+    assert not found.refusals
+    cover = pipeplan.choose_kernels(found).cover
+    assert {id_ for match in cover.matches for id_ in match.blocks} == {block.id for block in found.blocks}
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_backend_that_takes_the_process_down_is_refused(tmp_path: Path) -> None:
@@ -158,3 +200,18 @@ def test_shapes_that_differ_are_refused() -> None:
     measured._builders = {"eager": GroupBuilder("eager", Shorter)}  # type: ignore[arg-type]
     with pytest.raises(ExecutionError, match="other shapes"):
         measured.measure(["layer0.ffn"], 1, "eager")
+
+
+def test_inputs_are_written_before_a_forward_is_timed_but_not_expanded_ones() -> None:
+    given = torch.rand(2, 3), torch.rand(1, 3).expand(2, 3), torch.arange(6).view(2, 3)
+    before = [(each.clone(), each._version) for each in given]
+    bench = ForwardBench(RowKey("b", 2), Sums(), given, (False,) * 3, (), (), torch.device("cpu"))
+    bench.time(keep=True)
+    assert len(bench.times) == 1
+    assert [each._version - old for each, (_, old) in zip(given, before, strict=True)] == [1, 0, 0]
+    assert all(torch.equal(each, old) for each, (old, _) in zip(given, before, strict=True))
+
+
+class Sums(torch.nn.Module):
+    def forward(self, *taken: torch.Tensor) -> torch.Tensor:
+        return torch.stack([each.float() for each in taken]).sum(0)

@@ -14,14 +14,20 @@ class _Convolves(PatternRule):
         """Convolutions, and what keeps a layout."""
         return calls(op, "conv") or _keeps_layout(op)
 
+    def begins(self, op: GraphOperator) -> bool:
+        """With a convolution."""
+        return calls(op, "conv")
+
     def fusion_rule(self, graph: OperatorDag, kind: str, source: str, sink: str) -> bool:
-        """Of few operators, the first of which is a convolution."""
+        """Of few operators."""
         longest = len(graph.between(source, sink)) <= _LONGEST
-        return longest and calls(graph[source], "conv") and check_path(graph, source, sink, self.op_rule)
+        return longest and check_path(graph, source, sink, self.op_rule)
 
 
 def _keeps_layout(op: GraphOperator) -> bool:
-    return op.kind in ("add", "relu", "batch_norm", "max_pool2d", "avg_pool2d", "cat", "activation")
+    """By its name, or as an operator that was captured."""
+    named = op.kind in ("add", "relu", "batch_norm", "max_pool2d", "avg_pool2d", "cat", "activation")
+    return named or op.kind in ("elementwise", "pool") or (op.kind == "norm" and calls(op, "batch_norm"))
 
 
-BACKENDS = (Backend("channels-last", rule=_Convolves()),)
+BACKENDS = (Backend("channels-last", rule=_Convolves(), modules=True),)

@@ -1,17 +1,14 @@
 """ONNX Runtime, to which torch exports a group: an extra (``pip install pipeplan[onnxruntime]``)."""
 
 from pipeplan.kernels.backend import Backend
-from pipeplan.kernels.rules import ShortGroups
-
-_LONGEST = 4
-"""Operators of a group. Losses, which inference does not have, are in none."""
+from pipeplan.kernels.rules import AllBut
 
 BACKENDS = (
     Backend(
         "onnxruntime",
-        rule=ShortGroups(_LONGEST, "loss"),
+        rule=AllBut("loss"),
         whole=True,
-        compiles_slowly=True,
+        modules=True,
         trains=False,
         devices=("cpu",),
         packages={"onnxruntime": ("", ""), "onnxscript": ("", "")},

@@ -1,17 +1,14 @@
 """OpenVINO, which reads torch's modules by itself: an extra (``pip install pipeplan[openvino]``)."""
 
 from pipeplan.kernels.backend import Backend
-from pipeplan.kernels.rules import ShortGroups
-
-_LONGEST = 4
-"""Operators of a group. Losses, which inference does not have, are in none."""
+from pipeplan.kernels.rules import AllBut
 
 BACKENDS = (
     Backend(
         "openvino",
-        rule=ShortGroups(_LONGEST, "loss"),
+        rule=AllBut("loss"),
         whole=True,
-        compiles_slowly=True,
+        modules=True,
         trains=False,
         devices=("cpu",),
         packages={"openvino": ("", "")},

@@ -17,6 +17,7 @@ BACKENDS = (
         "torchscript",
         rule=ShortGroups(_LONGEST, *_NOT_TRACED),
         whole=True,
+        modules=True,
         trains=False,
         devices=("cpu",),
         packages={"torch": ("2.1", "2.14")},

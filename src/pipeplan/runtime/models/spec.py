@@ -147,15 +147,14 @@ class Model:
     that run in evaluation mode and would do something else in training mode. Each group of ``tied`` names (block id,
     parameter name) pairs that stand for one parameter.
 
-    ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
-    None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, of some
-    ``part_length``, if these are known; ``outlined(num_devices, count)`` both in one, of the first of alike layers
-    alone. ``spread(num_devices)`` is the model with one device's part of all experts, which multiplies as many words as
-    it sends to the others. ``in_context(count)`` gives it as so many devices run it that have an early and a late piece
-    of each sequence: blocks of the same names and parameters, whose ``split`` builds what exchanges the rest along the
-    axis of context. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of, if
-    any. ``aliases`` are further names of tensors, and those that ``names`` have. ``decoder`` is there for a causal
-    language model that is known to be one. Raises UsageError where names do not fit.
+    ``sharded(num_devices)`` gives the same blocks and edges, each block one device's share, or whole; None: it cannot
+    be split. ``parted(count)`` gives it for such parts of its sequences, of some ``part_length``, if these are known;
+    ``outlined(num_devices, count)`` both, of the first of alike layers alone. ``spread(num_devices)`` is the model with
+    one device's part of all experts, which multiplies as many words as it sends to the others. ``in_context(count)``
+    gives it as so many devices run it that have an early and a late piece of each sequence, whose blocks' ``split``
+    builds what exchanges the rest along the axis of context. ``texts``: it can be trained on text. ``settings`` are all
+    of the configuration it was made of, if any. ``aliases`` are further names of tensors, and those that ``names``
+    have. ``decoder``: it is a causal language model. Raises UsageError where names do not fit.
     """
 
     name: str
@@ -231,9 +230,8 @@ class Model:
     def require_shares(self, num_devices: int) -> None:
         """Check that devices can share the parameters of all blocks, without making these. Raises UsageError."""
         counts: dict[str, int] = {}
-        firsts = reversed({block.form or block.id: block for block in reversed(self.blocks)}.values())
         with torch.device("meta"):
-            for block in firsts:
+            for block in reversed({each.form or each.id: each for each in reversed(self.blocks)}.values()):
                 if block.split is not None and block.split.cuts:
                     whole = block.build()
                     for name, cut in block.split.cuts.items():

@@ -27,6 +27,9 @@ from pipeplan.runtime.profiling.forwards import ForwardBench
 from pipeplan.runtime.profiling.instruments import saved_tensors, spread_of, steady, timed
 from pipeplan.runtime.profiling.measure import measured_source
 
+_HELD_BYTES = 1 << 30
+"""With fewer bytes of values than this, those of another micro-batch size are held, too."""
+
 _PASSING_BYTES = 64 << 20
 """At most so much passes the caches between two runs: the parameters of the rest of the model."""
 
@@ -124,6 +127,7 @@ Output = tuple[str, int]
 class WiredGroup:
     """A group as one module, which takes what is ``taken`` of others, and ``samples``, and gives what others take."""
 
+    blocks: tuple[str, ...]
     module: GroupModule
     taken: tuple[Output, ...]
     samples: tuple[str, ...]
@@ -136,6 +140,11 @@ class _BlockValues:
 
     batch: Mapping[str, Tensor]
     outputs: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what they give."""
+        return sum(tensor.nbytes for made in self.outputs.values() for tensor in made)
 
 
 class GroupBenches:
@@ -224,19 +233,36 @@ class GroupBenches:
         """{library: version} of what builds groups, beside torch."""
         return {name: version for each in self._builders.values() for name, version in each.versions.items()}
 
-    def built(self, wired: WiredGroup, values: Mapping[Output, Tensor], size: int, backend: str) -> BuiltGroup:
-        """The group as a backend runs it, compiled for such values. Raises ExecutionError where that fails."""
-        batch = self._of_size(size).batch
-        inputs = (*(values[each] for each in wired.taken), *(batch[name] for name in wired.samples))
+    def built(self, wired: WiredGroup, size: int, backend: str) -> BuiltGroup:
+        """The group as a backend runs it, compiled for what it takes. Raises ExecutionError where that fails."""
+        values = self._of_size(size)
+        taken = zip(self._taken(wired, values), self._needs_grad(wired), strict=True)
+        inputs = (tensor.requires_grad_(needs) for tensor, needs in taken)
+        samples = (values.batch[name] for name in wired.samples)
         try:
-            return self._builders[backend].build(wired.module, inputs, training=self._training)
+            return self._builders[backend].build(wired.module, (*inputs, *samples), training=self._training)
         except Exception as error:
             raise ExecutionError(f"{backend}: {type(error).__name__}: {error}") from error
 
+    def _taken(self, wired: WiredGroup, values: _BlockValues) -> tuple[Tensor, ...]:
+        """Tensors of its own such as it takes of others: those that their likes gave."""
+        return tuple(values.outputs[self._nodes[source].kind][index].clone() for source, index in wired.taken)
+
+    def _needs_grad(self, wired: WiredGroup) -> tuple[bool, ...]:
+        """Whether each of these needs a gradient: in training, if one of the group's blocks says so."""
+        needing = {
+            each
+            for id_ in wired.blocks
+            for each, needs in zip(self._nodes[id_].spec.inputs, self._nodes[id_].input_needs_grad, strict=True)
+            if needs
+        }
+        return tuple(self._training and each in needing for each in wired.taken)
+
     def _of_size(self, size: int) -> _BlockValues:
-        """The values of a size, held until those of another are asked for."""
+        """The values of a size, held with those of others as long as these are small."""
         if size not in self._values:
-            self._values.clear()
+            if sum(each.num_bytes for each in self._values.values()) > _HELD_BYTES:
+                self._values.clear()
             batch = self._model.mini_batch(size, 0, self._seed, dtype=self._dtype, device=self._device)
             found = self._values[size] = _BlockValues(batch)
             for id_, node in self._nodes.items():
@@ -303,20 +329,13 @@ class GroupBenches:
         modules = [copy.deepcopy(self._modules[node.kind]) for node in nodes]
         module = GroupModule(modules, calls, [(inside[id_], index) for id_, index in given])
         module.train(self._modules[nodes[0].kind].training)
-        return WiredGroup(module, tuple(outside), tuple(names), tuple(given))
+        return WiredGroup(tuple(blocks), module, tuple(outside), tuple(names), tuple(given))
 
     def _bench(self, blocks: Sequence[str], size: int, values: _BlockValues) -> tuple[GroupModule, Bench]:
         """The group as one module, and the bench in which it runs."""
-        nodes = [self._nodes[id_] for id_ in blocks]
         wired = self.wired(blocks)
-        module, outside, names = wired.module, wired.taken, wired.samples
-        needs = {
-            each: any(n for node in nodes for each_, n in zip(node.spec.inputs, node.input_needs_grad, strict=True)
-                      if each_ == each)
-            for each in outside
-        }  # fmt: skip
-        inputs = tuple(values.outputs[self._nodes[source].kind][index].clone() for source, index in outside)
-        samples = tuple(values.batch[name] for name in names)
+        module, inputs = wired.module, self._taken(wired, values)
+        samples = tuple(values.batch[name] for name in wired.samples)
         with torch.no_grad():
             made = outputs_of(module(*inputs, *samples))
         assert made is not None
@@ -327,8 +346,7 @@ class GroupBenches:
         )
         kind = _WholeBackwardBench if self._training else ForwardBench
         key = RowKey(blocks[0], size)
-        grads = tuple(self._training and needs[each] for each in outside)
-        return module, kind(key, module, inputs, grads, samples, gradients, self._device)
+        return module, kind(key, module, inputs, self._needs_grad(wired), samples, gradients, self._device)
 
     def _gradient(self, node: BlockNode, output: Tensor) -> Tensor:
         """Ones for a loss, else noise."""
@@ -352,10 +370,14 @@ class GroupBenches:
         require_same(wanted, found, tolerance, self._dtype)
 
     def _time(self, bench: Bench) -> None:
-        total = sum(each.nbytes for module in self._modules.values() for each in module.parameters())
-        passing = torch.empty(min(_PASSING_BYTES, total) // 4, dtype=torch.float32, device=self._device)
+        modules = (self._modules[node.kind] for node in self._nodes.values())
+        total = sum(each.nbytes for module in modules for each in module.parameters())
+        passing = torch.zeros(min(_PASSING_BYTES, total) // 4, dtype=torch.float32, device=self._device)
         for count in range(self._warmup + self._repeats):
-            passing.add_(1.0)
+            if self._training:  # gradients are written, parameters are read
+                passing.add_(1.0)
+            else:
+                passing.sum()
             bench.time(keep=count >= self._warmup)
 
     def _change(self, module: nn.Module, bench: Bench, built: BuiltGroup) -> int:

@@ -1,0 +1,490 @@
+"""Covers of five networks by kernel backends, measured as wholes beside every backend and every framework alone.
+
+    python benchmarks/kernel_table.py --state STATE                  # all of it; may be interrupted, goes on from STATE
+    python benchmarks/kernel_table.py --state STATE --minutes 9      # begins nothing new after that long
+    python benchmarks/kernel_table.py --state STATE --print          # the tables of docs/benchmarks/kernels.md
+
+It needs a quiet machine, and the extras onnxruntime and openvino. For each network, number of threads and number of
+samples ``pipeplan profile --backends`` measures groups (step ``profile``); then one process runs the whole network by
+the cheapest cover, by covers of fewer backends, by each backend that can run all of it, and by each framework as it
+comes (step ``whole``): in rounds, one after the other, so that what disturbs the machine for seconds disturbs all of
+them. Step ``graph`` has the graph level from the same covers on.
+
+A framework as it comes is the network's own module in eager torch, compiled by ``torch.compile``, exported to ONNX
+Runtime, or read by OpenVINO, in float32, called with tensors and giving tensors. Outputs are compared with eager
+torch's before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, product
+from pathlib import Path
+from statistics import geometric_mean, median
+from types import SimpleNamespace
+from typing import Any
+
+from tables import machine, markdown, note
+
+MODELS = ("dcgan", "bert-base", "resnext50", "resnet50-3d", "nasnet-a")
+BACKENDS = (
+    *("onednn-off", "channels-last", "attention-flash", "attention-math", "inductor", "onnxruntime", "openvino"),
+    "torchscript",
+)
+"""In the order in which the table of fewer backends adds them to eager torch."""
+FRAMEWORKS = ("eager", "inductor", "onnxruntime", "openvino")
+STEPS = ("profile", "whole", "graph")
+
+
+class TableState:
+    """What is known so far, in a folder: profiles, and one file of figures."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / "table.json"
+        self.known: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def profile(self, *of: object) -> Path:
+        """Where the profile of a network, with so many threads and samples, is."""
+        return self.folder / f"{'.'.join(map(str, of))}.json"
+
+    def put(self, key: str, figures: Mapping[str, Any]) -> None:
+        """Keep what a step found."""
+        self.known[key] = {**figures, "machine": machine()}
+        self._path.write_text(json.dumps(self.known, indent=1))
+
+
+# Steps ------------------------------------------------------------------------------------------------------------
+
+
+def profile_step(state: TableState, given: argparse.Namespace, of: tuple[str, int, int], seconds: float) -> None:
+    """Measure groups for as long as there is time, going on where an earlier call ended."""
+    (model, threads, batch), key = of, "/".join(map(str, ("profile", *of)))
+    before = state.known.get(key, {"seconds": 0.0, "compile_s": 0.0, "backends_s": 0.0, "commands": 0, "done": False})
+    command = [
+        *(sys.executable, __file__, "--state", str(state.folder), "--clock", given.clock, "--pipeplan"),
+        *("profile", model, "--inference", "--granularity", "operator"),
+        *("--batch", str(batch), "--threads", str(threads)),
+        *("--backends", ",".join(given.backends), "--repeats", str(given.repeats), "--warmup", "1"),
+        *("--measure-limit", f"{max(1, int(seconds))}s", "-o", str(state.profile(*of))),
+    ]
+    begun = time.monotonic()
+    ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+    if ran.returncode:
+        raise SystemExit(f"{' '.join(command)}: {ran.stderr}")
+    said = re.search(r"backends took ([\d.]+) ?(\S+) to compile, of ([\d.]+) s", ran.stderr)
+    unit = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+    left = re.search(r"--measure-limit was over; not measured: (.*)", ran.stderr)
+    found = {
+        "seconds": before["seconds"] + time.monotonic() - begun,
+        "compile_s": before["compile_s"] + (float(said[1]) * unit[said[2]] if said else 0.0),
+        "backends_s": before["backends_s"] + (float(said[3]) if said else 0.0),
+        "commands": before["commands"] + 1,
+        "done": left is None,
+        "left": left[1] if left else "",
+    }
+    state.put(key, found)
+
+
+def child_step(state: TableState, given: argparse.Namespace, what: str, of: tuple[str, int, int]) -> None:
+    """A step in a process of its own, whose figures come back in a file."""
+    key, path = "/".join(map(str, (what, *of))), state.folder / "child.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--state", str(state.folder), "--child", key]
+    command += ["--graph-seconds", str(given.graph_seconds)]
+    command += ["--clock", given.clock, "--rounds", str(given.rounds), "--way-seconds", str(given.way_seconds)]
+    begun = time.monotonic()
+    ran = subprocess.run(command, check=False)
+    if ran.returncode or not path.exists():
+        note(f"{key}: the process ended with {ran.returncode}")
+        state.put(key, {"failed": ran.returncode})
+        return
+    state.put(key, {**json.loads(path.read_text()), "seconds": time.monotonic() - begun})
+
+
+# In a process of its own ------------------------------------------------------------------------------------------
+
+
+def with_backends(profile: Any, names: Sequence[str]) -> Any:
+    """The profile with rows of eager torch and of some backends."""
+    kept = {"eager", *names}
+
+    def rows(costs: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(row for row in costs if row.backend in kept)
+
+    blocks = tuple(each.model_copy(update={"costs": rows(each.costs)}) for each in profile.blocks)
+    fusions = ((each, rows(each.costs)) for each in profile.fusions)
+    own = tuple(each.model_copy(update={"costs": costs}) for each, costs in fusions if costs)
+    return profile.model_copy(update={"blocks": blocks, "fusions": own})
+
+
+def groups_of(choice: Any, cover: Any = None) -> list[tuple[tuple[str, ...], str]]:
+    return [(match.blocks, match.backend) for match in (cover or choice.cover).as_runs(choice.graph)]
+
+
+def chosen_ways(profile: Any, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Covers by name, each with what it is predicted to take, and what is known of the cheapest."""
+    from pipeplan import _api
+    from pipeplan.errors import InfeasibleError
+    from pipeplan.kernels.covers import algorithm_1
+    from pipeplan.schedule.cpsat.cover import exact_cover
+    from pipeplan.schedule.cpsat.solver import Budget
+
+    choice = _api.choose_kernels(profile, batch, 30.0)
+    begun = time.process_time()
+    first = algorithm_1(choice.graph, choice.matches, profile.backend_change_ns)
+    quick = time.process_time() - begun
+    begun = time.monotonic()
+    best, bound = exact_cover(choice.graph, choice.matches, profile.backend_change_ns, Budget(60.0), first)
+    facts = {
+        "algorithm_1_ns": first.total_ns,
+        "algorithm_1_s": quick,
+        "proved": best.proved,
+        "best_ns": best.total_ns,
+        "bound_ns": bound,
+        "proof_s": time.monotonic() - begun,
+        "operators": len(choice.graph),
+        "matches": len(choice.matches),
+        "change_ns": profile.backend_change_ns,
+        "shares": {
+            "operators": Counter(name for blocks, name in groups_of(choice) for _ in blocks),
+            "groups": Counter(name for _, name in groups_of(choice)),
+        },
+    }
+    ways = {"cover": (groups_of(choice), choice.cover.total_ns)}
+    known = [name for name in BACKENDS if name in choice.single]
+    fewer = {"without torchscript": [each for each in known if each != "torchscript"]}
+    fewer |= {f"up to {name}": known[: number + 1] for number, name in enumerate(known)}
+    for name, names in fewer.items():
+        chosen = _api.choose_kernels(with_backends(profile, names), batch, 30.0)
+        ways[name] = groups_of(chosen), chosen.cover.total_ns
+    for name in choice.single:
+        own = [match for match in choice.matches if match.backend == name]
+        try:
+            alone = algorithm_1(choice.graph, own)
+        except InfeasibleError:
+            continue
+        ways[f"alone: {name}"] = groups_of(choice, alone), alone.total_ns
+    return ways, facts
+
+
+def frameworks(model: str, batch: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What runs the network as each framework has it, compared with eager torch."""
+    import torch
+
+    from pipeplan.runtime.backends import eager, inductor, onnxruntime, openvino
+    from pipeplan.runtime.backends.comparing import require_same
+    from pipeplan.runtime.models.networks import network
+
+    module, example = network(model)
+    (sample,) = example.values()
+    sample = sample[:1].expand(batch, *sample.shape[1:]).contiguous()
+    with torch.no_grad():
+        wanted = module(sample)
+    for name, build in zip(FRAMEWORKS, (eager, inductor, onnxruntime, openvino), strict=True):
+        try:
+            built = build.build(name, copy.deepcopy(module).eval(), (sample,), False)
+            with torch.no_grad():
+                require_same([wanted], [built.call(sample)], 1e-3, torch.float32)
+        except Exception as error:  # a framework that cannot run a network is what the table says of it
+            note(f"{name}: {type(error).__name__}: {error}"[:300])
+            continue
+        yield name, partial(built.call, sample)
+
+
+def timed_rounds(ways: Mapping[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[list[int]]]:
+    """[way][round][run] ns, all ways one after the other in each round; the first run of a turn is not counted."""
+    import torch
+
+    from pipeplan.runtime.profiling.instruments import steady, timed
+
+    device, found = torch.device("cpu"), {name: list[list[int]]() for name in ways}
+    with torch.no_grad(), steady(device):
+        once = {name: min(timed(way, device)[1] for _ in range(2)) / 1e9 for name, way in ways.items()}
+        for _ in range(rounds):
+            for name, way in ways.items():
+                if once[name] < 1:
+                    way()
+                runs = max(1, min(30, math.ceil(seconds / rounds / once[name])))
+                found[name].append([timed(way, device)[1] for _ in range(runs)])
+    return found
+
+
+def group_benches(profile: Any, model: str, batch: int) -> tuple[Any, Any]:
+    """The model, and what builds and runs its groups."""
+    from pipeplan import _api
+    from pipeplan.kernels.backend import known_backends
+
+    found, _ = _api.load_where_even(model, sequence=None, grain="operator", shared=(), shards=(1,), meta=False)
+    known = known_backends()
+    benches = _api._group_benches(found, profile, known, "cpu", seed=0, repeats=5, warmup=1)
+    benches.described(batch)
+    return found, benches
+
+
+def whole_child(profile: Any, model: str, threads: int, batch: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Everything that runs a whole network, in rounds."""
+    from pipeplan.errors import ExecutionError
+    from pipeplan.runtime.profiling.build_profile import on_threads
+    from pipeplan.runtime.profiling.whole_covers import WholeCovers
+
+    ways, facts = chosen_ways(profile, batch)
+    with on_threads(threads):
+        runs: dict[str, Callable[[], object]] = {f"as it comes: {k}": run for k, run in frameworks(model, batch)}
+        _, benches = group_benches(profile, model, batch)
+        covers, same = WholeCovers(benches, batch), dict[str, str]()
+        of: dict[str, str] = {}
+        for name, (groups, _) in ways.items():
+            key = json.dumps(groups)
+            same[name] = of.setdefault(key, name)
+            if same[name] == name:
+                try:
+                    runs[name] = covers.runner(groups)
+                except ExecutionError as error:
+                    note(f"{name}: {error}"[:300])
+        times = timed_rounds(runs, given.rounds, given.way_seconds)
+    predicted = {name: ns for name, (_, ns) in ways.items()}
+    return {**facts, "predicted_ns": predicted, "same": same, "times_ns": times, "clock": given.clock}
+
+
+def graph_child(profile: Any, model: str, threads: int, batch: int, seconds: float) -> dict[str, Any]:
+    """The graph level with its curve, from the cheapest cover on."""
+    from pipeplan import _api
+
+    choice = _api.choose_kernels(profile, batch, 30.0)
+    found, _ = _api.load_where_even(model, sequence=None, grain="operator", shared=(), shards=(1,), meta=False)
+    asked = _api.EvolutionAsked(threads=threads, limit_s=seconds)
+    level = _api.evolve_kernels(choice, found, asked)
+    return {name: each for name, each in level.figures().items() if name != "cover"}
+
+
+def on_processor_time() -> None:
+    """Take processor time for wall-clock time, in all that is timed here: on a busy machine, with one thread."""
+    from pipeplan.runtime.parallel import device
+
+    setattr(device, "time", SimpleNamespace(monotonic_ns=time.process_time_ns))  # noqa: B010  # all that it has of time
+
+
+def run_child(state: TableState, key: str, given: argparse.Namespace) -> None:
+    from pipeplan import _api
+
+    what, model, threads, batch = key.split("/")
+    profile = _api.read_profile(str(state.profile(model, threads, batch)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if what == "whole":
+            found = whole_child(profile, model, int(threads), int(batch), given)
+        else:
+            found = graph_child(profile, model, int(threads), int(batch), given.graph_seconds)
+    (state.folder / "child.json").write_text(json.dumps(found))
+
+
+# Tables -----------------------------------------------------------------------------------------------------------
+
+
+def ms(ns: float | None) -> str:
+    return "-" if ns is None else f"{ns / 1e6:.2f}"
+
+
+def measured(cell: Mapping[str, Any], name: str) -> float | None:
+    """The median of all runs; of processor time on a busy machine that of the least in each round."""
+    rounds = cell["times_ns"].get(cell["same"].get(name, name))
+    if not rounds:
+        return None
+    return float(median(map(min, rounds) if cell["clock"] == "processor" else chain.from_iterable(rounds)))
+
+
+def best_of(cell: Mapping[str, Any], start: str) -> tuple[str, float] | None:
+    found = [
+        (name.removeprefix(start), ns)
+        for name in (*cell["times_ns"], *cell["same"])
+        if name.startswith(start) and (ns := measured(cell, name)) is not None
+    ]
+    return min(found, key=lambda each: each[1], default=None)
+
+
+def cells_of(state: TableState) -> dict[tuple[str, int, int], dict[str, Any]]:
+    found = {}
+    for key, cell in state.known.items():
+        what, model, *rest = key.split("/")
+        if what == "whole" and "failed" not in cell:
+            found[model, int(rest[0]), int(rest[1])] = cell
+    return dict(sorted(found.items(), key=lambda each: (MODELS.index(each[0][0]), each[0][1:])))
+
+
+def shares_text(cell: Mapping[str, Any]) -> str:
+    own = cell["shares"]["operators"]
+    return ", ".join(f"{name} {count / sum(own.values()):.0%}" for name, count in Counter(own).most_common())
+
+
+def tables(state: TableState) -> Iterator[str]:
+    """All that the page has."""
+    cells = cells_of(state)
+    yield "Whole networks, ms (median)\n"
+    yield markdown(*whole_table(cells))
+    for name in ("cover", "without torchscript"):
+        ratios = [best_of(cell, "as it comes: ")[1] / measured(cell, name) for cell in cells.values()]  # type: ignore[index, operator]
+        if ratios:
+            yield f"\ngeometric mean of best framework / {name}: {geometric_mean(ratios):.2f} over {len(ratios)} cells"
+    yield "\nPredicted beside measured, groups by backend, and the proof\n"
+    yield markdown(*predicted_table(cells))
+    yield "\nBackends one at a time: measured ms (predicted)\n"
+    yield markdown(*added_table(cells))
+    yield "\nMeasuring\n"
+    yield markdown(*measuring_table(state))
+    yield "\nGraph level\n"
+    yield markdown(*graph_table(state))
+
+
+def whole_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
+    names = ["eager", "inductor", "onnxruntime", "openvino"]
+    header = ["network", "threads", "samples", "cover", "best backend alone", "cover / it"]
+    header += [f"{name} as it comes" for name in names] + ["best framework / cover", "without torchscript", "/ it"]
+    rows = []
+    for (model, threads, batch), cell in cells.items():
+        own, alone, best = measured(cell, "cover"), best_of(cell, "alone: "), best_of(cell, "as it comes: ")
+        without = measured(cell, "without torchscript")
+        assert own is not None and alone is not None and best is not None and without is not None  # noqa: PT018
+        frames = [ms(measured(cell, f"as it comes: {name}")) for name in names]
+        first = [model, str(threads), str(batch), ms(own), f"{ms(alone[1])} ({alone[0]})", f"{own / alone[1]:.2f}"]
+        rows.append([*first, *frames, f"{best[1] / own:.2f}", ms(without), f"{best[1] / without:.2f}"])
+    return header, rows
+
+
+def predicted_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
+    header = ["network", "threads", "samples", "predicted", "measured", "off", "operators by backend", "groups"]
+    header += ["Algorithm 1 over the optimum", "its s", "proof s"]
+    rows = []
+    for (model, threads, batch), cell in cells.items():
+        said, own = cell["predicted_ns"]["cover"], measured(cell, "cover")
+        assert own is not None
+        over = f"{cell['algorithm_1_ns'] / cell['bound_ns'] - 1:.2%}" + ("" if cell["proved"] else " (not proved)")
+        row = [model, str(threads), str(batch), ms(said), ms(own), f"{said / own - 1:+.1%}", shares_text(cell)]
+        row += [str(sum(cell["shares"]["groups"].values())), over, f"{cell['algorithm_1_s']:.2f}"]
+        rows.append([*row, f"{cell['proof_s']:.1f}"])
+    return header, rows
+
+
+def added_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
+    names = [name for name in BACKENDS if any(f"up to {name}" in cell["same"] for cell in cells.values())]
+    rows = []
+    for (model, threads, batch), cell in cells.items():
+        row = [model, str(threads), str(batch)]
+        for name in ("alone: eager", *(f"up to {each}" for each in names)):
+            own = measured(cell, name)
+            row.append("-" if own is None else f"{ms(own)} ({ms(cell['predicted_ns'][name])})")
+        rows.append(row)
+    return ["network", "threads", "samples", "eager", *(f"+ {name}" for name in names)], rows
+
+
+def measuring_table(state: TableState) -> tuple[list[str], list[list[str]]]:
+    header = [
+        "network",
+        "threads",
+        "samples",
+        "s from nothing",
+        "of it groups",
+        "of it compiling",
+        "commands",
+        "left out",
+    ]
+    rows = []
+    for key, found in state.known.items():
+        what, model, *rest = key.split("/")
+        if what == "profile":
+            part = [f"{found[name] / found['seconds']:.0%}" for name in ("backends_s", "compile_s")]
+            rows.append([model, *rest, f"{found['seconds']:.0f}", *part, str(found["commands"]), found["left"]])
+    return header, rows
+
+
+def graph_table(state: TableState) -> tuple[list[str], list[list[str]]]:
+    header = ["network", "threads", "samples", "library", "operator level", "graph level", "gain", "best by generation"]
+    rows = []
+    for key, found in state.known.items():
+        what, model, *rest = key.split("/")
+        if what == "graph" and "failed" not in found:
+            curve = ", ".join(ms(each["best_ns"]) for each in found["curve"])
+            figures = [ms(found["operator_level_ns"]), ms(found["measured_ns"]), f"{found['gain']:.2f}", curve]
+            rows.append([model, *rest, found["library"], *figures])
+    return header, rows
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--state", type=Path, required=True, help="folder of what is known")
+    parser.add_argument("--models", type=words, default=MODELS)
+    parser.add_argument("--batches", type=numbers, default=(1, 8))
+    parser.add_argument("--threads", type=numbers, default=(1, 2))
+    parser.add_argument("--backends", type=words, default=BACKENDS)
+    parser.add_argument("--steps", type=words, default=STEPS)
+    parser.add_argument("--repeats", type=int, default=7, help="timed runs of a group")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing new after that long")
+    parser.add_argument("--profile-minutes", type=float, default=6.0, help="for the groups of a network")
+    parser.add_argument("--graph-seconds", type=float, default=60.0, help="for a graph level")
+    parser.add_argument("--again", action="store_true", help="also what is known")
+    parser.add_argument("--print", action="store_true", help="the tables of what is known")
+    parser.add_argument("--rounds", type=int, default=5, help="in which all ways to run a network take turns")
+    parser.add_argument("--way-seconds", type=float, default=3.0, help="for each way in all rounds together")
+    parser.add_argument(
+        "--clock", choices=("wall", "processor"), default="wall", help="processor: with one thread only"
+    )
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--pipeplan", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    state = TableState(given.state)
+    if given.clock == "processor" and (given.child or given.pipeplan):
+        on_processor_time()
+    if given.pipeplan is not None:
+        from pipeplan.cli.main import main as verb
+
+        sys.argv = ["pipeplan", *given.pipeplan]
+        verb()
+    elif given.child is not None:
+        run_child(state, given.child, given)
+    elif given.print:
+        print(machine(), "\n", *tables(state), sep="\n")
+    else:
+        run_steps(state, given)
+
+
+def run_steps(state: TableState, given: argparse.Namespace) -> None:
+    end = time.monotonic() + 60 * given.minutes
+    for of in product(given.models, given.threads, given.batches):
+        for what in given.steps:
+            key = "/".join(map(str, (what, *of)))
+            known, left = state.known.get(key, {}), end - time.monotonic()
+            if left <= 0:
+                note("time is over; the same command goes on")
+                return
+            if what == "profile":
+                left = min(60 * given.profile_minutes - known.get("seconds", 0.0), left)
+                if left > 1 and not known.get("done"):
+                    note(f"{key}: {left:.0f} s")
+                    profile_step(state, given, of, left)
+            elif given.again or not known:
+                note(key)
+                child_step(state, given, what, of)
+
+
+if __name__ == "__main__":
+    main()
