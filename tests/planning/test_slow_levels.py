@@ -165,3 +165,19 @@ def replicas_beside(number: int) -> Placement:
         blocks = tuple(f"b{number}" for number in (2 * position, 2 * position + 1))
         stages.append(PlacedStage(blocks=blocks, devices=devices, shards=2, replicas=8))
     return Placement(strategy="one-to-one", num_devices=32, stages=tuple(stages))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_plans_whose_sums_slow_compute_pass_check(chunks: int) -> None:
+    """Positions with one stage, or with two, on a cluster whose exchanges slow what is computed beside them."""
+    asked: dict[str, Any] = {"mini_batch": 64, "microbatch_size": 8, "time_limit": "10s", "deterministic": True}
+    node, net = Cluster.of("nodes", 32, levels=[("node", 4, 0, 100 * 10**9), ("net", 32, 0, 10 * 10**9)]).levels
+    levels = node, net.model_copy(update={"node_bandwidth_bytes_per_s": 40 * 10**9})
+    cluster = racks_of_16(4.0).model_copy(update={"contention": 0.4, "levels": levels})
+    profile = split_line(1_000, 10_000_000)
+    strategy = "one-to-one" if chunks == 1 else "circular"
+    plan = pipeplan.search(profile, cluster=cluster, placement=strategy, tp=2, pp=2, dp=8, vp=chunks, **asked).plan
+    assert len(plan.stages) == 2 * chunks
+    (contention,) = {device.contention for device in plan.devices}
+    assert contention == pytest.approx(0.4 * 2 * 10 / 100), "two of a node send for each sum"
+    assert pipeplan.check(plan, profile=profile, cluster=cluster).valid

@@ -23,6 +23,7 @@ from pipeplan.costs.communication import (
     all_gather_time,
     all_reduce_time,
     contention_among,
+    contention_of_sums,
     time_of_groups,
 )
 from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe
@@ -224,8 +225,7 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         text = f"are {len(plan.devices)}, the cluster has {cluster.num_devices}"
         findings.add("cluster", "devices", text)
         return
-    sums = [stage.devices[shard :: stage.shards] for stage in plan.stages for shard in range(stage.shards)]
-    expected = contention_among(cluster, sums)
+    expected = contention_of_sums(cluster, plan.stages)
     for number, stage in enumerate(plan.stages):
         slowest = min(cluster.speeds[device] for device in stage.devices)
         if stage.blocks and stage.speed != slowest:

@@ -222,10 +222,19 @@ def contention_among(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -
 
 
 def contention_of_sums(cluster: Cluster | None, stages: Iterable[Stage]) -> float:
-    """The same where the copies of each stage sum their gradients."""
-    different = {(tuple(stage.devices), stage.shards) for stage in stages}
-    groups = [devices[shard::shards] for devices, shards in different for shard in range(shards)]
-    return contention_among(cluster, groups)
+    """The same where the copies of each stage sum their gradients, the least of any stage.
+
+    Stages that stand alike in the cluster are looked at once.
+    """
+    if cluster is None or not cluster.contention:
+        return 0.0
+    unit = cluster.levels[-2].group_size if len(cluster.levels) > 1 else 1
+    ways = dict[tuple[int, tuple[int, ...]], tuple[int, ...]]()
+    for devices, shards in dict.fromkeys((tuple(stage.devices), stage.shards) for stage in stages):
+        begin = devices[0] // unit * unit
+        ways.setdefault((shards, tuple(device - begin for device in devices)), devices)
+    groups = ([devices[shard::shards] for shard in range(shards)] for (shards, _), devices in ways.items())
+    return min((contention_among(cluster, own) for own in groups), default=cluster.contention)
 
 
 def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
