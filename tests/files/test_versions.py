@@ -149,7 +149,7 @@ _FIELDS["family"] = _FIELDS.pop("operator")
 class CostedParts(Parts):
     """What reads a profile asks of its blocks."""
 
-    rows, meaning = Block.rows, Block.meaning
+    rows, meaning, prices = Block.rows, Block.meaning, Block.prices
 
 
 Block2 = create_model("Block2", __base__=CostedParts, **_FIELDS, trainable=(bool, ...))

@@ -823,10 +823,13 @@ class LookAtCandidates(PlanStep):
 
     @staticmethod
     def _look_plainly(search: PlanSearch, trial: Trial) -> None:
-        """A first plan on stages that are given, of many actions: GPipe or 1F1B, group by group where they are long."""
+        """A first plan on stages that are given, of many actions: GPipe or 1F1B, group by group where they are long.
+
+        Not group by group where one of the two is asked for: that is another schedule.
+        """
         if names := _plain_names(search.request):
             with search.noting("a first look"):
-                trial.look_plainly(names=names)
+                trial.look_plainly(names=names, grouped=not _is_named(search.request))
             search.report(trial)
             _secure(search)
 

@@ -222,10 +222,12 @@ class Trial:
         """What a look at its known schedules counts where seconds are deterministic."""
         return SECONDS_PER_LOOK * sum(map(ShorterRun().actions, self.ways))
 
-    def look_plainly(self, most_entries: int = MOST_ENTRIES, names: Sequence[str] = PLAIN) -> None:
+    def look_plainly(
+        self, most_entries: int = MOST_ENTRIES, names: Sequence[str] = PLAIN, *, grouped: bool = True
+    ) -> None:
         """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than so."""
         for workload in self.ways:
-            self.offer(plain_look(workload, most_entries, names))
+            self.offer(plain_look(workload, most_entries, names, grouped=grouped))
 
     def look(self, *, thorough: bool = False, usual: Usual | None = None, others: bool = True) -> None:
         """Only known schedules, which takes no solver: all, or those of the ``usual`` one's strategy.

@@ -221,20 +221,25 @@ PLAIN = ("1f1b", "gpipe")
 """What a plain look knows."""
 
 
-def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES, names: Sequence[str] = PLAIN) -> Schedule | None:
+def plain_look(
+    workload: Workload, most_entries: int = MOST_ENTRIES, names: Sequence[str] = PLAIN, *, grouped: bool = True
+) -> Schedule | None:
     """1F1B, and GPipe where that does not fit or devices have several stages: in a time linear in the actions.
 
     Of these the ``names`` alone.
 
     Of one stage per device they are those of :func:`first_look`, which follows rules action by action. Of a run whose
-    programs would have more entries it is a part that is repeated. None where they do not apply or fit.
+    programs would have more entries it is a part that is repeated, or all of it if it may run in groups (``grouped``:
+    strictly, that is another schedule). None where they do not apply or fit.
     """
     fewer = max(1, most_entries // workload.entries)
     if workload.num_microbatches <= 2 * fewer:
         return _plain(workload, names)
     fewer += (workload.num_microbatches - fewer) % math.lcm(microbatches_alike(workload), workload.num_routes)
     short = _plain(workload.with_microbatches(fewer), names)
-    return None if short is None else ShorterRun().repeating(short, workload)
+    if short is None:
+        return None
+    return ShorterRun().repeating(short, workload) if grouped else ShorterRun().lengthened(short, workload)
 
 
 def _plain(workload: Workload, names: Sequence[str]) -> Schedule | None:
