@@ -825,7 +825,7 @@ class LookAtCandidates(PlanStep):
     def _look_plainly(search: PlanSearch, trial: Trial) -> None:
         """A first plan on stages that are given, of many actions: GPipe or 1F1B, group by group where they are long.
 
-        Not group by group where one of the two is asked for: that is another schedule.
+        Where one of the two is asked for and would be refused, as nothing in it repeats, no other is made instead.
         """
         if names := _plain_names(search.request):
             with search.noting("a first look"):

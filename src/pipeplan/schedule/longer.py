@@ -73,16 +73,19 @@ class ShorterRun(SearchStep):
             return None
         return found.running(run, workload)
 
-    def repeating(self, found: Schedule, workload: Workload, most_written: int = MAX_WRITTEN) -> Schedule | None:
+    def repeating(
+        self, found: Schedule, workload: Workload, most_written: int = MAX_WRITTEN, *, grouped: bool = True
+    ) -> Schedule | None:
         """A schedule of a shorter run as one of the whole workload: a part that repeats, or all of it, is repeated.
 
-        Of so few micro-batches that no device has two of each in a pipeline, no part is looked for.
+        Of so few micro-batches that no device has two of each in a pipeline, no part is looked for. Unless ``grouped``,
+        all of it is repeated only then: where a part was looked for and none repeats, there is None.
         """
         whole = OneMicrobatch.of(workload, require_room=False)
         rounds = found.graph.workload.num_microbatches // whole.microbatches_per_round
         steady = rounds >= 2 * whole.num_devices
         longer = self.lengthened(found, workload, most_written) if steady else None
-        return longer or self.in_groups(found, workload)
+        return longer or (self.in_groups(found, workload) if grouped or not steady else None)
 
     def in_groups(self, found: Schedule, workload: Workload) -> Schedule | None:
         """The shorter run again and again: each device begins the next group of micro-batches after the one before.

@@ -229,17 +229,15 @@ def plain_look(
     Of these the ``names`` alone.
 
     Of one stage per device they are those of :func:`first_look`, which follows rules action by action. Of a run whose
-    programs would have more entries it is a part that is repeated, or all of it if it may run in groups (``grouped``:
-    strictly, that is another schedule). None where they do not apply or fit.
+    programs would have more entries it is a part that is repeated, or all of it, as ``grouped`` says to
+    :meth:`~pipeplan.schedule.longer.ShorterRun.repeating`. None where they do not apply or fit.
     """
     fewer = max(1, most_entries // workload.entries)
     if workload.num_microbatches <= 2 * fewer:
         return _plain(workload, names)
     fewer += (workload.num_microbatches - fewer) % math.lcm(microbatches_alike(workload), workload.num_routes)
     short = _plain(workload.with_microbatches(fewer), names)
-    if short is None:
-        return None
-    return ShorterRun().repeating(short, workload) if grouped else ShorterRun().lengthened(short, workload)
+    return None if short is None else ShorterRun().repeating(short, workload, grouped=grouped)
 
 
 def _plain(workload: Workload, names: Sequence[str]) -> Schedule | None:
