@@ -11,13 +11,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import numpy as np
 import pytest
 from ortools.sat.python import cp_model
 
 from builders.chains import chain_workload
+from pipeplan.partition.chain.costs import Array
+from pipeplan.partition.chain.kernel import least_split
 from pipeplan.schedule.cpsat.solver import Budget, solve
 from pipeplan.schedule.search import search_schedule
 from pipeplan.time_limit import INTERRUPTS, Limit, TimeUpError, checked, checkpoint, shielded
+from pipeplan.workload.bounds import strong_iteration_bound
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.pairs import TaskPairs
+from pipeplan.workload.task_graph import task_graph
 
 MANY = 100_000
 """Checkpoints that no limit here lets anybody pass."""
@@ -198,3 +205,40 @@ def test_other_threads_hear_no_signals() -> None:
 
     with ThreadPoolExecutor(1) as others:
         others.submit(work).result()
+
+
+def looks(work: Callable[[], object]) -> int:
+    """How often work asks whether there is time; it ends at the last of these looks, too."""
+    clock = itertools.count()
+    with Limit(MANY, clock=lambda: float(next(clock))).enforced():
+        work()
+    asked = next(clock) - 1
+    with pytest.raises(TimeUpError), Limit(asked, clock=counting()).enforced():
+        work()
+    return asked
+
+
+def test_the_pairs_of_long_runs_are_made_a_part_at_a_time() -> None:
+    """However alike stages are; each edge's pairs are as if it were alone."""
+    workload = chain_workload(24, 2**14)
+    graph = task_graph(workload)
+    pairs = TaskPairs.of(workload, graph.offsets)
+    numbers = np.arange(2**14)
+    sources, targets, lags = zip(*workload.edges, strict=True)
+    for found, firsts in ((pairs.sources, sources), (pairs.targets, targets)):
+        assert np.array_equal(found, np.concatenate([graph.offsets[first] + numbers for first in firsts]))
+    assert np.array_equal(pairs.lags, np.repeat(lags, len(numbers)))
+    assert looks(lambda: TaskPairs.of(workload, graph.offsets)) > len(pairs.sources) // 2**18 >= 2
+
+
+def test_the_bounds_of_many_devices_are_found_one_after_another() -> None:
+    problem = OneMicrobatch.of(chain_workload(12, 24))
+    strong_iteration_bound(problem)  # what it keeps of the problem is not found twice
+    assert looks(lambda: strong_iteration_bound(problem)) >= 12
+
+
+def test_cuts_into_many_stages_may_end_between_any_of_them() -> None:
+    def cost(_: int, begins: Array, ends: Array) -> Array:
+        return ends - begins
+
+    assert looks(lambda: least_split(cost, 512, [0] * 256)) > 256 // 16 + 256 // 64

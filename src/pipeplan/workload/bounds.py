@@ -170,7 +170,7 @@ def strong_iteration_bound(problem: OneMicrobatch) -> int:
 
 def _iteration_bound(problem: OneMicrobatch) -> int:
     best, after = weak_iteration_bound(problem.workload), problem.workload.least_after_all
-    for device, operations in enumerate(problem.on_device):
+    for device, operations in checked(enumerate(problem.on_device), 1):
         if operations:
             work = problem.num_microbatches * problem.work[device]
             until_release = _until_release(problem, device, work)

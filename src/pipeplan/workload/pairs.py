@@ -8,6 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.columns import IntArray, sharing, spread
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
@@ -30,13 +31,18 @@ class TaskPairs:
         parts = _PairsSoFar(workload, offsets)
         for alike, edges in groupby(workload.edges, parts.alike):
             if alike is None:
-                for source, target, lag in edges:
+                for source, target, lag in checked(edges, 16):
                     parts.add_sharing(source, target, lag)
             else:
                 parts.add_alike([*edges])
-        for source, target, lag, later in workload.returns:
+        for source, target, lag, later in checked(workload.returns, 16):
             parts.add_returns(source, target, lag, later)
+        checkpoint()
         return cls(*(np.concatenate(each) if each else np.zeros(0, np.int64) for each in parts.columns))
+
+
+_AT_ONCE = 2**18
+"""Pairs that are made between two looks at the time."""
 
 
 @dataclass(slots=True)
@@ -59,8 +65,13 @@ class _PairsSoFar:
         return own if own == self._kind_of[source] and (source, target) not in self.workload.needs else None
 
     def add_alike(self, edges: Sequence[tuple[int, int, int]]) -> None:
-        """Edges whose ends are all of one kind."""
+        """Edges whose ends are all of one kind, so many at once as are joined within a moment."""
         slots = self.workload.slots[edges[0][0]]
+        at_once = max(1, _AT_ONCE // max(1, len(slots)))
+        for begin in checked(range(0, len(edges), at_once), 1):
+            self._add_alike(edges[begin : begin + at_once], slots)
+
+    def _add_alike(self, edges: Sequence[tuple[int, int, int]], slots: Slots) -> None:
         first = np.array([(self.offsets[source], self.offsets[target], lag) for source, target, lag in edges])
         numbers = np.arange(len(slots))
         lags = np.repeat(first[:, 2:], len(slots), axis=1)

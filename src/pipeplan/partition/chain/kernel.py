@@ -201,7 +201,7 @@ def _leads_through(firsts: Sequence[Array], kinds: Sequence[int]) -> bool:
     """Whether stages of these kinds can have all blocks, if ranges begin at ``firsts`` [kind][cut] at the least."""
     reached = np.zeros(len(firsts[0]), dtype=np.int64)
     reached[0] = 1
-    for kind in kinds:
+    for kind in checked(kinds, 64):
         before = np.concatenate(([0], np.cumsum(reached)))
         reached = (before[:-1] > before[firsts[kind]]).astype(np.int64)
     return bool(reached[-1])
@@ -215,7 +215,7 @@ def _best(
     programme = Programme(num_cuts, most + 1, join)
     candidates = [shortest_first(each) for each in firsts]
     layers = [programme.start()]
-    for kind in kinds:
+    for kind in checked(kinds, 16):
         layers.append(programme.extended(layers[-1], _alone(partial(cost, kind)), candidates[kind]))
     begins = [begin for begin, _, _ in programme.traced(layers[1:], num_cuts - 1)]
     return int(layers[-1].values[0, num_cuts - 1]), tuple(reversed(begins))

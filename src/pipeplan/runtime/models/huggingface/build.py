@@ -259,6 +259,7 @@ def load(
     where = shown or text_or_path
     name, keywords, strict = describe(text_or_path)
     family = family_of(name)
+    _require_few_layers(keywords, where)
     with _quiet():
         config = _configuration(family, keywords, strict, where)
         length = _sequence(family, config, sequence, planned_sequence, where)
@@ -282,6 +283,21 @@ def _require_even(counts: Mapping[str, int], where: str, shards: Sequence[int]) 
         if count > 1:
             with shards_named(count, where):
                 require_even(counts, count)
+
+
+_MOST_LAYERS = 5_000
+"""Of two blocks each: 10,000 blocks, for which time limits are kept. Of 10^30 layers no building of a model ends."""
+
+
+def _require_few_layers(keywords: Mapping[str, Any], where: str) -> None:
+    """Refuse more layers, of a configuration or one in it, than anybody builds, before anything is made of them."""
+    for key, value in keywords.items():
+        if isinstance(value, Mapping):
+            _require_few_layers(value, where)
+        elif "layer" in key and isinstance(value, int) and value > _MOST_LAYERS:
+            digits = str(value)
+            number = digits if len(digits) < 20 else f"a number of {len(digits)} digits"
+            raise UsageError(f"configuration {where}: {key} is {number}; give at most {_MOST_LAYERS:,} layers")
 
 
 def _require_fitting(config: Any, where: str) -> None:
