@@ -670,8 +670,7 @@ def run(
 
     check(plan).require(where)
     options = _settled(options, plan)
-    if any(stage.segments for stage in plan.stages):
-        options = _with_kernels(options)
+    options = _with_kernels(options) if any(stage.segments for stage in plan.stages) else options
     if options.has_objects or "OMP_NUM_THREADS" not in os.environ:
         cores = 1 if options.has_objects else (os.cpu_count() or 1)  # a copy has no pool of threads
         options = replace(options, num_threads=max(1, cores // plan.num_devices))
