@@ -10,10 +10,12 @@ names for each; 0 is as if it cost nothing, or as if attention always ran at ful
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cache_parallelism import ALL_BATCHES, BATCHES, DEVICES, LAYER, LENGTHS, MODEL, Case, Side, served
@@ -22,7 +24,7 @@ from tables import machine, markdown
 from pipeplan.catalog import read_table
 from pipeplan.costs.cache_volumes import printed_volume, step_volume
 from pipeplan.errors import InfeasibleError
-from pipeplan.serving.engine import ServingResult
+from pipeplan.serving.course import ServingResult
 from pipeplan.serving.steps import EngineConstants, engine_constants
 
 Served = Callable[[Side, Case], ServingResult]
@@ -264,10 +266,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranges", action="store_true", help="vary each constant")
     parser.add_argument("--figure", help="one figure alone")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="keep rows there, and go on from those it has")
     asked = parser.parse_args()
     constants, names = engine_constants(), [*ranges()] if asked.ranges else []
     chosen = [each for each in orderings() if asked.figure in (None, each.figure)]
-    rows = [row(each, constants, vary=asked.ranges) for each in chosen]
+    known = json.loads(asked.state.read_text()) if asked.state and asked.state.exists() else {}
+    rows = []
+    for each in chosen:
+        if (key := f"{each.figure}: {each.says}") not in known:
+            known[key] = row(each, constants, vary=asked.ranges)
+            if asked.state:
+                asked.state.write_text(json.dumps(known, indent=1))
+        rows.append(known[key])
     print(markdown(["Fig.", "ordering of the text", "here", *names, "whole model, batch 32"], rows))
     print(machine())
 

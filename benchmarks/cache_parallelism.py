@@ -19,7 +19,8 @@ from tables import machine, markdown
 from pipeplan.costs.cache_volumes import KEPT, Kept, printed_volume, step_volume
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError
-from pipeplan.serving.engine import ServingResult, serve
+from pipeplan.serving.course import ServingCourse, ServingResult
+from pipeplan.serving.engine import course
 from pipeplan.serving.requests import about, always, between, drawn
 from pipeplan.serving.steps import EngineConstants, ServedLayer, StepCosts, engine_constants
 from pipeplan.units import format_bytes
@@ -48,14 +49,22 @@ class Case(NamedTuple):
 
 @cache
 def served(side: Side, case: Case, constants: EngineConstants, layer: ServedLayer = LAYER) -> ServingResult:
-    """All requests at once, lengths drawn with the same seed for every side."""
+    """All requests at once, lengths drawn with the same seed for every side; so constants decide the times alone."""
+    blocks = constants.block_tokens, constants.watermark
+    return _course(side, case, blocks, layer).timed(constants)
+
+
+@cache
+def _course(side: Side, case: Case, blocks: tuple[int, float], layer: ServedLayer) -> ServingCourse:
+    """What is done for that, with the catalog's constants but these."""
     if case.axis == "prefix":
         requests = drawn(ROUNDS * case.most, always(case.tokens), about(WRITTEN), seed=1)
     else:
         requests = drawn(ROUNDS * case.most, always(PROMPT), between(1, 2 * case.tokens), seed=1)
     kept: Kept = "dp" if side == "dp in step" else side
+    constants = replace(engine_constants(), block_tokens=blocks[0], watermark=blocks[1])
     costs = StepCosts(kept, layer, DEVICES, DEVICE, constants)
-    return serve(costs, requests, case.most, together=side == "dp in step")
+    return course(costs, requests, case.most, together=side == "dp in step")
 
 
 # Tables --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipeplan.serving.engine import ServingResult
+from pipeplan.serving.course import ServingResult
 from pipeplan.serving.steps import DecodeTime, engine_constants
 from support.paths import ROOT
 

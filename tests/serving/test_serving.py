@@ -13,7 +13,8 @@ from pipeplan.catalog import read_table
 from pipeplan.costs.cache_volumes import KEPT, Kept
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError
-from pipeplan.serving.engine import ServingResult, serve
+from pipeplan.serving.course import ServingResult
+from pipeplan.serving.engine import course, serve
 from pipeplan.serving.paged_cache import PagedCache, blocks_of
 from pipeplan.serving.requests import ServedRequest, about, always, between, drawn
 from pipeplan.serving.steps import ServedLayer, StepCosts, engine_constants, share_at
@@ -151,3 +152,26 @@ def test_results_say_what_they_mean() -> None:
     assert isinstance(found, ServingResult)
     assert found.tokens_per_s * found.step_ns == pytest.approx(1e9)
     assert found.busy.total_ns == pytest.approx(found.end_ns)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_course_takes_as_long_as_served_anew(kept: Kept) -> None:
+    """With other constants, where all come at once: by themselves and in step, with evictions."""
+    costs = with_blocks(kept, 2, 40)
+    requests = [*drawn(12, between(1, 300), between(1, 300), seed=2)]
+    other = replace(CONSTANTS, table_ns=9e5, attention=((64, 0.1), (512, 1.0)), host_bytes_per_s=1e7)
+    for together in (False, True):
+        found = course(costs, requests, 8, together=together)
+        assert found.timed().evictions > 0
+        assert found.timed(other) == serve(replace(costs, constants=other), requests, 8, together=together)
+
+
+def test_a_course_of_requests_that_come_later_is_of_its_constants() -> None:
+    requests = [ServedRequest(0.0, 100, 50), ServedRequest(1e9, 100, 50)]
+    found = course(with_blocks("tp", 2, 100), requests, 4)
+    assert found.timed() == found.timed(CONSTANTS)
+    with pytest.raises(ValueError, match="serve them anew"):
+        found.timed(replace(CONSTANTS, table_ns=1.0))
+    at_once = course(with_blocks("tp", 2, 100), requests[:1], 4)
+    with pytest.raises(ValueError, match="other blocks"):
+        at_once.timed(replace(CONSTANTS, block_tokens=32))

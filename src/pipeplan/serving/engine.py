@@ -11,40 +11,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from pipeplan.serving.course import Moved, ServingCourse, ServingResult, Steps, Waited
 from pipeplan.serving.paged_cache import PagedCache
 from pipeplan.serving.requests import ServedRequest
-from pipeplan.serving.steps import DecodeTime, StepCosts
+from pipeplan.serving.steps import StepCosts
 
 _GROWTH = 0.02
 """Steps are taken together until the mean length has grown by this share: a step's time is nearly linear in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServingResult:
-    """How requests were served: ``tokens`` written until ``end_ns``, in ``steps``, whose times add up to ``busy``.
-
-    ``moved_ns`` is what moves to host memory and back took, of ``evictions``. Of several engines ``end_ns`` is the
-    last one's, and ``busy``, ``moved_ns`` and ``steps`` are of that one. ``waited_ns`` is what an engine waits in the
-    mean: for requests, for slower ones in every step, or for the last one at the end.
-    """
-
-    tokens: int
-    end_ns: float
-    busy: DecodeTime
-    moved_ns: float
-    steps: int
-    evictions: int
-    waited_ns: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of all requests."""
-        return 1e9 * self.tokens / self.end_ns
-
-    @property
-    def step_ns(self) -> float:
-        """Between two tokens of a request, in the mean, moves included."""
-        return (self.busy.total_ns + self.moved_ns) / self.steps
 
 
 @dataclass(slots=True)
@@ -57,20 +30,17 @@ class _Running:
 
 @dataclass(slots=True)
 class _Batching:
-    """One engine: its clock, its cache, and who runs, waits in host memory, or has not begun."""
+    """One engine: its clock, its cache, and who runs, waits in host memory, or has not begun; ``events`` are all's."""
 
+    number: int
     costs: StepCosts
     cache: PagedCache
     most: int
     waiting: deque[ServedRequest]
+    events: list[Steps | Moved | Waited]
     now_ns: float = 0.0
     running: list[_Running] = field(default_factory=list)
     away: deque[_Running] = field(default_factory=deque)
-    busy: DecodeTime = field(default_factory=DecodeTime)
-    moved_ns: float = 0.0
-    steps: int = 0
-    tokens: int = 0
-    evictions: int = 0
 
     @property
     def done(self) -> bool:
@@ -92,7 +62,7 @@ class _Batching:
         """Let in who has room, with a block for the next token of everyone."""
         while self.away and self._takes(self.away[0].tokens):
             back = self.away.popleft()
-            self._move(back.tokens)
+            self._move(back.tokens, evicted=False)
             self.running.append(back)
         while not self.away and self.waiting and self.waiting[0].arrival_ns <= self.now_ns:
             if not self._takes(self.waiting[0].prefix_tokens):
@@ -121,11 +91,10 @@ class _Batching:
         """Take so many steps."""
         lengths = [each.tokens for each in self.running]
         self.cache.used += self.cache.growing(lengths, steps)
-        between = self.costs.step([length + (steps - 1) // 2 for length in lengths]).times(steps)
-        self.busy += between
-        self.now_ns += between.total_ns
-        self.steps += steps
-        self.tokens += steps * len(self.running)
+        count, half = len(lengths), (steps - 1) // 2
+        taken = Steps(self.number, steps, count, max(lengths) + half, sum(lengths) + half * count)
+        self.events.append(taken)
+        self.now_ns += self.costs.step_of(*taken[2:]).times(steps).total_ns
         for each in self.running:
             each.tokens += steps
             each.left -= steps
@@ -137,18 +106,21 @@ class _Batching:
         """The one that came last makes room; alone it would fit, which was asked before."""
         last = self.running.pop()
         self.cache.give_back(last.tokens)
-        self._move(last.tokens)
+        self._move(last.tokens, evicted=True)
         self.away.appendleft(last)
-        self.evictions += 1
 
-    def _move(self, tokens: int) -> None:
-        taken = self.costs.moved_ns(tokens)
-        self.moved_ns += taken
-        self.now_ns += taken
+    def _move(self, tokens: int, *, evicted: bool) -> None:
+        self.events.append(Moved(self.number, tokens, evicted))
+        self.now_ns += self.costs.moved_ns(tokens)
 
 
 def serve(costs: StepCosts, requests: Iterable[ServedRequest], most: int, *, together: bool = False) -> ServingResult:
-    """Serve requests, at most so many at a time on all devices together, and say how long it took.
+    """Serve requests as :func:`course` does, and say how long it took."""
+    return course(costs, requests, most, together=together).timed()
+
+
+def course(costs: StepCosts, requests: Iterable[ServedRequest], most: int, *, together: bool = False) -> ServingCourse:
+    """Serve requests, at most so many at a time on all devices together, and say what was done.
 
     Of ``dp`` each request goes to the device with the fewest prompt tokens so far, and stays there. Its devices go on
     by themselves, or take every step ``together``: as processes of one program do, which wait for the slowest.
@@ -161,22 +133,15 @@ def serve(costs: StepCosts, requests: Iterable[ServedRequest], most: int, *, tog
     served = sorted(requests, key=lambda each: each.arrival_ns)
     if most < alone or not served:
         raise ValueError(f"{len(served)} requests, {most} at a time, are nothing to serve on {alone} engines")
-    engines = [_engine(costs, own, most // alone) for own in _shared_out(served, alone)]
+    events: list[Steps | Moved | Waited] = []
+    shares = enumerate(_shared_out(served, alone))
+    engines = [_engine(number, costs, own, most // alone, events) for number, own in shares]
     for each in [engines] if together else [[engine] for engine in engines]:
-        _run(each)
-    last = max(engines, key=lambda each: each.now_ns)
-    return ServingResult(
-        tokens=sum(each.tokens for each in engines),
-        end_ns=last.now_ns,
-        busy=last.busy,
-        moved_ns=last.moved_ns,
-        steps=last.steps,
-        evictions=sum(each.evictions for each in engines),
-        waited_ns=sum(last.now_ns - each.busy.total_ns - each.moved_ns for each in engines) / len(engines),
-    )
+        _run(each, events)
+    return ServingCourse(costs, alone, served[-1].arrival_ns <= 0, events)
 
 
-def _run(engines: Sequence[_Batching]) -> None:
+def _run(engines: Sequence[_Batching], events: list[Steps | Moved | Waited]) -> None:
     """Serve all requests of engines that take every step together."""
     while left := [each for each in engines if not each.done]:
         able = [(each, steps) for each in left if (steps := each.ready())]
@@ -187,9 +152,11 @@ def _run(engines: Sequence[_Batching]) -> None:
             for each, _ in able:
                 each.advance(steps)
             now = 0.0
-        now = max(now, *(each.now_ns for each in engines)) if len(engines) > 1 else max(now, engines[0].now_ns)
-        for each in engines:
-            each.now_ns = now
+        if len(engines) > 1 or now:
+            events.append(Waited(tuple(each.number for each in engines), now))
+            now = max([now, *(each.now_ns for each in engines)])
+            for each in engines:
+                each.now_ns = now
 
 
 def _shared_out(requests: Sequence[ServedRequest], engines: int) -> list[list[ServedRequest]]:
@@ -202,9 +169,11 @@ def _shared_out(requests: Sequence[ServedRequest], engines: int) -> list[list[Se
     return found
 
 
-def _engine(costs: StepCosts, requests: Sequence[ServedRequest], most: int) -> _Batching:
+def _engine(
+    number: int, costs: StepCosts, requests: Sequence[ServedRequest], most: int, events: list[Steps | Moved | Waited]
+) -> _Batching:
     block = costs.constants.block_tokens
     cache = PagedCache(costs.cache_bytes // (block * costs.token_bytes), block, costs.pieces)
     for each in requests:
         cache.require_room(each.prefix_tokens + each.new_tokens)
-    return _Batching(costs, cache, most, deque(requests))
+    return _Batching(number, costs, cache, most, deque(requests), events)

@@ -10,8 +10,7 @@ from pipeplan.errors import InfeasibleError
 
 def blocks_of(tokens: int, pieces: int, block_tokens: int) -> int:
     """Blocks of the longest of so many pieces of a request's tokens."""
-    piece = (tokens + pieces - 1) // pieces
-    return (piece + block_tokens - 1) // block_tokens
+    return -(-tokens // (pieces * block_tokens))
 
 
 @dataclass(slots=True)
@@ -58,12 +57,15 @@ class PagedCache:
 
     def growing(self, lengths: Collection[int], steps: int) -> int:
         """Blocks that requests of these lengths need beside their own to write so many tokens each."""
-        return sum(self.blocks(length + steps) - self.blocks(length) for length in lengths)
+        room = -self.pieces * self.block_tokens  # rounded up: less than nothing, rounded down
+        return sum([length // room - (length + steps) // room for length in lengths])
 
     def steps_within(self, lengths: Collection[int], most: int) -> int:
         """For how many steps, at most so many, the blocks suffice."""
         if self.growing(lengths, most) <= self.free:
             return most
+        if self.growing(lengths, 1) > self.free:  # as often as somebody has to be evicted
+            return 0
         low, high = 0, most - 1
         while low < high:
             middle = (low + high + 1) // 2

@@ -116,11 +116,15 @@ class DecodeTime:
         return self.compute_ns + self.communication_ns + self.host_ns
 
     def __add__(self, other: DecodeTime) -> DecodeTime:
-        return DecodeTime(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(DecodeTime)))
+        return DecodeTime(
+            self.compute_ns + other.compute_ns,
+            self.communication_ns + other.communication_ns,
+            self.host_ns + other.host_ns,
+        )
 
     def times(self, count: float) -> DecodeTime:
         """So many of them."""
-        return DecodeTime(*(getattr(self, each.name) * count for each in fields(DecodeTime)))
+        return DecodeTime(self.compute_ns * count, self.communication_ns * count, self.host_ns * count)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class StepCosts:
     devices: int
     device: DevicePreset
     constants: EngineConstants
-    _known: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def shards(self) -> int:
@@ -170,15 +174,16 @@ class StepCosts:
 
         They are all requests, but of ``dp``, where they are those of one device.
         """
-        most, total = max(lengths), sum(lengths)
-        own = -(-len(lengths) // self.pieces)
-        pieces = -(-total // self.pieces)
-        compute = self._dense_ns(own) + self._core_ns(len(lengths), pieces)
-        communication = 0.0
-        if self.kept != "dp" and self.devices > 1:
-            communication = self._communication_ns(len(lengths))
+        return self.step_of(len(lengths), max(lengths), sum(lengths))
+
+    def step_of(self, requests: int, longest: int, total: int) -> DecodeTime:
+        """The same of so many requests, of which the longest and all together have so many tokens so far."""
+        if requests not in self._known:
+            self._known[requests] = self._dense_ns(-(-requests // self.pieces)), self._communication_ns(requests)
+        dense, communication = self._known[requests]
+        compute = dense + self._core_ns(requests, -(-total // self.pieces))
         # padded to the longest
-        entries = len(lengths) * blocks_of(most, self.pieces, self.constants.block_tokens)
+        entries = requests * blocks_of(longest, self.pieces, self.constants.block_tokens)
         copied = 1e9 * entries * self.constants.table_bytes / self.constants.host_bytes_per_s
         return DecodeTime(compute, communication, entries * self.constants.table_ns + copied)
 
@@ -188,11 +193,9 @@ class StepCosts:
         return 1e9 * held / self.constants.host_bytes_per_s
 
     def _dense_ns(self, requests: int) -> float:
-        if requests not in self._known:
-            kernels = self.layer.dense(requests, self.shards).forward
-            one = sum(self.device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels)
-            self._known[requests] = self.layer.layers * one
-        return self._known[requests]
+        kernels = self.layer.dense(requests, self.shards).forward
+        one = sum(self.device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels)
+        return self.layer.layers * one
 
     def _core_ns(self, requests: int, tokens: int) -> float:
         shape, width = self.layer.shape, self.layer.width
