@@ -273,7 +273,7 @@ def main() -> None:
     known = json.loads(asked.state.read_text()) if asked.state and asked.state.exists() else {}
     rows = []
     for each in chosen:
-        if (key := f"{each.figure}: {each.says}") not in known:
+        if (key := f"{each.figure}, {[*names]}: {each.says}") not in known:
             known[key] = row(each, constants, vary=asked.ranges)
             if asked.state:
                 asked.state.write_text(json.dumps(known, indent=1))

@@ -288,7 +288,7 @@ def test_the_most_requests_are_those_that_still_fit() -> None:
     [
         ({"context": 4000}, "rows for contexts of 10, 100, 400, not of 4000"),
         ({"batch": 90}, "rows for batches of 1, 3, 8, not of"),
-        ({"kv": "tp", "devices": 3}, "no stages of 3 devices have costs .* with --kv tp .* rows for 1, 2, 4 shards"),
+        ({"kv": "tp", "devices": 3}, "no stages of 3 .* with --kv tp .* --shards 1,2,4; profile .* --shards 1,2,3,4"),
         ({"dcp": 3}, "--dcp 3 does not divide any group of 2 devices"),
         ({"kv": "cp", "context": 9}, "with --kv cp .* not of 9"),
     ],

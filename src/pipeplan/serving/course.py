@@ -7,10 +7,13 @@ and which steps are taken follow from lengths and blocks alone. One simulation t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from pipeplan.serving.steps import DecodeTime, EngineConstants, StepCosts
+import numpy as np
+
+from pipeplan.serving.steps import DecodeTime, EngineConstants, StepCosts, StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,12 @@ class ServingResult:
 
 
 class Steps(NamedTuple):
-    """An engine's ``steps`` taken together, of so many requests; in the middle step they have so many tokens."""
+    """An engine's ``steps`` taken together, of so many requests; each does what the one in the middle does."""
 
     engine: int
     steps: int
     requests: int
-    longest: int
-    total: int
+    work: StepWork
 
 
 class Moved(NamedTuple):
@@ -66,26 +68,17 @@ class Waited(NamedTuple):
     until_ns: float
 
 
-@dataclass(slots=True)
-class _Clock:
-    """What an engine has taken so far."""
+class _Done(NamedTuple):
+    """Arrays of [number, event]: of steps waits before, engine, steps, requests and what :class:`StepWork` has; of
+    moves waits before, engine and tokens.
+    """
 
-    now_ns: float = 0.0
-    busy: DecodeTime = field(default_factory=DecodeTime)
-    moved_ns: float = 0.0
-    steps: int = 0
-
-    def take(self, between: DecodeTime, steps: int) -> None:
-        self.busy += between
-        self.now_ns += between.total_ns
-        self.steps += steps
-
-    def move(self, taken_ns: float) -> None:
-        self.moved_ns += taken_ns
-        self.now_ns += taken_ns
+    steps: Any
+    moves: Any
+    waits: Sequence[Waited]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServingCourse:
     """All that engines did; ``at_once`` where all requests were there from the beginning."""
 
@@ -108,25 +101,51 @@ class ServingCourse:
             raise ValueError("requests that come later, and other blocks, are served in another order; serve them anew")
         return self._timed(replace(self.costs, constants=constants))
 
-    def _timed(self, costs: StepCosts) -> ServingResult:
-        clocks = [_Clock() for _ in range(self.engines)]
+    @cached_property
+    def _done(self) -> _Done:
+        rows: list[tuple[float, ...]] = []
+        moves: list[tuple[int, int, int]] = []
+        waits: list[Waited] = []
         for each in self.events:
             match each:
-                case Steps(engine, steps, requests, longest, total):
-                    clocks[engine].take(costs.step_of(requests, longest, total).times(steps), steps)
+                case Steps(engine, steps, requests, work):
+                    rows.append((len(waits), engine, steps, requests, *work))
                 case Moved(engine, tokens):
-                    clocks[engine].move(costs.moved_ns(tokens))
-                case Waited(engines, until):
-                    now = max([until, *(clocks[engine].now_ns for engine in engines)])
-                    for engine in engines:
-                        clocks[engine].now_ns = now
-        last = max(clocks, key=lambda each: each.now_ns)
+                    moves.append((len(waits), engine, tokens))
+                case Waited():
+                    waits.append(each)
+        return _Done(np.array(rows).T, np.array(moves, dtype=int).reshape(-1, 3).T, waits)
+
+    def _timed(self, costs: StepCosts) -> ServingResult:
+        done = self._done
+        rounds, engines = done.steps[:2].astype(int)
+        counts = done.steps[2]
+        times = costs.time(StepWork(*done.steps[4:])).times(counts)
+        moved = np.array([costs.moved_ns(tokens) for tokens in done.moves[2].tolist()])
+        taken = np.zeros((len(done.waits) + 1, self.engines))
+        np.add.at(taken, (rounds, engines), times.total_ns)
+        np.add.at(taken, tuple(done.moves[:2]), moved)
+        now = self._ends(taken.tolist())
+        last = now.index(max(now))
+        own, own_moves = engines == last, done.moves[1] == last
+        parts: tuple[Any, ...] = (times.compute_ns, times.communication_ns, times.host_ns)
         return ServingResult(
-            tokens=sum(each.steps * each.requests for each in self.events if isinstance(each, Steps)),
-            end_ns=last.now_ns,
-            busy=last.busy,
-            moved_ns=last.moved_ns,
-            steps=last.steps,
+            tokens=int(counts @ done.steps[3]),
+            end_ns=now[last],
+            busy=DecodeTime(*(float(np.sum(each[own])) for each in parts)),
+            moved_ns=float(np.sum(moved[own_moves])),
+            steps=int(np.sum(counts[own])),
             evictions=sum(each.evicted for each in self.events if isinstance(each, Moved)),
-            waited_ns=sum(last.now_ns - each.busy.total_ns - each.moved_ns for each in clocks) / len(clocks),
+            waited_ns=now[last] - float(taken.sum()) / self.engines,
         )
+
+    def _ends(self, taken: Sequence[Sequence[float]]) -> list[float]:
+        """[engine] when it is done, of [number of waits before][engine] ns."""
+        now = [0.0] * self.engines
+        for each, wait in zip(taken, [*self._done.waits, None], strict=True):
+            now = [before + own for before, own in zip(now, each, strict=True)]
+            if wait is not None:
+                latest = max([wait.until_ns, *(now[engine] for engine in wait.engines)])
+                for engine in wait.engines:
+                    now[engine] = latest
+        return now

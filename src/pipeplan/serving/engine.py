@@ -79,8 +79,8 @@ class _Batching:
 
     def _until_event(self) -> int:
         """Steps until someone is done, or may join, or lengths are another matter."""
-        steps = min(each.left for each in self.running)
-        total = sum(each.tokens for each in self.running)
+        steps = min([each.left for each in self.running])
+        total = sum([each.tokens for each in self.running])
         steps = min(steps, max(1, int(_GROWTH * total / len(self.running))))
         if self.waiting and self.waiting[0].arrival_ns > self.now_ns and len(self.running) < self.most:
             one = self.costs.step([each.tokens for each in self.running]).total_ns
@@ -91,10 +91,10 @@ class _Batching:
         """Take so many steps."""
         lengths = [each.tokens for each in self.running]
         self.cache.used += self.cache.growing(lengths, steps)
-        count, half = len(lengths), (steps - 1) // 2
-        taken = Steps(self.number, steps, count, max(lengths) + half, sum(lengths) + half * count)
-        self.events.append(taken)
-        self.now_ns += self.costs.step_of(*taken[2:]).times(steps).total_ns
+        count, half = len(lengths), (steps - 1) // 2  # as long as they are in the middle of these steps
+        work = self.costs.work(count, max(lengths) + half, sum(lengths) + half * count)
+        self.events.append(Steps(self.number, steps, count, work))
+        self.now_ns += self.costs.time(work).total_ns * steps
         for each in self.running:
             each.tokens += steps
             each.left -= steps

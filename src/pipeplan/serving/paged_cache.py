@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeplan.errors import InfeasibleError
 
@@ -55,13 +58,15 @@ class PagedCache:
         """A request that is done, or goes to host memory."""
         self.used -= self.blocks(tokens)
 
-    def growing(self, lengths: Collection[int], steps: int) -> int:
+    def growing(self, lengths: Sequence[int] | NDArray[np.int64], steps: int) -> int:
         """Blocks that requests of these lengths need beside their own to write so many tokens each."""
         room = -self.pieces * self.block_tokens  # rounded up: less than nothing, rounded down
-        return sum([length // room - (length + steps) // room for length in lengths])
+        held = np.asarray(lengths)
+        return int(np.sum(held // room - (held + steps) // room))
 
-    def steps_within(self, lengths: Collection[int], most: int) -> int:
+    def steps_within(self, lengths: Sequence[int] | NDArray[np.int64], most: int) -> int:
         """For how many steps, at most so many, the blocks suffice."""
+        lengths = np.asarray(lengths)
         if self.growing(lengths, most) <= self.free:
             return most
         if self.growing(lengths, 1) > self.free:  # as often as somebody has to be evicted

@@ -7,9 +7,11 @@ tokens of a request, or few heads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+import numpy as np
 
 from pipeplan.catalog import read_table
 from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
@@ -127,6 +129,22 @@ class DecodeTime:
         return DecodeTime(self.compute_ns * count, self.communication_ns * count, self.host_ns * count)
 
 
+class StepWork(NamedTuple):
+    """What a step does, whatever an engine's constants are; arrays of these numbers are of that many steps.
+
+    Ns of all but attention, and of attention at full speed, in all layers; bytes sent, sends one after another and
+    collectives; cached tokens of a request on the device, and entries of the block table.
+    """
+
+    dense_ns: float
+    sent_bytes: float
+    sends: float
+    collectives: float
+    full_ns: float
+    tokens: float
+    entries: float
+
+
 @dataclass(frozen=True)
 class StepCosts:
     """A model on ``devices`` that share its decode steps as ``kept`` says; of ``dp`` each is an engine of its own."""
@@ -136,7 +154,9 @@ class StepCosts:
     devices: int
     device: DevicePreset
     constants: EngineConstants
-    _known: dict[int, tuple[float, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[int, tuple[float, float, int, int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def shards(self) -> int:
@@ -174,18 +194,35 @@ class StepCosts:
 
         They are all requests, but of ``dp``, where they are those of one device.
         """
-        return self.step_of(len(lengths), max(lengths), sum(lengths))
+        return self.time(self.work(len(lengths), max(lengths), sum(lengths)))
 
-    def step_of(self, requests: int, longest: int, total: int) -> DecodeTime:
-        """The same of so many requests, of which the longest and all together have so many tokens so far."""
+    def work(self, requests: int, longest: int, total: int) -> StepWork:
+        """A step of so many requests, of which the longest and all together have so many tokens so far."""
         if requests not in self._known:
-            self._known[requests] = self._dense_ns(-(-requests // self.pieces)), self._communication_ns(requests)
-        dense, communication = self._known[requests]
-        compute = dense + self._core_ns(requests, -(-total // self.pieces))
+            volume = step_volume(self.kept, self.layer.shape, requests, self.devices)
+            self._known[requests] = (
+                self._dense_ns(-(-requests // self.pieces)),
+                self.layer.layers * volume.bytes(self.layer.width),
+                self.layer.layers * volume.steps,
+                self.layer.layers * volume.collectives,
+            )
+        tokens = -(-total // self.pieces)
         # padded to the longest
         entries = requests * blocks_of(longest, self.pieces, self.constants.block_tokens)
-        copied = 1e9 * entries * self.constants.table_bytes / self.constants.host_bytes_per_s
-        return DecodeTime(compute, communication, entries * self.constants.table_ns + copied)
+        return StepWork(*self._known[requests], self._full_ns(tokens), tokens / requests, entries)
+
+    def time(self, work: StepWork) -> DecodeTime:
+        """What that takes with this engine's constants; of arrays, every step of them."""
+        constants, heads = self.constants, self.layer.heads
+        reached = share_at(constants.attention, work.tokens)
+        reached *= share_at(constants.heads, 32 * heads // self.shards // heads)
+        waiting = work.sends * constants.step_ns + work.collectives * constants.launch_ns
+        entry = constants.table_ns + 1e9 * constants.table_bytes / constants.host_bytes_per_s
+        return DecodeTime(
+            work.dense_ns + work.full_ns / reached,
+            1e9 * work.sent_bytes / constants.links_bytes_per_s + waiting,
+            work.entries * entry,
+        )
 
     def moved_ns(self, tokens: int) -> float:
         """Ns to move a request's cache to host memory, or back; each device moves what it has."""
@@ -197,27 +234,15 @@ class StepCosts:
         one = sum(self.device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels)
         return self.layer.layers * one
 
-    def _core_ns(self, requests: int, tokens: int) -> float:
+    def _full_ns(self, tokens: int) -> float:
         shape, width = self.layer.shape, self.layer.width
         read = 2 * tokens * shape.keys // self.shards * width
         flops = 4 * tokens * shape.queries // self.shards
-        full = self.device.kernel_ns(flops, read, matrix=True)
-        reached = share_at(self.constants.attention, tokens / requests)
-        reached *= share_at(self.constants.heads, 32 * shape.heads // self.shards // shape.heads)
-        return self.layer.layers * full / reached
-
-    def _communication_ns(self, requests: int) -> float:
-        volume = step_volume(self.kept, self.layer.shape, requests, self.devices)
-        moving = 1e9 * volume.bytes(self.layer.width) / self.constants.links_bytes_per_s
-        waiting = volume.steps * self.constants.step_ns + volume.collectives * self.constants.launch_ns
-        return self.layer.layers * (moving + waiting)
+        return self.layer.layers * self.device.kernel_ns(flops, read, matrix=True)
 
 
 def share_at(table: Table, size: float) -> float:
     """The share of full speed at a size, between two of the table on a line in the logarithm of size."""
-    if size <= table[0][0]:
-        return table[0][1]
-    for (low, before), (high, after) in zip(table, table[1:], strict=False):
-        if size < high:
-            return before + (after - before) * math.log(size / low) / math.log(high / low)
-    return table[-1][1]
+    sizes, shares = zip(*table, strict=True)
+    found: float = np.interp(np.log(size), np.log(sizes), shares)
+    return found

@@ -348,11 +348,14 @@ def test_prompts_that_do_not_fit_are_refused(prompts: list[list[int]], words: st
         _api.run(plan, DecodeOptions(model="gpt2-tiny", prompts=prompts, new_tokens=4))
 
 
-def test_a_plan_that_does_not_decode_is_refused() -> None:
+def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(UsageError, match="no decode steps, which --prompt-file needs"):
         _api.run(chain_plan(1, 2), DecodeOptions(model="gpt2-tiny", prompts=[[1]]))
+    decoding = plan_of("gpt2-tiny", [""], [[0]], batch=1, groups=1, context=9)
+    with warm_ranks(), pytest.raises(UsageError, match=r"after token 64 .*--stop-ids.* has those from 0 to 63"):
+        _api.run(decoding, DecodeOptions(model="gpt2-tiny", prompts=[[1]], new_tokens=2, stop=(3, 64)))
     with pytest.raises(UsageError, match="generate text: give --prompt-file"):
-        _api.run(plan_of("gpt2-tiny", [""], [[0]], batch=1, groups=1, context=9), TrainOptions("gpt2-tiny"))
+        _api.run(decoding, TrainOptions("gpt2-tiny"))
 
 
 def test_emulated_ranks_take_the_token_of_the_turn_before() -> None:

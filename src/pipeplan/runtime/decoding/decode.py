@@ -26,6 +26,7 @@ from pipeplan.runtime.models.given_names import PythonValue
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import CausalDecoder, Model
 from pipeplan.runtime.parallel.device import rank_device
+from pipeplan.texts import counted
 
 _CPU = torch.device("cpu")
 
@@ -168,18 +169,23 @@ def shortest_window(model: Model) -> int | None:
 
 
 def require_fitting(model: Model, options: DecodeOptions) -> CausalDecoder:
-    """Refuse prompts that the model cannot read, or write on so far; how it does. Raises UsageError."""
+    """Refuse texts that the model cannot read, write on so far or end; how it does. Raises UsageError."""
     decoder = WrittenModel.require(model)
     longest = decoder.longest
     words = None if model.texts is None else model.texts.vocabulary
+    if words is not None and (odd := [word for word in options.stop if not 0 <= word < words]):
+        raise UsageError(
+            f"texts end after token {odd[0]} (--stop-ids, or the tokenizer's), and {model.name} has those from 0 to "
+            f"{words - 1}; give one of them"
+        )
     for number, prompt in enumerate(options.prompts, 1):
         if words is not None and (odd := [word for word in prompt if not 0 <= word < words]):
             raise UsageError(f"prompt {number} has token {odd[0]}, and {model.name} has those from 0 to {words - 1}")
         if longest is not None and len(prompt) + options.new_tokens > longest:
             raise UsageError(
-                f"prompt {number} has {len(prompt)} tokens, and with --new-tokens {options.new_tokens} its text would "
-                f"have {len(prompt) + options.new_tokens}; {model.name} takes texts of at most {longest}: give fewer, "
-                "or a configuration with more positions"
+                f"prompt {number} has {counted(len(prompt), 'token')}, and with --new-tokens {options.new_tokens} its "
+                f"text would have {len(prompt) + options.new_tokens}; {model.name} takes texts of at most {longest}: "
+                "give fewer, or a configuration with more positions"
             )
     return decoder
 

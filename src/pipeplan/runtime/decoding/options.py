@@ -81,8 +81,8 @@ class DecodeOptions(RunOptions):
         """
         if plan.decode is None:
             raise UsageError(
-                f"plan {plan.name!r} has no decode steps, which --prompt-file needs; make one from a profile of "
-                "inference with search --kv auto"
+                f"plan {plan.name!r} has no decode steps, which --prompt-file needs; make one from what profile MODEL "
+                "--inference --context TOKENS writes, by search --kv auto"
             )
         planned = plan.decode.context_tokens
         if self.longest > planned:
