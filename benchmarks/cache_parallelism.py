@@ -1,6 +1,6 @@
 """Cache parallelism (thesis, chapter 4): volumes of Fig. 4.1, and Figs. 4.2 to 4.5 simulated.
 
-    python benchmarks/cache_parallelism.py    # two minutes; their orderings are benchmarks/cache_orderings.py
+    python benchmarks/cache_parallelism.py    # half a minute; their orderings are benchmarks/cache_orderings.py
 
 One layer of Llama-7B (hidden 4096, 32 heads, feed-forward 11008, 16 bits) on four RTX A5000 of 24 GB with NVLink, only
 decode steps. Nothing is measured but the cost of an entry of the block table. The text has no lengths but of the axis
