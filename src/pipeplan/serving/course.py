@@ -44,7 +44,7 @@ class ServingResult:
         return (self.busy.total_ns + self.moved_ns) / self.steps
 
 
-class Steps(NamedTuple):
+class ServedSteps(NamedTuple):
     """An engine's ``steps`` taken together, of so many requests; each does what the one in the middle does."""
 
     engine: int
@@ -53,7 +53,7 @@ class Steps(NamedTuple):
     work: StepWork
 
 
-class Moved(NamedTuple):
+class MovedCache(NamedTuple):
     """A cache of so many tokens went to host memory, or came back."""
 
     engine: int
@@ -61,7 +61,7 @@ class Moved(NamedTuple):
     evicted: bool
 
 
-class Waited(NamedTuple):
+class EnginesWaited(NamedTuple):
     """Engines waited for the last of them, and until then at least."""
 
     engines: tuple[int, ...]
@@ -75,7 +75,7 @@ class _Done(NamedTuple):
 
     steps: Any
     moves: Any
-    waits: Sequence[Waited]
+    waits: Sequence[EnginesWaited]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ServingCourse:
     costs: StepCosts
     engines: int
     at_once: bool
-    events: Sequence[Steps | Moved | Waited]
+    events: Sequence[ServedSteps | MovedCache | EnginesWaited]
 
     def timed(self, constants: EngineConstants | None = None) -> ServingResult:
         """How long it took, or takes with other constants.
@@ -105,14 +105,14 @@ class ServingCourse:
     def _done(self) -> _Done:
         rows: list[tuple[float, ...]] = []
         moves: list[tuple[int, int, int]] = []
-        waits: list[Waited] = []
+        waits: list[EnginesWaited] = []
         for each in self.events:
             match each:
-                case Steps(engine, steps, requests, work):
+                case ServedSteps(engine, steps, requests, work):
                     rows.append((len(waits), engine, steps, requests, *work))
-                case Moved(engine, tokens):
+                case MovedCache(engine, tokens):
                     moves.append((len(waits), engine, tokens))
-                case Waited():
+                case EnginesWaited():
                     waits.append(each)
         return _Done(np.array(rows).T, np.array(moves, dtype=int).reshape(-1, 3).T, waits)
 
@@ -135,7 +135,7 @@ class ServingCourse:
             busy=DecodeTime(*(float(np.sum(each[own])) for each in parts)),
             moved_ns=float(np.sum(moved[own_moves])),
             steps=int(np.sum(counts[own])),
-            evictions=sum(each.evicted for each in self.events if isinstance(each, Moved)),
+            evictions=sum(each.evicted for each in self.events if isinstance(each, MovedCache)),
             waited_ns=now[last] - float(taken.sum()) / self.engines,
         )
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pipeplan.serving.course import Moved, ServingCourse, ServingResult, Steps, Waited
+from pipeplan.serving.course import EnginesWaited, MovedCache, ServedSteps, ServingCourse, ServingResult
 from pipeplan.serving.paged_cache import PagedCache
 from pipeplan.serving.requests import ServedRequest
 from pipeplan.serving.steps import StepCosts
@@ -37,7 +37,7 @@ class _Batching:
     cache: PagedCache
     most: int
     waiting: deque[ServedRequest]
-    events: list[Steps | Moved | Waited]
+    events: list[ServedSteps | MovedCache | EnginesWaited]
     now_ns: float = 0.0
     running: list[_Running] = field(default_factory=list)
     away: deque[_Running] = field(default_factory=deque)
@@ -93,7 +93,7 @@ class _Batching:
         self.cache.used += self.cache.growing(lengths, steps)
         count, half = len(lengths), (steps - 1) // 2  # as long as they are in the middle of these steps
         work = self.costs.work(count, max(lengths) + half, sum(lengths) + half * count)
-        self.events.append(Steps(self.number, steps, count, work))
+        self.events.append(ServedSteps(self.number, steps, count, work))
         self.now_ns += self.costs.time(work).total_ns * steps
         for each in self.running:
             each.tokens += steps
@@ -110,7 +110,7 @@ class _Batching:
         self.away.appendleft(last)
 
     def _move(self, tokens: int, *, evicted: bool) -> None:
-        self.events.append(Moved(self.number, tokens, evicted))
+        self.events.append(MovedCache(self.number, tokens, evicted))
         self.now_ns += self.costs.moved_ns(tokens)
 
 
@@ -133,7 +133,7 @@ def course(costs: StepCosts, requests: Iterable[ServedRequest], most: int, *, to
     served = sorted(requests, key=lambda each: each.arrival_ns)
     if most < alone or not served:
         raise ValueError(f"{len(served)} requests, {most} at a time, are nothing to serve on {alone} engines")
-    events: list[Steps | Moved | Waited] = []
+    events: list[ServedSteps | MovedCache | EnginesWaited] = []
     shares = enumerate(_shared_out(served, alone))
     engines = [_engine(number, costs, own, most // alone, events) for number, own in shares]
     for each in [engines] if together else [[engine] for engine in engines]:
@@ -141,7 +141,7 @@ def course(costs: StepCosts, requests: Iterable[ServedRequest], most: int, *, to
     return ServingCourse(costs, alone, served[-1].arrival_ns <= 0, events)
 
 
-def _run(engines: Sequence[_Batching], events: list[Steps | Moved | Waited]) -> None:
+def _run(engines: Sequence[_Batching], events: list[ServedSteps | MovedCache | EnginesWaited]) -> None:
     """Serve all requests of engines that take every step together."""
     while left := [each for each in engines if not each.done]:
         able = [(each, steps) for each in left if (steps := each.ready())]
@@ -153,7 +153,7 @@ def _run(engines: Sequence[_Batching], events: list[Steps | Moved | Waited]) -> 
                 each.advance(steps)
             now = 0.0
         if len(engines) > 1 or now:
-            events.append(Waited(tuple(each.number for each in engines), now))
+            events.append(EnginesWaited(tuple(each.number for each in engines), now))
             now = max([now, *(each.now_ns for each in engines)])
             for each in engines:
                 each.now_ns = now
@@ -170,7 +170,11 @@ def _shared_out(requests: Sequence[ServedRequest], engines: int) -> list[list[Se
 
 
 def _engine(
-    number: int, costs: StepCosts, requests: Sequence[ServedRequest], most: int, events: list[Steps | Moved | Waited]
+    number: int,
+    costs: StepCosts,
+    requests: Sequence[ServedRequest],
+    most: int,
+    events: list[ServedSteps | MovedCache | EnginesWaited],
 ) -> _Batching:
     block = costs.constants.block_tokens
     cache = PagedCache(costs.cache_bytes // (block * costs.token_bytes), block, costs.pieces)
