@@ -150,7 +150,7 @@ def _whole(built: _Builder, incoming: Sequence[Edge]) -> str:
 def _block(known: _BlockNumbers, *, learns: bool) -> WholeBlock:
     """A block by its rows; an embedding by its width, too, which nothing else changes the sense of."""
     axes = (known.batch, shards_axis(known.block))
-    by_width = known.block.operator == "embedding" and "sequence" in known.block.dimensions
+    by_width = known.block.operator == "embedding" and {"sequence", "hidden"} <= known.block.dimensions.keys()
     return (WordTable if by_width else WholeBlock)(
         axes=(*axes, known.along("hidden", "hidden")) if by_width else axes,
         width=known.width,
