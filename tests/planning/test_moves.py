@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -131,9 +132,36 @@ def test_blocks_pass_through_the_stages_between() -> None:
     )
     candidate = PlacementCandidate(even.placement.model_copy(update={"stages": stages}), Batch(8, 1), False, "by hand")
     trial = Trial.of(request, candidate)
-    first, second, *_ = moves(request, candidate, trial.ways[0], 1, 1)
+    every = moves(request, candidate, trial.ways[0], 1, 1)
+    first, second = next(every), next(every)
     assert [len(stage.blocks) for stage in first.placement.stages] == [3, 3, 3]
     assert [len(stage.blocks) for stage in second.placement.stages] == [4, 3, 2]
+
+
+def test_moves_are_made_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of devices there are more than anybody has time for: those of blocks come before any of devices."""
+    row = CostRow(microbatch_size=1, forward_ns=1000, backward_ns=2000)
+    profile = joined([Block(id=f"b{index}", operator="layer", costs=(row,)) for index in range(10)])
+    request = request_of(profile, "auto", Batch(8, 1), 3, time_limit=1.0)
+    candidate = placed(
+        request,
+        next(
+            row.choice
+            for row in uniform_layouts(request)
+            if row.choice.strategy == "one-to-one" and row.choice.positions == 3
+        ),
+    )
+    assert isinstance(candidate, PlacementCandidate)
+
+    def taken(*_: object) -> Iterator[None]:
+        raise TimeoutError
+        yield
+
+    monkeypatch.setattr("pipeplan.planning.moves._devices_moved", taken)
+    every = moves(request, candidate, Trial.of(request, candidate).ways[0], 1, 1)
+    assert next(every) is not None
+    with pytest.raises(TimeoutError):
+        list(every)
 
 
 def test_it_is_a_step_like_others() -> None:

@@ -26,7 +26,7 @@ from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.time_limit import checkpoint
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import again_of, recompute_of
 from pipeplan.workload.workload import Workload
 
@@ -112,9 +112,10 @@ def moves(
     if any(each.microbatch_size not in (None, candidate.batch.microbatch_size) for each in stages):
         return
     level = _levelled(request, candidate, workload)
-    changed = (*([] if level is None else [level]), *_blocks_moved(stages, workload, longest, shortest))
-    if len(groups) == len(stages) and any_stages(request):
-        changed = (*changed, *_reshaped(request, candidate, workload), *_devices_moved(request, candidate, workload))
+    changed = chain([] if level is None else [level], _blocks_moved(stages, workload, longest, shortest))
+    if len(groups) == len(stages) and any_stages(request):  # of thousands of devices there are ever so many
+        further = _reshaped(request, candidate, workload), _devices_moved(request, candidate, workload)
+        changed = chain(changed, *further)
     for each in changed:
         placement = candidate.placement.model_copy(update={"stages": each})
         yield replace(candidate, placement=placement, source=_named(candidate.source))
@@ -275,12 +276,14 @@ def _devices_moved(request: Request, candidate: PlacementCandidate, workload: Wo
     for source, target in product(by_load[::-1], by_load):
         if loads[source] >= loads[target]:
             continue
-        for given in range(1, len(stages[source].devices)):
+        for given in checked(range(1, len(stages[source].devices)), 1):
             counts = [len(each.devices) for each in stages]
             counts[source], counts[target] = counts[source] - given, counts[target] + given
+            own = [list(_ways(request, candidate, stages[at], counts[at])) for at in (source, target)]
+            if not all(own):
+                continue
             ends = list(accumulate(counts, initial=0))
             where = [tuple(line[begin:end]) for begin, end in pairwise(ends)]
-            own = [list(_ways(request, candidate, stages[at], counts[at])) for at in (source, target)]
             for less, more in product(*own):
                 changes = {source: less, target: more}
                 yield tuple(
