@@ -75,6 +75,12 @@ def test_devices_in_step_wait_for_the_slowest() -> None:
     apart, together = (serve(costs, requests, 2, together=each) for each in (False, True))
     assert apart.end_ns == pytest.approx(together.end_ns, rel=1e-3)
     assert apart.waited_ns == pytest.approx(together.waited_ns, rel=1e-3)
+    long, short = (serve(replace(costs, devices=1), [each], 2) for each in requests)
+    assert long.end_ns > short.end_ns
+    for found in (apart, together):  # an engine in the mean, and not the one that is done last
+        assert found.busy.total_ns == pytest.approx((long.end_ns + short.end_ns) / 2, rel=1e-3)
+        assert found.busy.total_ns + found.moved_ns + found.waited_ns == pytest.approx(found.end_ns)
+        assert found.steps == (long.steps + short.steps) / 2
     two = [*requests, ServedRequest(0.0, 100, 40), ServedRequest(0.0, 60_000, 40)]
     apart, together = (serve(costs, two, 2, together=each) for each in (False, True))
     assert apart.end_ns < together.end_ns

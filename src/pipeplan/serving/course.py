@@ -21,15 +21,16 @@ class ServingResult:
     """How requests were served: ``tokens`` written until ``end_ns``, in ``steps``, whose times add up to ``busy``.
 
     ``moved_ns`` is what moves to host memory and back took, of ``evictions``. Of several engines ``end_ns`` is the
-    last one's, and ``busy``, ``moved_ns`` and ``steps`` are of that one. ``waited_ns`` is what an engine waits in the
-    mean: for requests, for slower ones in every step, or for the last one at the end.
+    last one's, and all others are of an engine in the mean, but for ``tokens`` and ``evictions``, which are of all.
+    ``waited_ns`` is for requests, for slower engines in every step, or for the last one at the end; with ``busy`` and
+    ``moved_ns`` it adds up to ``end_ns``.
     """
 
     tokens: int
     end_ns: float
     busy: DecodeTime
     moved_ns: float
-    steps: int
+    steps: float
     evictions: int
     waited_ns: float
 
@@ -126,17 +127,15 @@ class ServingCourse:
         np.add.at(taken, (rounds, engines), times.total_ns)
         np.add.at(taken, tuple(done.moves[:2]), moved)
         now = self._ends(taken.tolist())
-        last = now.index(max(now))
-        own, own_moves = engines == last, done.moves[1] == last
         parts: tuple[Any, ...] = (times.compute_ns, times.communication_ns, times.host_ns)
         return ServingResult(
             tokens=int(counts @ done.steps[3]),
-            end_ns=now[last],
-            busy=DecodeTime(*(float(np.sum(each[own])) for each in parts)),
-            moved_ns=float(np.sum(moved[own_moves])),
-            steps=int(np.sum(counts[own])),
+            end_ns=max(now),
+            busy=DecodeTime(*(float(np.sum(each)) / self.engines for each in parts)),
+            moved_ns=float(np.sum(moved)) / self.engines,
+            steps=float(np.sum(counts)) / self.engines,
             evictions=sum(each.evicted for each in self.events if isinstance(each, MovedCache)),
-            waited_ns=now[last] - float(taken.sum()) / self.engines,
+            waited_ns=max(now) - float(taken.sum()) / self.engines,
         )
 
     def _ends(self, taken: Sequence[Sequence[float]]) -> list[float]:
