@@ -1165,9 +1165,10 @@ def _problem(
     """
     memory = request.least_memory
     after = AfterActions.of(request.profile, request.cluster, shards, request.sharing)
+    units = devices or request.num_devices
     return PartitionProblem.of(
         request.profile,
-        (devices or request.num_devices) * chunks,
+        units * chunks,
         request.batch.mini_batch,
         microbatch_sizes=sizes,
         memory_bytes=None if memory is None else memory // chunks,
@@ -1176,7 +1177,7 @@ def _problem(
         zero=lambda replicas: request.sharing(replicas * context),
         shards=shards,
         context=context,
-        all_reduce=lambda size, replicas: after(size, replicas * context),
+        all_reduce=lambda size, replicas: after(size, min(replicas, units) * context),  # more never go round
         steps=after.steps,
         patience=math.inf if request.deterministic else PATIENCE,
     )
