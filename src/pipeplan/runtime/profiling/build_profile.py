@@ -31,6 +31,7 @@ from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_na
 from pipeplan.runtime.profiling.flops import ProductCounter
 from pipeplan.runtime.profiling.ring_rows import MeasuredRing
 from pipeplan.runtime.profiling.shared_sequences import alone_in_context
+from pipeplan.workload.kinds import Role, role_of
 
 Kind = tuple[int, int, int, str]
 """Shards, context and id of the block that is measured for all like it."""
@@ -597,9 +598,9 @@ class SplitProducts(NamedTuple):
 
     def waited(self, phase: str, messages_ns: int, shards: int) -> int:
         """What compute waits for the messages of a phase."""
-        if phase == "W":
+        if role_of(phase) is Role.WEIGHT_GRAD:
             return max(0, round(messages_ns - self.input_grad_ns))
-        beside = self.forward_ns if phase == "F" else self.input_grad_ns
+        beside = self.forward_ns if role_of(phase) is Role.FORWARD else self.input_grad_ns
         return round(beside_products(messages_ns, beside, shards)) if self.overlapped else messages_ns
 
 
