@@ -13,6 +13,7 @@ QUICK = ("clip", "vit")
 
 @pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks", "ignore:Dropout x")
 @slow_but("name", (*NAMES, *FURTHER), lambda name: name in QUICK)
+@pytest.mark.filterwarnings("ignore:dropout.. x:UserWarning")  # of OPT, in evaluation mode
 def test_estimates_are_searched(name: str) -> None:
     """Whatever is left open, and for two stages of two devices that split all blocks."""
     cluster = pipeplan.Cluster.of("four", 4, levels=[("nvlink", 4, "5us", "200GB")])
