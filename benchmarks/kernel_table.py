@@ -335,7 +335,8 @@ def tables(state: TableState) -> Iterator[str]:
     yield "Whole networks, ms (median)\n"
     yield markdown(*whole_table(cells))
     for name in ("cover", "without torchscript"):
-        ratios = [best_of(cell, "as it comes: ")[1] / measured(cell, name) for cell in cells.values()]  # type: ignore[index, operator]
+        pairs = [(best_of(cell, "as it comes: "), measured(cell, name)) for cell in cells.values()]
+        ratios = [best[1] / own for best, own in pairs if best is not None and own is not None]
         if ratios:
             yield f"\ngeometric mean of best framework / {name}: {geometric_mean(ratios):.2f} over {len(ratios)} cells"
     yield "\nPredicted beside measured, groups by backend, and the proof\n"
@@ -356,7 +357,10 @@ def whole_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], l
     for (model, threads, batch), cell in cells.items():
         own, alone, best = measured(cell, "cover"), best_of(cell, "alone: "), best_of(cell, "as it comes: ")
         without = measured(cell, "without torchscript")
-        assert own is not None and alone is not None and best is not None and without is not None  # noqa: PT018
+        assert own is not None, "cells of the table are whole"
+        assert alone is not None
+        assert best is not None
+        assert without is not None
         frames = [ms(measured(cell, f"as it comes: {name}")) for name in names]
         first = [model, str(threads), str(batch), ms(own), f"{ms(alone[1])} ({alone[0]})", f"{own / alone[1]:.2f}"]
         rows.append([*first, *frames, f"{best[1] / own:.2f}", ms(without), f"{best[1] / without:.2f}"])
