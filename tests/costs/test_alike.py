@@ -121,6 +121,8 @@ def test_blocks_that_differ_in_anything_are_not_alike() -> None:
             "parameters": 6,
             "frozen_parameters": 1,
             "expert_parameters": 1,
+            "whole_parameters": 1,
+            "whole_frozen_parameters": 1,
             "parameter_bytes": 2,
             "gradient_bytes": 3,
             "master_bytes": 4,

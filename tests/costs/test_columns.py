@@ -81,6 +81,7 @@ def drawn(rng: random.Random, *, custom: bool, most: int) -> Profile:
             known = {"parameter_bytes": 4 * count, "optimizer_bytes": 8 * count, "master_bytes": rng.choice([0, count])}
             known["gradient_bytes"] = rng.choice([None, 0, count])
         known["expert_parameters"] = count // 3 if experts else 0
+        known["whole_parameters"] = 0 if custom else count // 5
         rng.shuffle(rows)
         operator = "head" if number == NUM_BLOCKS - 1 else "layer"
         blocks.append(Block(id=f"b{number}", operator=operator, costs=tuple(rows), **known))

@@ -32,7 +32,7 @@ CLUSTER = Cluster(
 
 
 def blocks(rng: random.Random, *, custom: bool) -> list[Block]:
-    """Some without parameters, some with experts, some frozen."""
+    """Some without parameters, some with experts, some frozen; of some devices that split them have parts whole."""
     found = []
     for number in range(12):
         size = rng.choice([0, 1, 7, rng.randrange(10**6)])
@@ -40,8 +40,11 @@ def blocks(rng: random.Random, *, custom: bool) -> list[Block]:
         known = (
             {"parameter_bytes": 4 * size, "optimizer_bytes": 8 * size, "master_bytes": rng.choice([0, 4 * size])}
             if custom
-            else {"parameters": size, "frozen_parameters": frozen, "expert_parameters": rng.randint(0, size)}
+            else {"expert_parameters": rng.randint(0, size)}
         )
+        whole = rng.choice([0, (size - known.get("expert_parameters", 0)) // 3])
+        known |= {"parameters": size, "frozen_parameters": frozen, "whole_parameters": whole}
+        known["whole_frozen_parameters"] = frozen // 2
         found.append(Block(id=f"b{number}", operator="some", costs=(ROW,), **known))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -17,6 +18,8 @@ from pipeplan.costs import state_of
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, model
+from pipeplan.examples.layout import ModelLayout, Part
+from pipeplan.examples.models import family_of
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, Source, parse, to_json
 from pipeplan.files.cluster import DeviceKind, LinkLevel
 from pipeplan.planning.request import Batch
@@ -387,3 +390,24 @@ def test_refused_shards(shards: list[int], count: int, words: str) -> None:
     cluster = Cluster(name="c", source=Source(method="literature"), devices=(kind,))
     with pytest.raises(UsageError, match=words):
         model("gpt2-124m", shards=shards, cluster=cluster)
+
+
+class _Shares(ModelLayout):
+    """Compares what a device has of each block, where two or four split it, with what the profile says of it."""
+
+    def add(self, id_: str, operator: str, part: Part, **more: Any) -> str:
+        found = super().add(id_, operator, part, **more)
+        whole, block = part(1, 1).parameters, self.blocks[-1]
+        for shards in (2, 4):
+            together = whole + (shards - 1) * block.whole_parameters
+            rounded = shards * part(1, shards).parameters - together
+            width = more["dimensions"].get("hidden", more["dimensions"].get("inputs", 0)) + 1
+            assert 0 <= rounded <= (shards - 1) * width * ("vocabulary" in more["dimensions"]), (id_, shards)
+        return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shares_have_what_profiles_say_each_device_keeps(name: str) -> None:
+    """But for a table's words, of which the largest share is as much as one row more."""
+    family_of(name).build(_Shares(device_preset("a100-80gb"), [1], shards=(1, 2)))
+    assert not any(block.whole_parameters for block in model(name, device="a100-80gb", microbatch_sizes=[1]).blocks)

@@ -26,9 +26,9 @@ def profile_by(model: str, recipe: Recipe) -> Profile:
     """Made-up times, and the bytes of parameters by a recipe."""
     loaded = load_model(model)
     sized = block_graph_of(loaded, torch.float32)
-    known = {block.spec.id: block.trainable for block in sized.blocks}
+    known = {block.spec.id: block.counts(shards=2) for block in sized.blocks}
     made = profile_of(loaded)
-    blocks = tuple(block.model_copy(update={"parameters": known[block.id]}) for block in made.blocks)
+    blocks = tuple(block.model_copy(update=known[block.id]) for block in made.blocks)
     return made.model_copy(update={"recipe": recipe, "blocks": blocks, "tied": sized.tied})
 
 

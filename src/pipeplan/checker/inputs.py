@@ -26,7 +26,7 @@ from pipeplan.costs.communication import (
     contention_of_sums,
     time_of_groups,
 )
-from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe
+from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe, whole_state_of
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
@@ -56,7 +56,7 @@ from pipeplan.workload.kinds import (
     Role,
     is_instruction,
 )
-from pipeplan.workload.mesh import EXPERTS, SAMPLES, HeldPart, Mesh
+from pipeplan.workload.mesh import EXPERTS, SAMPLES, SHARDS, HeldPart, Mesh
 
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
 
@@ -163,6 +163,7 @@ class _Known(NamedTuple):
     into: dict[str, list[Edge]]
     kept: dict[str, MemoryBytes]
     kept_tied: dict[str, MemoryBytes]
+    repeated: dict[str, MemoryBytes]
     recipe: Recipe
     cast: bool
     alike: dict[str, str]
@@ -179,13 +180,16 @@ class _Known(NamedTuple):
         """What a profile says, in one pass; plans of version 1 count master copies as the optimizer's bytes."""
 
         def kept(part: Block | TiedParameter) -> MemoryBytes:
-            state = state_of(part, profile.recipe)
+            return named(state_of(part, profile.recipe))
+
+        def named(state: MemoryBytes) -> MemoryBytes:
             return state if apart else MemoryBytes({**state, MASTER: 0, OPTIMIZER: state[MASTER] + state[OPTIMIZER]})
 
         into: dict[str, list[Edge]] = defaultdict(list)
         for edge in profile.edges:
             into[edge.target].append(edge)
         firsts = {block.id: kept(block) for block in profile.kinds}
+        whole = {block.id: named(whole_state_of(block, profile.recipe)) for block in profile.kinds}
         apart_on = {
             block.id: frozenset(row.shards for row in block.costs if row.sequence_parallel) for block in profile.kinds
         }
@@ -200,6 +204,7 @@ class _Known(NamedTuple):
             dict(into),
             {id_: firsts[first] for id_, first in profile.alike.items()},
             {each.name: kept(each) for each in profile.tied},
+            {id_: whole[first] for id_, first in profile.alike.items()},
             profile.recipe,
             not profile.recipe.is_custom and "workspace" in state_recipe(profile.recipe.name).bytes,
             profile.alike,
@@ -470,9 +475,11 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
             findings.add("profile", f"stages[{number}].zero", text)
     expected, alike = MemoryBytes(), Counter[tuple[MemoryBytes, int]]()
     for place, block in enumerate(stage.blocks):
-        experts = stage.mesh_of(place).size_of(EXPERTS) if stage.configurations else stage.expert
+        mesh = stage.mesh_of(place)
+        experts = mesh.size_of(EXPERTS) if stage.configurations else stage.expert
         own = _NOTHING if experts == 1 else _of_experts(block, experts, known)
-        rest = known.kept[block] - own if own.total else known.kept[block]
+        together = _of_shards(block, mesh.size_of(SHARDS), known)
+        rest = together - own if own.total else together
         alike[rest, held.get(place, held[0])[0].num_parts] += 1  # all are cut alike where none says how
         if own.total:
             expected += _share(own, experts, _as_on_experts(stage), known)
@@ -485,6 +492,12 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
                 expected -= _share(known.kept_tied[tied.name], held[place][0].num_parts, stage, known, least=True)
             before.add(held[place])
     _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
+
+
+def _of_shards(block: str, shards: int, known: _Known) -> MemoryBytes:
+    """What devices that split a block have of it together: of what it does not cut each has all."""
+    again = known.repeated[block]
+    return known.kept[block] + again * (shards - 1) if again.total and shards > 1 else known.kept[block]
 
 
 def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least: bool = False) -> MemoryBytes:
@@ -872,7 +885,11 @@ def _exchanged(stage: Stage, block: str, known: _Known, *, of_experts: bool = Fa
     own, found = _of_experts(block, stage.expert, known), known.blocks[block]
     running = running_bytes(found, known.recipe)
     apart = running * found.expert_parameters // max(1, found.parameters + found.frozen_parameters) if own.total else 0
-    kept, running = (own, apart) if of_experts else (known.kept[block] - own, running - apart)
+    if of_experts:
+        kept, running = own, apart
+    else:
+        kept = _of_shards(block, stage.shards, known) - own
+        running = running_bytes(found, known.recipe, stage.shards) - apart
     cast = math.ceil(running / stage.shards)
     copy = cast if known.cast else math.ceil(kept[PARAMETERS] / stage.shards)
     gathers = stage.zero == 3
@@ -982,7 +999,8 @@ def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, c
     What several of its blocks share is summed with the first one's, if that is cheaper or the whole of it is not known
     to be; where they split it unlike, whole over all. Tied parameters of the same blocks count as one.
     """
-    left = [known.kept[block][GRADIENTS] for block in stage.blocks]
+    shards = [stage.mesh_of(place).size_of(SHARDS) for place in range(len(stage.blocks))]
+    left = [_of_shards(*each, known)[GRADIENTS] for each in zip(stage.blocks, shards, strict=True)]
     parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
     cuts = [held[0].num_parts for held in parts]
     taken = [0] * len(stage.blocks)

@@ -60,10 +60,10 @@ def block_costs(
 
 def running_on(block: Block, recipe: Recipe, shards: int, expert: int = 1) -> int:
     """The part of :func:`running_bytes` on one device: experts of one of ``expert``, the rest of one of ``shards``."""
-    whole = running_bytes(block, recipe)
+    whole = running_bytes(block, recipe, shards)
     if expert == 1 or not whole or not block.expert_parameters:
         return -(-whole // shards)
-    own = whole * block.expert_parameters // (block.parameters + block.frozen_parameters)
+    own = running_bytes(block, recipe) * block.expert_parameters // (block.parameters + block.frozen_parameters)
     return -(-(whole - own) // shards) - (-own // expert)
 
 

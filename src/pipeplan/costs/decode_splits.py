@@ -18,7 +18,7 @@ from pipeplan.costs.cache_volumes import Kept
 from pipeplan.costs.communication import Exchange, prices_of, time_of_groups
 from pipeplan.costs.decoding import cached_bytes, phase_costs
 from pipeplan.costs.devices import preset_called
-from pipeplan.costs.recipes import expert_state_of, state_of
+from pipeplan.costs.recipes import expert_state_of, state_over
 from pipeplan.costs.zero import WHOLE, cuts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, PhaseRow, Profile
@@ -179,7 +179,7 @@ def step_cost(profile: Profile, block: Block, way: StepWay, at: DecodeAt, links:
     own = -(-at.largest // way.owners)
     row = phase_costs(block, "decode", own, at.context, shards=way.shards, expert=way.experts)
     apart = expert_state_of(block, profile.recipe) if way.experts > 1 else MemoryBytes()
-    state = (state_of(block, profile.recipe) - apart).share(cuts(profile.recipe, WHOLE, way.shards))
+    state = (state_over(block, profile.recipe, way.shards) - apart).share(cuts(profile.recipe, WHOLE, way.shards))
     state += apart.share(cuts(profile.recipe, WHOLE, way.experts))
     step, working = row.forward_ns, row.workspace_bytes + row.activation_bytes
     exchange, sent, piece = 0.0, 0.0, at.context

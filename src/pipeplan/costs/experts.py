@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipeplan.costs.recipes import expert_state_of, state_of
+from pipeplan.costs.recipes import expert_state_of, state_over
 from pipeplan.costs.zero import TOGETHER, WHOLE, Experts, Zero, cuts
 from pipeplan.files import Block, Recipe
 from pipeplan.workload.elements import Stage
@@ -20,7 +20,7 @@ from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 
 def kept_of(block: Block, recipe: Recipe, shards: int, zero: Zero = WHOLE, experts: Experts = TOGETHER) -> MemoryBytes:
     """What a device keeps of a block, of which ``shards`` have equal parts, and groups of experts' devices theirs."""
-    whole, cut = state_of(block, recipe), cuts(recipe, zero, shards)
+    whole, cut = state_over(block, recipe, shards), cuts(recipe, zero, shards)
     if experts.size == 1 or not block.expert_parameters:
         return whole.share(cut)
     own = expert_state_of(block, recipe)

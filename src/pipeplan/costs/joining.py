@@ -161,6 +161,10 @@ def _named(group: Sequence[str], taken: set[str]) -> str:
     return name
 
 
+_COUNTED = (
+    *("parameters", "frozen_parameters", "expert_parameters"),
+    *("whole_parameters", "whole_frozen_parameters"),
+)
 _Way = tuple[int, int, int, int, int]
 """Shards, context, expert, expert shards, and the number of samples."""
 
@@ -227,10 +231,7 @@ class _GroupBlocks:
         }
 
     def _state(self, blocks: Sequence[Block]) -> dict[str, Any]:
-        found: dict[str, Any] = {
-            key: sum(getattr(block, key) for block in blocks)
-            for key in ("parameters", "frozen_parameters", "expert_parameters")
-        }
+        found: dict[str, Any] = {key: sum(getattr(block, key) for block in blocks) for key in _COUNTED}
         for kind in STATE_KINDS:
             stated = any(getattr(block, kind.key) is not None for block in blocks)
             found[kind.key] = sum(_stated(block, kind.key) for block in blocks) if stated else None

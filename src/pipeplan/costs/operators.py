@@ -30,8 +30,9 @@ class Operator:
 
     ``saved_bytes`` are held from F to I or B, ``deferred_bytes`` from I to W: inputs and output gradients of what has
     weights. ``gradient_bytes`` are the gradients of its input and output, there at once; ``update_bytes`` is the
-    most that making a weight gradient takes. ``parameters`` is a count; ``masked_flops`` are what a causal mask saves a
-    forward. Exchanges are with the devices that have the other shares, during F and during I.
+    most that making a weight gradient takes. ``parameters`` is a count, and each share has ``whole_parameters`` of them
+    whole; ``masked_flops`` are what a causal mask saves a forward. Exchanges are with the devices that have the other
+    shares, during F and during I.
     """
 
     parameters: int = 0
@@ -45,6 +46,7 @@ class Operator:
     forward_exchanges: tuple[Exchange, ...] = ()
     input_grad_exchanges: tuple[Exchange, ...] = ()
     masked_flops: int = 0
+    whole_parameters: int = 0
 
     @property
     def flops(self) -> int:
@@ -61,6 +63,7 @@ def sequence_of(*operators: Operator, residual_bytes: int = 0) -> Operator:
     """Operators one after another; ``residual_bytes`` is a gradient that waits beside them for its addition."""
     return Operator(
         parameters=sum(each.parameters for each in operators),
+        whole_parameters=sum(each.whole_parameters for each in operators),
         masked_flops=sum(each.masked_flops for each in operators),
         forward=tuple(kernel for each in operators for kernel in each.forward),
         input_grad=tuple(kernel for each in reversed(operators) for kernel in each.input_grad),
@@ -106,9 +109,10 @@ def linear(tokens: int, inputs: int, outputs: int, width: int, *, bias: bool = T
 
 def norm(tokens: int, hidden: int, width: int, *, bias: bool = True) -> Operator:
     """Layer norm (with ``bias``) or root-mean-square norm. Its small weight gradients are made with I."""
-    numbers = tokens * hidden
+    numbers, parameters = tokens * hidden, (2 if bias else 1) * hidden
     return Operator(
-        parameters=(2 if bias else 1) * hidden,
+        parameters=parameters,
+        whole_parameters=parameters,
         forward=(Kernel(8 * numbers, 2 * numbers * width),),
         input_grad=(Kernel(16 * numbers, 3 * numbers * width),),
         saved_bytes=numbers * width + (_STATISTICS if bias else _FLOAT32) * tokens,
@@ -294,6 +298,7 @@ def embedding(
     indices = _INT64 * tokens + place_indices
     return Operator(
         parameters=table,
+        whole_parameters=(positions + types) * hidden,
         forward=(Kernel(0, 2 * rows + indices), *([Kernel(tokens * hidden, 3 * rows)] if positions else [])),
         input_grad=summed,
         weight_grad=(Kernel(tokens * hidden, rows + table * width), _accumulate(table, width)),

@@ -172,6 +172,31 @@ def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:
     return each.trained * part.parameters + each.frozen * part.frozen_parameters
 
 
+def whole_state_of(block: Block, recipe: Recipe) -> MemoryBytes:
+    """The part of a block's :func:`state_of` that each of the shards which split it keeps whole. Raises as that does.
+
+    With the recipe ``custom`` bytes are in proportion to parameters: of gradients, master copies and the optimizer to
+    those that are trained.
+    """
+    trained, frozen = block.whole_parameters, block.whole_frozen_parameters
+    if not trained + frozen:
+        return MemoryBytes()
+    if not recipe.is_custom:
+        each = _per_parameter(recipe)
+        return each.trained * trained + each.frozen * frozen
+    both = trained + frozen, block.parameters + block.frozen_parameters
+    return MemoryBytes(
+        (kind, size * part // max(1, total))
+        for kind, size in state_of(block, recipe).items()
+        for part, total in (both if kind is PARAMETERS else (trained, block.parameters),)
+    )
+
+
+def state_over(block: Block, recipe: Recipe, shards: int) -> MemoryBytes:
+    """What so many shards keep of a block together, each an equal part of it. Raises as :func:`state_of`."""
+    return state_of(block, recipe) + whole_state_of(block, recipe) * (shards - 1)
+
+
 def state_table(parts: Sequence[Block], recipe: Recipe) -> NDArray[np.int64]:
     """[part, kind of state] bytes of many, as :func:`state_of`. Raises as that does."""
     if recipe.is_custom:
@@ -281,9 +306,13 @@ def measurable(recipe: Recipe) -> Recipe:
     )
 
 
-def running_bytes(block: Block, recipe: Recipe) -> int:
-    """Bytes of the copy of a block's parameters that exists only while it runs, unsplit. Raises as :func:`state_of`."""
-    return running_per_parameter(recipe) * (block.parameters + block.frozen_parameters)
+def running_bytes(block: Block, recipe: Recipe, shards: int = 1) -> int:
+    """Bytes of the copies of a block's parameters on so many shards that exist only while it runs.
+
+    Raises as :func:`state_of`.
+    """
+    again = (shards - 1) * (block.whole_parameters + block.whole_frozen_parameters)
+    return running_per_parameter(recipe) * (block.parameters + block.frozen_parameters + again)
 
 
 def running_per_parameter(recipe: Recipe) -> int:

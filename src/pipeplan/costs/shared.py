@@ -16,13 +16,13 @@ from pipeplan.costs.blocks import block_costs, held_part
 from pipeplan.costs.communication import Exchange, all_reduce_time, price_of_groups
 from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
 from pipeplan.costs.kinds import on_kinds
-from pipeplan.costs.recipes import expert_state_of, state_of, states_of
+from pipeplan.costs.recipes import expert_state_of, state_of, states_of, whole_state_of
 from pipeplan.costs.zero import WHOLE, Experts, Zero, cuts, price_of_exchange, updated_bytes
 from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, Stage, TiedState
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes, MemoryKind
-from pipeplan.workload.mesh import EXPERTS, PLACES, SAMPLES, HeldPart, Mesh
+from pipeplan.workload.mesh import EXPERTS, PLACES, SAMPLES, SHARDS, HeldPart, Mesh
 
 if TYPE_CHECKING:
     from pipeplan.costs.resharding import Resharding
@@ -70,7 +70,7 @@ class SharedState:
         """What a device keeps of a stage whose blocks have configurations: tied parts once for each way to split."""
         state = MemoryBytes()
         for index, block in enumerate(stage.blocks):
-            kept, experts = self.kept[block], stage.mesh_of(index).size_of(EXPERTS)
+            kept, experts = self._over(stage, index), stage.mesh_of(index).size_of(EXPERTS)
             if experts > 1:
                 apart = expert_state_of(self.blocks[block], self.profile.recipe)
                 kept -= apart
@@ -81,6 +81,12 @@ class SharedState:
             for parts, users in ways.items():
                 state -= self.kept_tied[tied.name] // self._cut(stage, parts[0].num_parts) * (len(users) - 1)
         return state
+
+    def _over(self, stage: Stage, index: int) -> MemoryBytes:
+        """What the devices of a replica keep together of a block with a configuration, for each of its parts."""
+        block = self.blocks[stage.blocks[index]]
+        again = whole_state_of(block, self.profile.recipe) * (stage.mesh_of(index).size_of(SHARDS) - 1)
+        return self.kept[block.id] + again
 
     def _cut(self, stage: Stage, parts: int) -> Mapping[MemoryKind, int]:
         """Into how many parts a stage cuts what it keeps of blocks of which each device has one of ``parts``."""
@@ -138,7 +144,7 @@ class SharedState:
             return 0
         before = [0] * len(stage.blocks)
         cuts = [self._parts(stage, index)[0].num_parts for index in range(len(stage.blocks))]
-        sizes = [-(-self.kept[id_][GRADIENTS] // cut) for id_, cut in zip(stage.blocks, cuts, strict=True)]
+        sizes = [-(-self._over(stage, index)[GRADIENTS] // cut) for index, cut in enumerate(cuts)]
 
         def spent(index: int) -> int:
             size = sizes[index] - before[index] // cuts[index]

@@ -13,7 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs.communication import Combining, Exchange, price_of_groups
-from pipeplan.costs.recipes import expert_state_of, running_bytes, running_per_parameter, state_table
+from pipeplan.costs.recipes import (
+    expert_state_of,
+    running_bytes,
+    running_per_parameter,
+    state_table,
+    whole_state_of,
+)
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, Exchanging, Experts, Zero, cuts
 from pipeplan.files import Block, Recipe
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS
@@ -28,14 +34,16 @@ class States:
     """The unsplit state of blocks: bytes [block, kind of state], of these their experts', and of what is cast.
 
     ``running`` [block] are bytes of the copy that is there only while a block runs, ``running_experts`` of these what
-    is of experts.
+    is of experts. ``repeated`` and ``running_repeated`` are what each shard has whole of both.
     """
 
     recipe: Recipe
     whole: Bytes
     experts: Bytes
+    repeated: Bytes
     running: Bytes
     running_experts: Bytes
+    running_repeated: Bytes
 
     @classmethod
     def of(cls, blocks: Sequence[Block], recipe: Recipe) -> States:
@@ -50,24 +58,37 @@ class States:
             cast[place] = (
                 running_bytes(block, recipe) * block.expert_parameters // (block.parameters + block.frozen_parameters)
             )
-        return cls(recipe, whole, own, running, cast)
+        again, cast_again = np.zeros_like(whole), np.zeros_like(running)
+        for place, block in enumerate(blocks):
+            if block.whole_parameters + block.whole_frozen_parameters:
+                state = whole_state_of(block, recipe)
+                again[place] = [state[kind] for kind in STATE_KINDS]
+                cast_again[place] = running_bytes(block, recipe, 2) - running[place]
+        return cls(recipe, whole, own, again, running, cast, cast_again)
 
     def of_some(self, places: Sequence[int]) -> States:
         """Of the blocks at these places."""
-        columns = (each[places] for each in (self.whole, self.experts, self.running, self.running_experts))
+        state = self.whole, self.experts, self.repeated
+        columns = (each[places] for each in (*state, self.running, self.running_experts, self.running_repeated))
         return States(self.recipe, *columns)
+
+    def over(self, shards: int) -> tuple[Bytes, Bytes]:
+        """What so many shards keep together, each an equal part of it, and what they have together as they run."""
+        return self.whole + (shards - 1) * self.repeated, self.running + (shards - 1) * self.running_repeated
 
     def cast(self, shards: int, experts: Experts) -> Bytes:
         """[block] bytes of the copy on each device that is there only while the block runs."""
+        _, running = self.over(shards)
         if experts.size == 1:
-            return _share(self.running, shards)
-        return _share(self.running - self.running_experts, shards) + _share(self.running_experts, experts.size)
+            return _share(running, shards)
+        return _share(running - self.running_experts, shards) + _share(self.running_experts, experts.size)
 
     def kept(self, shards: int, zero: Zero, experts: Experts) -> Bytes:
         """[block, kind of state] bytes that each device keeps."""
+        whole, _ = self.over(shards)
         if experts.size == 1:
-            return _share(self.whole, self._cut(zero, shards))
-        rest = _share(self.whole - self.experts, self._cut(zero, shards))
+            return _share(whole, self._cut(zero, shards))
+        rest = _share(whole - self.experts, self._cut(zero, shards))
         return rest + _share(self.experts, self._cut(experts.zero, experts.size))
 
     def _cut(self, zero: Zero, shards: int) -> Bytes:
@@ -77,10 +98,11 @@ class States:
 
     def exchanged(self, shards: int, zero: Zero, experts: Experts) -> AllExchanged:
         """What copies exchange of each block with each micro-batch."""
+        whole, running = self.over(shards)
         if experts.size == 1:
-            gathered, reduced, running = _exchanged(self.whole, self.running, zero, shards)
-            return AllExchanged(gathered, reduced, running, 0 * gathered, 0 * reduced)
-        rest = _exchanged(self.whole - self.experts, self.running - self.running_experts, zero, shards)
+            gathered, reduced, cast = _exchanged(whole, running, zero, shards)
+            return AllExchanged(gathered, reduced, cast, 0 * gathered, 0 * reduced)
+        rest = _exchanged(whole - self.experts, running - self.running_experts, zero, shards)
         own = _exchanged(self.experts, self.running_experts, experts.zero, experts.size)
         return AllExchanged(rest[0] + own[0], rest[1] + own[1], rest[2] + own[2], own[0], own[1])
 

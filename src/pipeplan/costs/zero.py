@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from pipeplan.costs.communication import Exchange, contention_among, price_of_groups, time_of_groups
-from pipeplan.costs.recipes import bytes_per_parameter, copy_held, expert_state_of, running_bytes, state_of
+from pipeplan.costs.recipes import bytes_per_parameter, copy_held, expert_state_of, running_bytes, state_over
 from pipeplan.files import Block, Cluster, CostRow, Recipe
 from pipeplan.files.placement import PlacedStage
 from pipeplan.workload.elements import Stage
@@ -127,11 +127,11 @@ class Exchanged(NamedTuple):
         """What a level exchanges with each micro-batch: nothing below the second."""
         if max(zero.level, experts.zero.level) < IN_ACTIONS:
             return cls()
-        state, running = state_of(block, recipe), running_bytes(block, recipe)
+        state, running = state_over(block, recipe, shards), running_bytes(block, recipe, shards)
         if experts.size == 1 or not block.expert_parameters:
             return cls(*_exchanged(state, running, zero, shards))
         own = expert_state_of(block, recipe)
-        cast = running * block.expert_parameters // (block.parameters + block.frozen_parameters)
+        cast = running_bytes(block, recipe) * block.expert_parameters // (block.parameters + block.frozen_parameters)
         rest = _exchanged(state - own, running - cast, zero, shards)
         gathered, reduced, cast = _exchanged(own, cast, experts.zero, experts.size)
         return cls(rest[0] + gathered, rest[1] + reduced, rest[2] + cast, gathered, reduced)

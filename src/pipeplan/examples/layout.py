@@ -53,7 +53,16 @@ def share(count: int, shards: int) -> int:
 
 def whole(costs: Callable[[int], Operator]) -> Part:
     """A part that every device of a group does in full."""
-    return lambda samples, shards: costs(samples)
+
+    def part(samples: int, shards: int) -> Operator:
+        return in_full(costs(samples))
+
+    return part
+
+
+def in_full(operator: Operator) -> Operator:
+    """An operator whose parameters each device of a group has whole."""
+    return replace(operator, whole_parameters=operator.parameters)
 
 
 def exchanged(
@@ -89,8 +98,12 @@ class Stack:
         return norm(tokens, self.hidden, WIDTH, bias=self.biased)
 
     def linear(self, tokens: int, inputs: int, outputs: int) -> Operator:
-        """A linear layer."""
+        """A linear layer; a share has some of the outputs."""
         return linear(tokens, inputs, outputs, WIDTH, bias=self.biased)
+
+    def by_inputs(self, tokens: int, own: int) -> Operator:
+        """A linear layer to the hidden dimension; a share has some of the inputs, and all of the bias."""
+        return replace(self.linear(tokens, own, self.hidden), whole_parameters=self.hidden * self.biased)
 
     def attention(self, samples: int, shards: int = 1) -> Operator:
         """Self-attention with its norm and residual; a share has some of the heads."""
@@ -101,7 +114,7 @@ class Stack:
             self.norm(tokens),
             self.linear(tokens, self.hidden, 3 * own),
             self._core(samples, self.sequence, shards, causal=self.causal),
-            self.linear(tokens, own, self.hidden),
+            self.by_inputs(tokens, own),
         )
 
     def cross_attention(self, samples: int, memory: int, shards: int = 1) -> Operator:
@@ -114,7 +127,7 @@ class Stack:
             self.linear(tokens, self.hidden, own),
             self.linear(samples * memory, self.hidden, 2 * own),
             self._core(samples, memory, shards),
-            self.linear(tokens, own, self.hidden),
+            self.by_inputs(tokens, own),
             *exchanged(samples * memory * self.hidden, shards, input_grad="all_reduce"),
         )
 
@@ -127,7 +140,7 @@ class Stack:
             self.norm(tokens),
             self.linear(tokens, self.hidden, own),
             activation(tokens * own, WIDTH),
-            self.linear(tokens, own, self.hidden),
+            self.by_inputs(tokens, own),
         )
 
     def vocabulary_head(
@@ -236,7 +249,7 @@ def bottleneck(side: int, inputs: int, inner: int, outputs: int, *, stride: int 
             taken = share(inputs, shards)
             short = convolution(samples, side, taken, outputs, WIDTH, kernel=1, stride=stride, bias=False)
             short = replace(short, saved_bytes=0)  # its input is that of the first convolution
-            aside = (short, *ends, batch_norm(samples, after, outputs, WIDTH))
+            aside = (short, *ends, in_full(batch_norm(samples, after, outputs, WIDTH)))
         return sequence_of(
             *exchanged(before * inputs, shards, input_grad="all_reduce"),
             convolution(samples, side, inputs, own, WIDTH, kernel=1, bias=False),
@@ -248,7 +261,7 @@ def bottleneck(side: int, inputs: int, inner: int, outputs: int, *, stride: int 
             relu(pixels * own, WIDTH),
             convolution(samples, after, own, outputs, WIDTH, kernel=1, bias=False),
             *ends,
-            batch_norm(samples, after, outputs, WIDTH),
+            in_full(batch_norm(samples, after, outputs, WIDTH)),
             *aside,
             add(pixels * outputs, WIDTH),
             relu(pixels * outputs, WIDTH, ends=True),
@@ -353,6 +366,7 @@ class ModelLayout:
             operator=operator,
             dimensions=dimensions,
             parameters=of_sample.parameters,
+            whole_parameters=of_sample.whole_parameters if max(self.shards) > 1 else 0,
             shared=shared,
             costs=tuple(
                 cost_row(

@@ -401,7 +401,7 @@ _FORWARDS = (
 _SPLIT = (
     "Rows for several shards are of one device's share as Megatron-LM splits it, with all-reduce, all-gather and "
     "reduce-scatter in their times: rings over the links of {}. Norms, poolings and concatenations are whole on every "
-    "device, whose parameters a stage nevertheless divides by its shards."
+    "device."
 )
 
 

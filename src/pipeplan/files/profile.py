@@ -304,6 +304,13 @@ class Block(Parts):
         Parameters,
         said_only(0, "how many of both are its experts', which have rows of their own where devices share them"),
     ] = 0
+    whole_parameters: Annotated[
+        Parameters,
+        said_only(0, "how many of parameters each of the shards that split the block has whole, such as its norms'"),
+    ] = 0
+    whole_frozen_parameters: Annotated[
+        Parameters, said_only(0, "how many of frozen_parameters each of the shards has whole")
+    ] = 0
     parameter_bytes: ParameterBytes = 0
     gradient_bytes: GradientBytes = None
     master_bytes: MasterBytes = 0
@@ -440,6 +447,9 @@ class Block(Parts):
                 f"expert_parameters {self.expert_parameters} are more than the "
                 f"{self.parameters + self.frozen_parameters} parameters of the block"
             )
+        for key in ("parameters", "frozen_parameters"):
+            if (whole := getattr(self, f"whole_{key}")) > (own := getattr(self, key)):
+                raise ValueError(f"whole_{key} {whole} are more than the {own} {key} of the block")
         return self
 
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pipeplan.costs import UNLIMITED
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.costs.layouts import Layout, MeshSplit, Tensor
-from pipeplan.costs.recipes import running_bytes, state_of, step_ns
+from pipeplan.costs.recipes import running_bytes, state_of, step_ns, whole_state_of
 from pipeplan.costs.resharding import Resharding, sum_ns
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile, Recipe, TiedParameter
@@ -655,9 +655,11 @@ def _block_scales(
     weights = beside if any(beside) else counts
     total, running = max(1, sum(weights)), running_bytes(block, recipe)
     left = state_of(block, recipe) - sum((own.state for own in held), MemoryBytes())
+    repeated, cast = whole_state_of(block, recipe), running_bytes(block, recipe, 2) - running
     for own, weight, count in zip(held, weights, counts, strict=True):
         state = own.state + left * weight // total
-        yield OperatorScale(forward, backward, state, -(-running * count // max(1, sum(counts))))
+        both = -(-running * count // max(1, sum(counts))), repeated * weight // total
+        yield OperatorScale(forward, backward, state, *both, -(-cast * count // max(1, sum(counts))))
 
 
 def _measured_over_computed(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:

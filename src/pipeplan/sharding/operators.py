@@ -258,13 +258,29 @@ class OperatorScale:
     """What a profile says of an operator beyond its closed form.
 
     ``forward`` and ``backward`` are measured over computed time of its block; ``state`` is what training keeps of its
-    parameters, and ``running_bytes`` are of a copy of them that is there while it runs, both unsplit.
+    parameters, and ``running_bytes`` are of a copy of them that is there while it runs, both unsplit. Of these each of
+    several ``shards`` has ``repeated`` and ``running_repeated`` whole.
     """
 
     forward: float = 1.0
     backward: float = 1.0
     state: MemoryBytes = field(default_factory=MemoryBytes)
     running_bytes: int = 0
+    repeated: MemoryBytes = field(default_factory=MemoryBytes)
+    running_repeated: int = 0
+
+    def state_on(self, parts: int, splits: Splits) -> MemoryBytes:
+        """What a device keeps that has one of so many parts."""
+        return (self.state + self.repeated * _again(splits)).share(parts)
+
+    def running_on(self, parts: int, splits: Splits) -> int:
+        """Bytes of the copy on a device that has one of so many parts."""
+        return -(-(self.running_bytes + self.running_repeated * _again(splits)) // parts)
+
+
+def _again(splits: Splits) -> int:
+    """How many shards there are beside one."""
+    return splits[SHARDS].extent - 1 if SHARDS in splits else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +364,7 @@ def configurations(
     found = []
     for sized in unpriced(operation, scale, resharding.devices, rule=rule, mesh_dimensions=mesh_dimensions):
         priced = _priced(operation, sized, scale, device, resharding)
-        found.append(replace(priced, step_ns=step_ns(scale.state.share(num_parts(operation, sized.splits)))))
+        found.append(replace(priced, step_ns=step_ns(scale.state_on(num_parts(operation, sized.splits), sized.splits))))
     return tuple(found)
 
 
@@ -395,7 +411,7 @@ def _priced(
 def _sized(operation: Splittable, splits: Splits, scale: OperatorScale, devices: int) -> Configuration:
     numbers = operation.numbers(_extents(operation, splits))
     parts = num_parts(operation, splits)
-    state = scale.state.share(parts)
+    state = scale.state_on(parts, splits)
     return Configuration(
         name=mesh_name(list(splits.items()), devices),
         splits=splits,
@@ -409,7 +425,7 @@ def _sized(operation: Splittable, splits: Splits, scale: OperatorScale, devices:
         state_bytes=state.total,
         inside_bytes=operation.inside_bytes(numbers),
         entry_bytes=operation.entry_bytes(numbers),
-        workspace_bytes=operation.workspace_bytes(numbers) - (-scale.running_bytes // parts),
+        workspace_bytes=operation.workspace_bytes(numbers) + scale.running_on(parts, splits),
         inputs=tuple(_layout(taken, splits) for taken in operation.inputs),
         input_gradients=tuple(_partial(operation, taken, splits) for taken in operation.inputs if operation.learns),
         output=_partial(operation, operation.output, splits),

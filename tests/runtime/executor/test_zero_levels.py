@@ -41,6 +41,9 @@ def _unlike() -> list[PlacedStage]:
     return [first, second.model_copy(update={"zero": 0})]
 
 
+MOST_UNEVEN = 5 * 8 * 2 * 8
+"""Bytes of a row of each of five tables: of the optimizer two numbers of 8 bytes for each of 8 columns."""
+
 Asked = tuple[str, list[PlacedStage], bool, bool]
 """Model, stages, and whether backward is split, and blocks are recomputed."""
 
@@ -145,19 +148,24 @@ def test_sums_begin_inside_of_the_last_action(name: str, reports: Reports) -> No
             assert begun[text] % options.num_steps == 0
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "shards" not in name and "once" not in name])
+@pytest.mark.parametrize("name", [name for name in NAMES if "once" not in name])
 def test_ranks_hold_what_the_plan_says(name: str, reports: Reports) -> None:
     """To the byte, in float64, where the plan is of float32: twice as many.
 
-    But where a parameter gets no gradient, or the made-up profile says nothing of shares of blocks.
+    But where a parameter gets no gradient. Of devices that split blocks some have a row more than others of a table of
+    11 words, or of 3 places: of these plans have an even part, so that all of them together have what the plan says.
     """
     plan, _ = cases()[name]
-    for rank, report in reports[name].items():
+    found = reports[name]
+    for rank in found:
         own = [stage for stage in plan.stages if rank in stage.devices]
+        together = own[0].devices if any(stage.shards > 1 for stage in own) else (rank,)
         for kind in (PARAMETERS, GRADIENTS, OPTIMIZER):
             planned = sum(stage.state[kind] for stage in own)
             planned -= sum(each.state[kind] * (sum(rank in on for on in each.devices) - 1) for each in plan.tied if own)
-            assert report["held"][kind.key] == 2 * planned, (rank, kind.key)
+            held = [found[device]["held"][kind.key] for device in together]
+            assert sum(held) == 2 * planned * len(held), (rank, kind.key)
+            assert max(held) - min(held) <= MOST_UNEVEN * (len(held) - 1), (rank, kind.key)
 
 
 def test_check_accepts_them_and_exchanges_are_in_their_programs() -> None:

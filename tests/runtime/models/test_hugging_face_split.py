@@ -107,10 +107,10 @@ def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
 
 
 @slow_but("name", ["gpt2-tiny", *FIVE], ("gpt2-tiny", "llama").__contains__)
-def test_devices_that_split_blocks_hold_even_parts_and_what_none_of_them_cuts(name: str) -> None:
-    """Plans count even parts of all; norms, and what is added after a sum, each device has whole.
+def test_devices_that_split_blocks_hold_what_the_plan_says(name: str) -> None:
+    """To the byte: an equal part of all that is cut, and whole what none of them cuts (norms, late biases).
 
-    Words are in rows, of which one device may have one more: over the devices of a stage that is even.
+    Words are in rows, of which one device may have one more than the other: plans have half of them all.
     """
     model = load_model(name) if name.endswith("tiny") else model_of(name)
     profile = estimate_model(model, [2], device=device_preset("cpu"), dtype=torch.float32, shards=(1, 2))
@@ -118,20 +118,20 @@ def test_devices_that_split_blocks_hold_even_parts_and_what_none_of_them_cuts(na
     halves = (ids[: len(ids) // 2], (0, 1)), (ids[len(ids) // 2 :], (2, 3))
     stages = [PlacedStage(blocks=tuple(own), devices=on, shards=2) for own, on in halves]
     plan = placed_plan(model, stages, microbatch_size=2, profile=profile)
-    beside = [0, 0]
+    check(plan, profile).require(name)
     for rank, program in enumerate(programs_of(plan, ids, model.edges, model.name, model.divides_shards)):
         (part,) = program.stages.values()
 
         def along(line: tuple[int, ...], rank: int = rank) -> Shards:
             return Shards(len(line), line.index(rank), None)
 
-        beside[part.index] -= plan.stages[part.index].state[PARAMETERS]
+        twice = 0
         for share in part.shares:
             whole = dict(model.build(share.block, 0).named_parameters())
             for key, own in model.build_share(share, 0, placed(share, along)).named_parameters():
-                uncut = own.shape == whole[key].shape
-                beside[part.index] += own.nbytes - own.nbytes // 2 * uncut  # half of it the plan has
-    assert beside == [0, 0]
+                half_a_row = own.shape != whole[key].shape and 2 * own.nbytes != whole[key].nbytes
+                twice += whole[key].nbytes if half_a_row else 2 * own.nbytes
+        assert twice == 2 * plan.stages[part.index].state[PARAMETERS]
 
 
 WHOLE_TOO = ("llama", "gpt2", "mixtral", "deepseek_v3", "falcon")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from pydantic import ValidationError
@@ -28,6 +28,7 @@ from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Sourc
 from pipeplan.files.profile import COUNTS, NEEDS, Saved, SavedBySource
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_per_sample
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
+from pipeplan.runtime.parallel.sharding import Cut
 from pipeplan.runtime.profiling.flops import ProductCounter
 from pipeplan.runtime.profiling.ring_rows import MeasuredRing
 from pipeplan.runtime.profiling.shared_sequences import alone_in_context
@@ -46,7 +47,7 @@ class BlockNode:
     ``kind`` is the id of the first block like it, ``likeness`` equal for all of them, those of other models included;
     ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from; ``trainable`` and
     ``frozen`` are the numbers in parameters that get a gradient, and in those that do not; ``experts`` of both are of
-    experts.
+    experts, and devices that split the block each have the last two of either whole.
     """
 
     spec: BlockSpec
@@ -57,6 +58,18 @@ class BlockNode:
     trainable: int
     frozen: int
     experts: int = 0
+    whole_trainable: int = 0
+    whole_frozen: int = 0
+
+    def counts(self, shards: int) -> dict[str, Any]:
+        """What a profile with costs for so many shards at most says of its parameters."""
+        return {
+            "parameters": self.trainable,
+            "frozen_parameters": self.frozen,
+            "expert_parameters": self.experts,
+            "whole_parameters": self.whole_trainable if shards > 1 else 0,
+            "whole_frozen_parameters": self.whole_frozen if shards > 1 else 0,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +148,8 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
     kinds: dict[Hashable, str] = {}
     blocks: list[BlockNode] = []
     for step in steps:
-        id_, parameters = step.spec.id, _own_parameters(step, model)
+        id_, named = step.spec.id, _own_parameters(step, model)
+        parameters = named.values()
         trained = sum(tensor.numel() for tensor in parameters if tensor.requires_grad)
         roots = _roots(step, read)
         likeness = _likeness(step, roots)
@@ -149,6 +163,7 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
                 trained,
                 sum(tensor.numel() for tensor in parameters) - trained,
                 _in_experts(step.spec, parameters),
+                *_whole_on_shards(step.spec, named),
             )
         )
     readers = Counter(each for block in model.blocks for each in set(block.inputs))
@@ -170,12 +185,32 @@ def _counted(steps: Iterator[ShapedBlock]) -> tuple[int, tuple[ShapedBlock, ...]
     return total, tuple(found)
 
 
-def _own_parameters(step: ShapedBlock, model: Model) -> list[nn.Parameter]:
-    """A block's parameters; of those that are tied to each other inside the block, the first."""
+def _own_parameters(step: ShapedBlock, model: Model) -> dict[str, nn.Parameter]:
+    """A block's parameters by name; of those that are tied to each other inside the block, the first."""
     again: set[str] = set()
     for group in model.tied:
         again.update([name for id_, name in group if id_ == step.spec.id][1:])
-    return [parameter for name, parameter in step.module.named_parameters() if name not in again]
+    return {name: parameter for name, parameter in step.module.named_parameters() if name not in again}
+
+
+def _whole_on_shards(spec: BlockSpec, parameters: Mapping[str, nn.Parameter]) -> tuple[int, int]:
+    """How many numbers each device that splits the block has of what none of them cuts: trained, and frozen.
+
+    Of a block that does not say how it is split it is not known, and taken to be none.
+    """
+    found = {True: 0, False: 0}
+    if spec.split is None:
+        return 0, 0
+    for name, each in parameters.items():
+        cut = spec.split.cuts.get(name)
+        found[each.requires_grad] += each.numel() if cut is None else _whole_numbers(cut, each)
+    return found[True], found[False]
+
+
+def _whole_numbers(cut: Cut, parameter: nn.Parameter) -> int:
+    """How many numbers of a parameter that is cut are nevertheless on every device: its last parts."""
+    ratio = (1,) * cut.parts if isinstance(cut.parts, int) else cut.parts
+    return parameter.numel() * sum(ratio[len(ratio) - cut.whole :]) // sum(ratio)
 
 
 def _in_experts(spec: BlockSpec, parameters: Iterable[nn.Parameter]) -> int:
@@ -683,9 +718,7 @@ def _block(block: BlockNode, costs: Sequence[CostRow], width: int | None) -> Blo
     return Block(
         id=block.spec.id,
         **block.spec.described,
-        parameters=block.trainable,
-        frozen_parameters=block.frozen,
-        expert_parameters=block.experts,
+        **block.counts(max(row.shards for row in costs)),
         **unnamed_bytes(width, block.trainable, block.frozen),
         costs=tuple(costs),
     )

@@ -534,9 +534,7 @@ def _profile(
         return Block(
             id=id_,
             **node.spec.described,
-            parameters=node.trainable,
-            frozen_parameters=node.frozen,
-            expert_parameters=node.experts,
+            **node.counts(max(asked.shards)),
             costs=tuple(sorted(found.plain[id_], key=lambda row: row.key[:4])),
             phases=tuple(sorted(found.phases[id_], key=lambda row: row.key)),
             **keys,

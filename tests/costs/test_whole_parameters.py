@@ -1,0 +1,67 @@
+"""What devices that split a block each have whole of it: counted in bytes by hand, in plans, and by the checker."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+import pipeplan
+from pipeplan.checker import check
+from pipeplan.costs.experts import kept_of
+from pipeplan.costs.recipes import running_bytes, whole_state_of
+from pipeplan.costs.zero import Zero
+from pipeplan.files import Block, CostRow, Profile, Recipe, Source
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
+
+ROWS = tuple(CostRow(microbatch_size=1, shards=count, forward_ns=100, backward_ns=200) for count in (1, 2, 4))
+BLOCK = Block(
+    id="b",
+    operator="layer",
+    parameters=100,
+    whole_parameters=20,
+    frozen_parameters=12,
+    whole_frozen_parameters=4,
+    costs=ROWS,
+)
+
+
+def test_a_device_keeps_its_part_and_what_is_whole() -> None:
+    """Of 100 trained parameters 20 and a quarter of 80, of 12 frozen ones 4 and a quarter of 8."""
+    recipe = Recipe(name="bf16-mixed")
+    trained, frozen = 20 + 80 // 4, 4 + 8 // 4
+    expected = {PARAMETERS: 2 * (trained + frozen), GRADIENTS: 4 * trained, MASTER: 4 * trained, OPTIMIZER: 8 * trained}
+    assert kept_of(BLOCK, recipe, 4) == MemoryBytes(expected)
+    halved = expected | {MASTER: 2 * trained, OPTIMIZER: 4 * trained}
+    assert kept_of(BLOCK, recipe, 4, Zero(1, 2)) == MemoryBytes(halved)
+    assert running_bytes(BLOCK, Recipe(name="bf16-autocast"), 4) == 2 * 4 * (trained + frozen)
+
+
+def test_bytes_that_are_stated_go_by_counts() -> None:
+    """Those of parameters by all that there are, others by those that are trained."""
+    sizes = {"parameter_bytes": 1120, "gradient_bytes": 500, "optimizer_bytes": 800}
+    assert whole_state_of(BLOCK.model_copy(update=sizes), Recipe()) == MemoryBytes(
+        {PARAMETERS: 240, GRADIENTS: 100, OPTIMIZER: 160}
+    )
+
+
+@pytest.mark.parametrize("key", ["parameters", "frozen_parameters"])
+def test_no_more_than_there_are(key: str) -> None:
+    with pytest.raises(ValidationError, match=f"whole_{key} 101 are more than the {getattr(BLOCK, key)} {key}"):
+        Block.model_validate(BLOCK.model_dump() | {f"whole_{key}": 101})
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_plans_have_it_and_are_refused_without(zero: int) -> None:
+    """By code of the checker's own."""
+    blocks = tuple(BLOCK.model_copy(update={"id": name}) for name in "ab")
+    profile = Profile(name="two", source=Source(method="literature"), recipe=Recipe(name="fp32"), blocks=blocks)
+    found = pipeplan.search(
+        profile, devices=4, pp=1, tp=2, dp=2, zero=zero, mini_batch=4, microbatch_size=2, deterministic=True
+    )
+    (stage,) = found.plan.stages
+    assert stage.state[OPTIMIZER] == 8 * 2 * (20 + 80 // 2) // (2 if zero else 1)
+    check(found.plan, profile).require()
+    bare = profile.model_copy(
+        update={"blocks": tuple(block.model_copy(update={"whole_parameters": 0}) for block in blocks)}
+    )
+    assert any("optimizer_bytes" in str(each) for each in check(found.plan, bare).problems)
