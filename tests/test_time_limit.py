@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Barrier
 
 import numpy as np
@@ -22,9 +23,11 @@ from pipeplan.schedule.cpsat.solver import Budget, solve
 from pipeplan.schedule.search import search_schedule
 from pipeplan.time_limit import INTERRUPTS, Limit, TimeUpError, checked, checkpoint, shielded
 from pipeplan.workload.bounds import strong_iteration_bound
+from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.pairs import TaskPairs
-from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.steady_state.repetend import _RepetendFinder
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, right_behind, task_graph
 
 MANY = 100_000
 """Checkpoints that no limit here lets anybody pass."""
@@ -229,6 +232,40 @@ def test_the_pairs_of_long_runs_are_made_a_part_at_a_time() -> None:
         assert np.array_equal(found, np.concatenate([graph.offsets[first] + numbers for first in firsts]))
     assert np.array_equal(pairs.lags, np.repeat(lags, len(numbers)))
     assert looks(lambda: TaskPairs.of(workload, graph.offsets)) > len(pairs.sources) // 2**18 >= 2
+
+
+LongRun = tuple[TaskGraph, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def long_run() -> LongRun:
+    """Half a million actions of 64 devices, all forwards before all backwards."""
+    graph = task_graph(chain_workload(64, 2**12, memory_bytes=2**40))
+    tasks = [range(begin, end) for begin, end in itertools.pairwise(graph.offsets)]
+    return graph, [[*tasks[device], *tasks[127 - device]] for device in range(64)]
+
+
+def test_starts_of_long_runs_are_found_a_part_at_a_time(long_run: LongRun) -> None:
+    """Level by level, and task by task: what waits for what, and then when it starts."""
+    graph, orders = long_run
+    levels, pairs = 2 * (2**12 + 63), len(graph.pairs.sources)
+    assert looks(lambda: earliest_starts(graph, orders)) > levels // 256 + 64 // 16
+    assert looks(lambda: replace(graph).pairs) > 2 * (pairs // 2**18)
+    assert looks(lambda: replace(graph).successors) > graph.num_tasks // 65_536 + pairs // 65_536 + 2 * (pairs // 2**18)
+    assert looks(lambda: right_behind(graph, orders[:1] * 16, [0] * graph.num_tasks)) > graph.num_tasks // 65_536 + 16
+
+
+def test_the_memory_of_long_runs_is_added_up_some_devices_at_a_time(long_run: LongRun) -> None:
+    graph, orders = long_run
+    assert looks(lambda: fits(graph, orders)) == graph.num_tasks // 2**18
+
+
+def test_repetends_are_looked_for_a_part_of_the_run_at_a_time() -> None:
+    graph = task_graph(chain_workload(1, 2_000))
+    order = [task for m in range(2_000) for task in (m, 2_000 + m)]
+    finder = _RepetendFinder.of(graph, [order], earliest_starts(graph, [order]))
+    assert finder is not None
+    assert looks(lambda: [*finder.cuts(1)]) >= len(finder.steps) // 256
 
 
 def test_the_bounds_of_many_devices_are_found_one_after_another() -> None:

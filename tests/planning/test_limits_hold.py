@@ -696,7 +696,7 @@ def test_compare_frontier_and_tuning_end_with_what_they_have() -> None:
     verbs: dict[Callable[[Limit], Any], int] = {  # and a question when there is something, but not all
         lambda limit: compare(asked, within=limit).interrupted: 900,
         lambda limit: plan_frontier(whole, within=limit).interrupted: 4_000,
-        lambda limit: tune(asked, within=limit).result.interrupted: 620,
+        lambda limit: tune(asked, within=limit).result.interrupted: 780,
     }
     for verb, later in verbs.items():
         with pytest.raises((KeyboardInterrupt, PipeplanError)):

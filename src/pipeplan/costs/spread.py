@@ -17,7 +17,8 @@ parent elsewhere, and some of its children, and every second group's middle node
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
 from typing import NamedTuple
@@ -53,16 +54,15 @@ class GroupSpread:
         """That of groups of equally many devices, or some of fewer; None where links cost nothing."""
         if not cluster.levels:
             return None
-        size = max(map(len, groups))
-        whole = [[*group, *[group[-1]] * (size - len(group))] for group in groups]
-        devices = np.sort(np.array(whole, dtype=np.int64), axis=1)
-        first, last = devices[:, 0], devices[:, -1]
+        count = max(map(len, groups))
+        whole = [sorted([*group, *[group[-1]] * (count - len(group))]) for group in groups]
         sizes = [level.group_size for level in cluster.levels]
-        used = next(number for number, size in enumerate(sizes) if (first // size == last // size).all())
-        inside = [1, *sizes[:used]]
-        places = tuple(int((np.diff(devices // size, axis=1) > 0).sum(axis=1).max()) + 1 for size in inside)
-        channels = 1 if used == 0 else int(_counts(devices // sizes[0]).min())
-        return cls(devices, cluster.levels[: used + 1], places, channels)
+        used = next(
+            number for number, size in enumerate(sizes) if all(own[0] // size == own[-1] // size for own in whole)
+        )
+        places = tuple(max(len({device // size for device in own}) for own in whole) for size in (1, *sizes[:used]))
+        channels = 1 if used == 0 else min(min(inside.values()) for inside in _in_nodes(whole, sizes[0]))
+        return cls(np.array(whole, dtype=np.int64), cluster.levels[: used + 1], places, channels)
 
     @property
     def level(self) -> LinkLevel:
@@ -136,15 +136,13 @@ def loads_of(cluster: Cluster, spread: GroupSpread, *, all_to_all: bool) -> Link
 
 def _leaving_nodes(spread: GroupSpread, node: int, *, all_to_all: bool) -> float:
     """What leaves the busiest node, in rings."""
-    count, nodes = spread.devices, spread.groups // node
-    apart = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes
-    pairs, inside = np.unique(apart, return_counts=True)
-    crossing = inside * (count - inside) / (count - 1) if all_to_all else (inside < count).astype(float)
-    return float(np.bincount(pairs % (nodes.max() + 1), crossing).max())
+    count, leaving = spread.devices, defaultdict[int, float](float)
+    for own in _in_nodes(spread.groups.tolist(), node):
+        for place, inside in own.items():
+            leaving[place] += inside * (count - inside) / (count - 1) if all_to_all else float(inside < count)
+    return max(leaving.values())
 
 
-def _counts(nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many devices of each group are in each of its nodes, [group, device] by the numbers of nodes."""
-    apart = np.arange(len(nodes))[:, None] * (nodes.max() + 1) + nodes
-    counts: NDArray[np.int64] = np.unique(apart, return_counts=True)[1]
-    return counts
+def _in_nodes(groups: Iterable[Sequence[int]], node: int) -> Iterator[Counter[int]]:
+    """[group] how many of its devices are in each node of so many: for the few of most groups arrays take longer."""
+    return (Counter([device // node for device in group]) for group in groups)

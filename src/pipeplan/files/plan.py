@@ -437,7 +437,7 @@ class Plan(File):
             raise ValueError(
                 f"stages[{number}].cuts: a stage with num_parted or configurations takes and gives all at once"
             )
-        adding = (each for each in self.operations if each.stage == number and each.role in GRADIENT_ROLES)
+        adding = (each for each in self._operations_of.get(number, ()) if each.role in GRADIENT_ROLES)
         duration = max((each.duration_ns for each in adding), default=0) if stage.buckets else 0
         if problem := buckets_problem(stage.buckets, len(stage.blocks), duration):
             raise ValueError(f"stages[{number}].buckets {problem}")
@@ -454,7 +454,7 @@ class Plan(File):
             raise ValueError(
                 f"stages[{number}].segments: backends were measured with launches; leave launch_overhead_ns"
             )
-        split = next((each.id for each in self.operations if each.stage == number and each.role in _SPLIT_ROLES), None)
+        split = next((each.id for each in self._operations_of.get(number, ()) if each.role in _SPLIT_ROLES), None)
         compiled = next((each.backend for each in stage.segments if each.backend != EAGER), None)
         if split is not None and compiled is not None:
             raise ValueError(
@@ -839,6 +839,14 @@ class Plan(File):
     def workload(self) -> Workload:
         """What the plan's programs run, made anew at each call."""
         return Workload(**{each.name: getattr(self, each.name) for each in fields(Workload)})
+
+    @cached_property
+    def _operations_of(self) -> dict[int, list[Operation]]:
+        """{stage: its operations}"""
+        found: dict[int, list[Operation]] = {}
+        for each in self.operations:
+            found.setdefault(each.stage, []).append(each)
+        return found
 
     @cached_property
     def _by_id(self) -> dict[str, Operation]:

@@ -309,16 +309,26 @@ def first_look(
     if short is None:
         return _best(_looked(workload, look, thorough, names))
     simplest = islice(() if names else _looked(shorter.shortest(workload), look, False), 1)
-    first = filter(None, (shorter.lengthened(each, workload) for each in simplest))
-    others = _of_shorter(shorter, short, workload, look, thorough, names)
+    first = [*filter(None, (shorter.lengthened(each, workload) for each in simplest))]
+    others = _of_shorter(shorter, short, workload, look, thorough, names, first)
     return _best(chain(first, islice(others, look.lengthened)))
 
 
 def _of_shorter(
-    shorter: ShorterRun, short: Workload, workload: Workload, look: FirstLook, thorough: bool, names: Collection[str]
+    shorter: ShorterRun,
+    short: Workload,
+    workload: Workload,
+    look: FirstLook,
+    thorough: bool,
+    names: Collection[str],
+    first: Sequence[Schedule],
 ) -> Iterator[Schedule]:
-    """The known schedules of a shorter run as ones of the whole workload, the shortest of them first."""
-    for each in sorted(_looked(short, look, thorough, names), key=attrgetter("iteration_ns")):
+    """The known schedules of a shorter run as ones of the whole workload, the shortest of them first.
+
+    One micro-batch after another is not timed anew where it is the ``first`` that is known already.
+    """
+    found = _looked(short, look, thorough, names, simplest=not first)
+    for each in sorted(found, key=attrgetter("iteration_ns")):
         longer = shorter.repeating(each, workload, look.most_written)
         if longer is not None:
             yield longer
@@ -337,14 +347,16 @@ def _best(schedules: Iterable[Schedule]) -> Schedule | None:
     return best
 
 
-def _looked(workload: Workload, look: FirstLook, thorough: bool, names: Collection[str] = ()) -> Iterator[Schedule]:
+def _looked(
+    workload: Workload, look: FirstLook, thorough: bool, names: Collection[str] = (), *, simplest: bool = True
+) -> Iterator[Schedule]:
     """The known schedules that fit; those until then, where the time of a limit that is enforced is up."""
     problem = OneMicrobatch.of(workload, require_room=False)
     graph = task_graph(problem.workload)
     given = graph if problem.reduction is None else task_graph(workload)
     some = False
     try:
-        for name, orders in _known_orders(problem, graph, thorough, look, names):
+        for name, orders in _known_orders(problem, graph, thorough, look, names, simplest):
             found = timed(problem, given, orders, name)
             if found is not None:
                 some = True
@@ -371,10 +383,15 @@ def _require_known_kinds(workload: Workload) -> None:
 
 
 def _known_orders(
-    problem: OneMicrobatch, graph: TaskGraph, thorough: bool, look: FirstLook, names: Collection[str]
+    problem: OneMicrobatch,
+    graph: TaskGraph,
+    thorough: bool,
+    look: FirstLook,
+    names: Collection[str],
+    simplest: bool,
 ) -> Iterator[tuple[str, Orders]]:
     """One micro-batch after another, and the classic schedules; those that are slow to make only if ``thorough``."""
-    if not names:
+    if simplest and not names:
         yield "sequential", microbatch_by_microbatch(problem)
     thorough = thorough and graph.num_tasks <= look.thorough_tasks
     for name, classic in CLASSIC.items():

@@ -16,7 +16,7 @@ from math import inf
 
 import numpy as np
 
-from pipeplan.time_limit import checked
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.units import format_bytes
 from pipeplan.workload.columns import IntArray, Lines, column
 from pipeplan.workload.elements import DeviceMemory
@@ -347,17 +347,30 @@ def overflow(
     return worst
 
 
+_AT_ONCE = 2**18
+"""Actions whose memory is added up between two looks at the time."""
+
+
 def _peaks(graph: TaskGraph, orders: Orders, loop: LoopCut | None, starts: Sequence[int] | None = None) -> list[Peak]:
     """[device] its peak."""
     if graph.workload.order_tells_memory:
-        return _peaks_by_order(graph, Lines.of(graph.on_devices(orders)), loop)
+        return [*_peaks_by_order(graph, graph.on_devices(orders), loop)]
     if starts is None:
         starts = earliest_starts(graph, with_links(graph, orders))
     return peaks_in_time(graph, starts, _exchanged(graph, starts) if graph.workload.exchanges else ())
 
 
-def _peaks_by_order(graph: TaskGraph, lines: Lines, loop: LoopCut | None) -> list[Peak]:
-    """The same of devices whose orders say what they hold."""
+def _peaks_by_order(graph: TaskGraph, orders: Orders, loop: LoopCut | None) -> Iterator[Peak]:
+    """The same of devices whose orders say what they hold; of so many devices at once as take a moment."""
+    ends = (np.cumsum([*map(len, orders)]) - 1) // _AT_ONCE
+    cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(orders)]
+    for begin, end in pairwise(cuts):
+        if len(cuts) > 2:
+            checkpoint()
+        yield from _peaks_of_lines(graph, Lines.of(orders[begin:end]), loop)
+
+
+def _peaks_of_lines(graph: TaskGraph, lines: Lines, loop: LoopCut | None) -> Iterator[Peak]:
     levels, held = _levels(graph, lines)
     if loop is not None and len(loop.moments) > 1:
         cuts = [slice(begin, end) for begin, end in pairwise(lines.begins.tolist())]
@@ -365,16 +378,14 @@ def _peaks_by_order(graph: TaskGraph, lines: Lines, loop: LoopCut | None) -> lis
         copies = [in_all_copies(graph, *each, loop) for each in written]
         lines = Lines.of([order for order, _ in copies])
         levels = column([*chain.from_iterable(own for _, own in copies)])
-    found = list[Peak]()
     for place in lines.highest(levels):
         highest = 0 if place is None else int(levels[place])
         if place is None or not highest:
-            found.append((MemoryBytes(), None))
+            yield MemoryBytes(), None
             continue
         task = int(lines.tasks[place])
         workspace = graph.workload.effects[graph.operation_of[task]].workspace
-        found.append((MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace}), task))
-    return found
+        yield MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace}), task
 
 
 def in_all_copies(

@@ -221,7 +221,16 @@ class OneMicrobatch:
     def path(self, source: int, target: int) -> int:
         """Longest path from the start of one operation to the end of another in a micro-batch; -1 without one."""
         begin, end = self._places[source], self._places[target]
-        return max(-1, int(self._paths[end, begin])) if begin <= end else -1
+        longest = self._longest
+        if begin > end or longest.parts[source] != longest.parts[target]:
+            return -1
+        if longest.entered[source] <= longest.entered[target] < longest.left[source]:
+            return max(-1, longest.ends[target] - longest.ends[source] + self.durations[source])
+        return max(-1, int(self._paths[end, begin]))
+
+    @cached_property
+    def _longest(self) -> _LongestWays:
+        return _LongestWays.of(self)
 
     @cached_property
     def _places(self) -> list[int]:
@@ -292,6 +301,51 @@ class OneMicrobatch:
         number = device if self.reduction is None else self.reduction.groups.index(device)
         stages = [f"stage {index}" for index, stage in enumerate(given.stages) if number in stage.devices]
         return f"device {number} ({', '.join(stages[:4])}{', ...' if len(stages) > 4 else ''})"
+
+
+@dataclass(frozen=True, slots=True)
+class _LongestWays:
+    """One longest way to each operation, as a tree: of those on it the way from one to another is the longest, too.
+
+    In a chain all are on it, and nothing else has to be known. ``ends`` [operation] ns, if nothing else delays it.
+    ``entered`` and ``left`` [operation]: when a walk through the tree comes to it, and when it has been to all that is
+    behind it. ``parts`` [operation] are equal where edges join them, whichever way they point.
+    """
+
+    ends: list[int]
+    entered: list[int]
+    left: list[int]
+    parts: list[int]
+
+    @classmethod
+    def of(cls, problem: OneMicrobatch) -> _LongestWays:
+        """Those of a problem. Raises TimeUpError."""
+        count = problem.num_operations
+        ends, entered, left, parts = list(problem.durations), [0] * count, [0] * count, [0] * count
+        behind: list[list[int]] = [[] for _ in range(count)]
+        roots = []
+        for target in checked(problem.order):
+            ways = [(ends[source] + lag, source) for source, lag in problem.incoming[target]]
+            if ways:
+                arrival, last = max(ways)
+                ends[target] += arrival
+                behind[last].append(target)
+            else:
+                roots.append(target)
+        moment = 0
+        for root in roots:
+            walk = [root]
+            while walk:
+                here = walk.pop()
+                if here < 0:
+                    left[~here] = moment
+                    continue
+                entered[here], moment = moment, moment + 1
+                walk += [~here, *behind[here]]
+        for number, part in enumerate(connected_parts(range(count), ((edge[0], edge[1]) for edge in problem.edges))):
+            for operation in part:
+                parts[operation] = number
+        return cls(ends, entered, left, parts)
 
 
 @dataclass(frozen=True, slots=True)

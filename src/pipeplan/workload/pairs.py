@@ -8,7 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
-from pipeplan.time_limit import checked, checkpoint
+from pipeplan.time_limit import checked
 from pipeplan.workload.columns import IntArray, sharing, spread
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
@@ -37,12 +37,21 @@ class TaskPairs:
                 parts.add_alike([*edges])
         for source, target, lag, later in checked(workload.returns, 16):
             parts.add_returns(source, target, lag, later)
-        checkpoint()
-        return cls(*(np.concatenate(each) if each else np.zeros(0, np.int64) for each in parts.columns))
+        return cls(*map(_joined, parts.columns))
 
 
 _AT_ONCE = 2**18
 """Pairs that are made between two looks at the time."""
+
+
+def _joined(parts: Sequence[IntArray]) -> IntArray:
+    """One after another, a moment's work at a time."""
+    found = np.empty(sum(map(len, parts)), np.result_type(np.int64, *{part.dtype for part in parts}))
+    begin = 0
+    for part in checked(parts, 1):
+        found[begin : begin + len(part)] = part
+        begin += len(part)
+    return found
 
 
 @dataclass(slots=True)

@@ -11,10 +11,9 @@ the order in which they carry their messages, come after those of the devices.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import add
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from pipeplan.workload.columns import IntArray, Lines, column
 from pipeplan.workload.exchanges import networks_of
 from pipeplan.workload.pairs import TaskPairs
 from pipeplan.workload.tail import NOTHING, ExchangeEnds, best_tail, exchanged_by
+from pipeplan.workload.wide_starts import wide_starts
 from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
@@ -59,9 +59,11 @@ class TaskGraph:
         """[task] pairs (a task that waits for it, lag in ns)."""
         found: list[list[tuple[int, int]]] = [[] for _ in checked(self.durations, 65_536)]
         pairs = self.pairs
-        joined = zip(pairs.sources.tolist(), pairs.targets.tolist(), pairs.lags.tolist(), strict=True)
-        for source, target, lag in checked(joined, 65_536):
-            found[source].append((target, lag))
+        for begin in checked(range(0, len(pairs.sources), 65_536), 1):
+            some = slice(begin, begin + 65_536)
+            columns = (each[some].tolist() for each in (pairs.sources, pairs.targets, pairs.lags))
+            for source, target, lag in zip(*columns, strict=True):
+                found[source].append((target, lag))
         return found
 
     @cached_property
@@ -115,19 +117,21 @@ class TaskGraph:
 
     def makespan(self, starts: Sequence[int]) -> int:
         """When the last action ends, in ns."""
-        return max(map(add, starts, self.durations), default=0)
+        return max(self._ends(starts, len(self.offsets) - 1), default=0)
 
     def last_ends(self, starts: Sequence[int], later_ns: int = 0) -> list[int]:
         """[operation] ns at which the last of its actions ends; a loop makes all of them ``later_ns`` later."""
-        workload, found = self.workload, []
-        for item in range(len(workload.operations)):
+        return [end + later_ns for end in self._ends(starts, len(self.workload.operations))]
+
+    def _ends(self, starts: Sequence[int], count: int) -> Iterator[int]:
+        """When the last task of each of the first so many operations and transfers ends, in ns; 0 where it has none."""
+        workload = self.workload
+        for item in range(count):
             begin, end = self.offsets[item : item + 2]
             whole = begin + 2 * workload.slots[item].num_parted
             last = max(starts[whole:end], default=-workload.durations[item]) + workload.durations[item]
-            if whole > begin:
-                last = max(last, max(starts[begin:whole]) + workload.part_durations[item])
-            found.append(last + later_ns)
-        return found
+            part = workload.part_durations[item]
+            yield max(last, max(starts[begin:whole], default=-part) + part)
 
     def iteration(self, starts: Sequence[int], later_ns: int = 0) -> int:
         """When the iteration ends with the best order of sums that is found, in buckets or not (:mod:`.tail`), in ns.
@@ -178,10 +182,13 @@ def earliest_starts(graph: TaskGraph, orders: Orders, likely: Sequence[int] | No
     assert len(orders) == graph.workload.num_resources, "an order for each device and each link"
     if likely is not None and (found := _if_earliest(graph, orders, likely)) is not None:
         return found
+    wide = wide_starts(graph, orders)
+    if wide is not None:
+        return wide
     durations, successors = graph.durations, graph.successors
     networks = networks_of(graph) if graph.workload.exchanges else []
     waiting = graph.num_predecessors.copy()
-    following = _following(graph, orders, waiting)
+    behind = right_behind(graph, orders, waiting)
     starts = [0] * len(durations)
     ready = [task for task, count in enumerate(waiting) if count == 0]
     done = 0
@@ -193,7 +200,7 @@ def earliest_starts(graph: TaskGraph, orders: Orders, likely: Sequence[int] | No
         if networks and task < graph.num_actions and (network := networks[graph.operation_of[task]]) is not None:
             starts[task] = network.start(task, starts[task])
         end = starts[task] + durations[task]
-        for other in following[task]:
+        for other in behind[task]:
             if starts[other] < end:
                 starts[other] = end
             waiting[other] -= 1
@@ -247,14 +254,14 @@ def _with_messages(graph: TaskGraph, lines: Lines, starts: IntArray) -> IntArray
     return found
 
 
-def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[list[int]]:
+def right_behind(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[list[int]]:
     """[task] the tasks right after it in the orders; each then waits for one more."""
-    following: list[list[int]] = [[] for _ in checked(graph.durations, 65_536)]
+    found: list[list[int]] = [[] for _ in checked(graph.durations, 65_536)]
     for order in checked(orders, 4):
-        for before, after in zip(order, order[1:], strict=False):
-            following[before].append(after)
+        for before, after in checked(itertools.pairwise(order), 65_536):
+            found[before].append(after)
             waiting[after] += 1
-    return following
+    return found
 
 
 def stuck_error(graph: TaskGraph, orders: Orders, stuck: Sequence[int]) -> InvalidPlanError:

@@ -355,10 +355,19 @@ class Chooser:
             before[target] |= before[source] | 1 << source
         return before
 
+    @cached_property
+    def _chosen_by(self) -> list[list[int]]:
+        """[device] the operations whose actions it may choose."""
+        found: list[list[int]] = [[] for _ in self._graph.workload.devices]
+        for x, callers in enumerate(self._callers):
+            for device in callers:
+                found[device].append(x)
+        return found
+
     def _device(self, device: int, settings: DeviceSettings, depths: Sequence[tuple[int, int]]) -> _DeviceLanes:
         lanes: dict[str, _Lane] = {}
-        for x in range(len(self._kind)):
-            if device in self._callers[x] and not self._defers[x]:
+        for x in self._chosen_by[device]:
+            if not self._defers[x]:
                 name = self._lane_of[x]
                 traversal = settings.backward if name == _BACKWARD else settings.forward
                 lanes.setdefault(name, _Lane(name, [], traversal, traversal.interval)).operations.append(x)
@@ -375,13 +384,13 @@ class Chooser:
             names += [*between, *(name for name in others if name in self._last)]
             return [lanes[name] for name in names if name in lanes]
 
-        resources = self._graph.workload.resources[: len(self._kind)]
+        there = (x for x in self._graph.workload.on_resource[device] if x < len(self._kind))
         return _DeviceLanes(
             settings,
             lanes,
             ordered(_BACKWARD, _FORWARD),
             ordered(_FORWARD, _BACKWARD),
-            sum(self._left[x] for x, there in enumerate(resources) if device in there and not self._defers[x]),
+            sum(self._left[x] for x in there if not self._defers[x]),
         )
 
 

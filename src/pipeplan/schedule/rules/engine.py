@@ -310,7 +310,7 @@ class RulesRun(Engine):
 
     def _callers_kept_by(self, device: int) -> set[int]:
         """The devices that may choose actions which what this device starts can allow: by its limits, or as it asks."""
-        there = {x for x, devices in enumerate(self._resources[: len(self._role)]) if device in devices}
+        there = {x for x in self.graph.workload.on_resource[device] if x < len(self._role)}
         kept = {x for x, followers in self._asking.items() if there.intersection(followers)}
         if self._device_limits[device] is not None or self._memory is not None:
             kept |= {x for x in there if self._together[x]}

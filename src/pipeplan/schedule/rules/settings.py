@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pipeplan.graphs import connected_parts
 from pipeplan.partition.graph.in_flight import flows
 from pipeplan.schedule.rules.language import Rules, Settings, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.values import Limit, evaluate
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.workload import Workload
@@ -72,7 +74,7 @@ class Resolved:
     @cached_property
     def depths(self) -> list[tuple[int, int]]:
         """[stage] sort key from the front of the model to its end: the place in its part, then the number."""
-        return [(self._sizes(stage)["s"], stage) for stage in range(len(self._workload.stages))]
+        return [(self._sizes[stage]["s"], stage) for stage in range(len(self._workload.stages))]
 
     @cached_property
     def every(self) -> list[dict[Role, int]]:
@@ -133,7 +135,7 @@ class Resolved:
                     sizes[device].append(len(stages[number].devices))
             least = {device: min(there) for device, there in sizes.items()}
             shared = [n for n in numbers if any(least[device] < len(stages[n].devices) for device in stages[n].devices)]
-            parts[key] = _SubmodulePart([number for number in numbers if number not in set(shared)], shared)
+            parts[key] = _SubmodulePart(sorted({*numbers} - {*shared}), shared)
         return parts
 
     @cached_property
@@ -148,22 +150,29 @@ class Resolved:
     def _part(self, stage: int) -> _SubmodulePart:
         return self._parts[self._submodule_of[stage], self._connected[stage]]
 
-    def _sizes(self, stage: int) -> dict[str, int]:
-        """The names that numbers may use (:data:`~pipeplan.schedule.rules.values.NAMES`)."""
-        stages, part = self._workload.stages, self._part(stage)
-        groups = list(dict.fromkeys(stages[number].devices for number in part.chain))
-        group = stages[stage].devices
-        there = [number for number in part.chain if stages[number].devices == group]
-        return {
-            "D": len(groups),
-            "d": groups.index(group) if group in groups else 0,
-            "C": max(1, len(there)),
-            "c": there.index(stage) if stage in there else 0,
-            "S": len(part.chain),
-            "s": sum(number < stage for number in part.chain),
-            "N": self._workload.mini_batch // (stages[stage].microbatch_size * self._workload.num_routes),
-            **self._heights[stage],
-        }
+    @cached_property
+    def _sizes(self) -> list[dict[str, int]]:
+        """[stage] the names that numbers may use (:data:`~pipeplan.schedule.rules.values.NAMES`)."""
+        stages, found = self._workload.stages, [dict[str, int]() for _ in self._workload.stages]
+        for part in self._parts.values():
+            there: dict[tuple[int, ...], list[int]] = {}
+            for number in part.chain:
+                there.setdefault(stages[number].devices, []).append(number)
+            groups = {devices: index for index, devices in enumerate(there)}
+            chunks = {number: index for own in there.values() for index, number in enumerate(own)}
+            for stage in checked((*part.chain, *part.shared), 64):
+                group = stages[stage].devices
+                found[stage] = {
+                    "D": len(groups),
+                    "d": groups.get(group, 0),
+                    "C": len(there.get(group, (stage,))),
+                    "c": chunks.get(stage, 0),
+                    "S": len(part.chain),
+                    "s": bisect_left(part.chain, stage),
+                    "N": self._workload.mini_batch // (stages[stage].microbatch_size * self._workload.num_routes),
+                    **self._heights[stage],
+                }
+        return found
 
     @cached_property
     def _heights(self) -> list[dict[str, int]]:
@@ -189,12 +198,13 @@ class Resolved:
         chain do not count, but what comes before one comes before what follows it.
         """
         sizes: dict[tuple[int, ...], int] = {}
+        places: dict[tuple[int, ...], int] = {}
         place: dict[int, tuple[int, int]] = {}  # {stage: (its c, place of its devices)}
         there: Counter[tuple[int, ...]] = Counter()
         for number in chain:
             stage = self._workload.stages[number]
             sizes.setdefault(stage.devices, stage.microbatch_size)
-            place[number] = there[stage.devices], list(sizes).index(stage.devices)
+            place[number] = there[stage.devices], places.setdefault(stage.devices, len(places))
             there[stage.devices] += 1
         followers: list[set[int]] = [set() for _ in self._workload.stages]
         for source, target in sorted(self._workload.stage_edges, reverse=True):
@@ -217,7 +227,7 @@ class Resolved:
         return settings if own is None else settings.under(own)
 
     def _paces(self, stage: int) -> dict[Role, int]:
-        settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes(stage)
+        settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes[stage]
         rules = {Role.FORWARD: settings.forward, **dict.fromkeys(BACKWARD_ROLES, settings.backward)}
         return {
             role: evaluate("every", each.every, sizes)
@@ -226,7 +236,7 @@ class Resolved:
         }
 
     def _stage_limit(self, stage: int) -> int | None:
-        settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes(stage)
+        settings, sizes = self._settings(stage, self._workload.stages[stage].devices[0]), self._sizes[stage]
         stopped = f"{stage}F0"
         if self.is_shared[stage]:
             shared = self._part(stage).shared
@@ -234,10 +244,19 @@ class Resolved:
             return _limit("in_flight_shared", settings.in_flight_shared, place, count, sizes, stopped)
         return _limit("in_flight", settings.in_flight, sizes["s"], sizes["S"], sizes, stopped)
 
+    @cached_property
+    def _stages_on(self) -> list[list[int]]:
+        """[device] the stages that it has, in their order."""
+        found: list[list[int]] = [[] for _ in self._workload.devices]
+        for number, stage in enumerate(self._workload.stages):
+            for device in stage.devices:
+                found[device].append(number)
+        return found
+
     def _device(self, device: int) -> DeviceSettings:
-        there = [number for number, stage in enumerate(self._workload.stages) if device in stage.devices]
+        there = self._stages_on[device]
         first = next((number for number in there if not self.is_shared[number]), there[0] if there else 0)
-        settings, sizes = self._settings(first, device), self._sizes(first)
+        settings, sizes = self._settings(first, device), self._sizes[first]
         types = settings.types or TypeTraversal()
         return DeviceSettings(
             types,

@@ -302,7 +302,7 @@ class _RepetendFinder:
         best: _RepetendStart | None = None
         until = -1
         in_middle = False
-        for moment, going_on in self.steps:
+        for moment, going_on in checked(self.steps, 256):
             if missing == 0:
                 if best is None or in_middle != self._in_middle(moment):
                     in_middle = self._in_middle(moment)
