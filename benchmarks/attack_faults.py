@@ -196,7 +196,7 @@ def start(command: str, folder: Path) -> int:
         named = (("in", os.O_RDWR), ("out", os.O_WRONLY), ("err", os.O_WRONLY))
         _keep({number: os.open(name, how | os.O_CREAT | os.O_TRUNC) for number, (name, how) in enumerate(named)})
         os.setsid()
-        from pipeplan.cli.main import main
+        from pipeplan.cli import main
         from pipeplan.runtime.launch import local
 
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -204,9 +204,9 @@ def start(command: str, folder: Path) -> int:
         _shorten_timeouts()
         names = {**vars(subprocess), "Popen": Forked}
         sys.argv = ["pipeplan", *command.split()]
-        Path("ready").touch()
-        with mock.patch.object(local, "subprocess", SimpleNamespace(**names)):
-            main()
+        begun = mock.patch.object(main, "_open_closed_streams", Path("ready").touch)  # the first thing that it does
+        with begun, mock.patch.object(local, "subprocess", SimpleNamespace(**names)):
+            main.main()
     raise AssertionError("the process has ended")
 
 
@@ -471,7 +471,7 @@ def _wrong_message(fault: Fault, code: int, said: str) -> str:
         return "" if killed or -code == signal.SIGTERM else f"ends by signal {-code}"
     if fault.kind == "slow":
         return "a pause ends it"
-    if code not in (1, 2, 130):
+    if code not in (1, 2, 130) and not (fault.kind == "ended" and code == 128 + signal.SIGTERM):
         return f"exit {code}"
     if not errors:
         return "no message"

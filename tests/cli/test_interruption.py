@@ -50,6 +50,10 @@ def test_an_interruption_before_the_verb(tmp_path: Path) -> None:
     assert interrupted(tmp_path, "main.cli._main_shell_completion = interrupt") == (130, "pipeplan: interrupted\n")
 
 
+def test_an_interruption_before_the_command_line_is_looked_at(tmp_path: Path) -> None:
+    assert interrupted(tmp_path, "main._open_closed_streams = interrupt") == (130, "pipeplan: interrupted\n")
+
+
 def test_a_second_interruption_while_the_first_is_answered(tmp_path: Path) -> None:
     assert interrupted(tmp_path, TWICE) == (130, "\n")
 

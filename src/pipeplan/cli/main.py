@@ -92,7 +92,8 @@ def main(began: float | None = None) -> None:
         finally:  # the command has ended, and torch takes a moment to leave: another Ctrl-C would only show where it is
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-    except KeyboardInterrupt:  # while the first was being answered
+    except KeyboardInterrupt:  # before the verb hears it, or another while the first was being answered
+        say("pipeplan: interrupted", err=True)
         code = INTERRUPTED
     gc.freeze()  # nor is all that was read looked through for cycles, which takes a third of a second for 10,000 blocks
     exec("")  # Python ends by SIGINT where the last text it ran, as of a dataclass, was interrupted, whoever answered
