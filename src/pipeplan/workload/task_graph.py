@@ -24,7 +24,7 @@ from pipeplan.workload.columns import IntArray, Lines, column
 from pipeplan.workload.exchanges import networks_of
 from pipeplan.workload.pairs import TaskPairs
 from pipeplan.workload.tail import NOTHING, ExchangeEnds, best_tail, exchanged_by
-from pipeplan.workload.wide_starts import wide_starts
+from pipeplan.workload.wide_starts import may_be_wide, wide_starts
 from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
@@ -182,9 +182,10 @@ def earliest_starts(graph: TaskGraph, orders: Orders, likely: Sequence[int] | No
     assert len(orders) == graph.workload.num_resources, "an order for each device and each link"
     if likely is not None and (found := _if_earliest(graph, orders, likely)) is not None:
         return found
-    wide = wide_starts(graph, orders)
-    if wide is not None:
-        return wide
+    if may_be_wide(graph.num_tasks, len(orders)) and not graph.workload.exchanges:
+        wide = wide_starts(graph.times, graph.pairs, orders)
+        if wide is not None:
+            return wide
     durations, successors = graph.durations, graph.successors
     networks = networks_of(graph) if graph.workload.exchanges else []
     waiting = graph.num_predecessors.copy()

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.columns import EXACT, IntArray
-
-if TYPE_CHECKING:
-    from pipeplan.workload.task_graph import Orders, TaskGraph
+from pipeplan.workload.pairs import TaskPairs
 
 LEAST_TASKS = 2**14
 """Shorter runs are over soon, task by task."""
@@ -28,16 +25,19 @@ _BEFORE_JUDGING = 2**16
 """Tasks that may be missing: pipelines begin with few at once."""
 
 
-def wide_starts(graph: TaskGraph, orders: Orders) -> list[int] | None:
+def may_be_wide(num_tasks: int, num_lines: int) -> bool:
+    """Whether there are enough tasks and devices for :func:`wide_starts`."""
+    return num_tasks >= LEAST_TASKS and num_lines >= LEAST_AT_ONCE
+
+
+def wide_starts(times: IntArray, pairs: TaskPairs, orders: Sequence[Sequence[int]]) -> list[int] | None:
     """[task] the earliest starts of :func:`~pipeplan.workload.task_graph.earliest_starts`.
 
-    None where they are not worked out here: in short runs, where few tasks can start at once, where numbers are too
-    large for columns, where something waits in a circle, and where state is exchanged.
+    Of tasks that take ``times`` [task] in ns, wait for each other as ``pairs`` say, and run in ``orders`` on devices
+    and links. None where they are not worked out here: where few tasks can start at once, where numbers are too large
+    for columns, and where something waits in a circle.
     """
-    count = graph.num_tasks
-    if graph.workload.exchanges or count < LEAST_TASKS or graph.workload.num_resources < LEAST_AT_ONCE:
-        return None
-    pairs, times = graph.pairs, graph.times
+    count = len(times)
     longest = int(times.max()) + int(np.abs(pairs.lags).max(initial=0))
     if object in (times.dtype, pairs.lags.dtype) or longest * count >= EXACT:
         return None
@@ -74,7 +74,7 @@ class _Waiting:
         return self.targets[places], until if self.lags is None else until + self.lags[places]
 
 
-def _in_turn(orders: Orders) -> tuple[IntArray, IntArray]:
+def _in_turn(orders: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
     """Pairs of tasks one right after the other on a device or link."""
     lines = [np.asarray(order, np.int64) for order in checked(orders, 16)]
     checkpoint()
