@@ -32,6 +32,7 @@ KINDS = {
     "dgxc-2501-llama31-8b-bf16-16": "CP 2, ZeRO 1",
     "mpt-13b-s2048-h100_80gb-8-mbs2-noac-bf16": "FSDP on one node",
     "mpt-13b-s2048-h100_80gb-128-mbs16-ac-bf16": "FSDP, recomputed",
+    "fmsfsdp-llama2-7b-h100-96": "FSDP in nodes",
     "torchtitan-a100-llama3-70b-full": "FSDP, recomputed",
     "automodel-llama370b-64": "FSDP, CP 2, recomputed",
     "torchtitan-70b-256-tp8-bf16-vanilla": "TP 8, FSDP",
@@ -151,6 +152,8 @@ def sizes(layout: UniformLayout) -> dict[str, Any]:
     found["zero"] = int(layout.zero) if layout.data * layout.context > 1 else 0
     if found["zero"] and layout.zero_group < layout.data * layout.context:
         found["zero_group"] = int(layout.zero_group)
+    if found["zero"] > 1:
+        found["zero_exchange"] = "inside"
     again = (layout.again_core, layout.again_up, layout.again_products, layout.again_elementwise)
     found["recompute"] = {(0, 0, 0, 0): "none", (1, 0, 0, 0): "selective"}.get(again, "all" if all(again) else "none")
     return found

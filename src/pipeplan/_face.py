@@ -222,6 +222,7 @@ def search(
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
+    zero_exchange: Literal["auto", "inside"] = "auto",
     shard_shared: Switch = "auto",
     slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
@@ -294,6 +295,8 @@ def search(
             ``"auto"``. By default auto; but 0 if memory is not limited, or links are unknown, unless the profile has
             costs of several shards, ``pp`` is given, or nothing fits otherwise.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
+        zero_exchange: when levels 2 and 3 exchange: ``"inside"`` of each action, block by block, as FSDP does that
+            wraps each layer; by default whole stages where that is shorter and fits, for as many actions as pays.
         shard_shared: whether shared blocks are split over all devices in the pipeline.
         slices: number of leading micro-batches whose warm-up forwards run in two halves; ``"autopipe"``: as AutoPipe's
             own formula has it.
@@ -411,6 +414,7 @@ def tune(
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
+    zero_exchange: Literal["auto", "inside"] = "auto",
     shard_shared: Switch = "auto",
     slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
@@ -483,6 +487,7 @@ def compare(
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
+    zero_exchange: Literal["auto", "inside"] = "auto",
     shard_shared: Switch = "auto",
     slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
@@ -543,6 +548,7 @@ def frontier(
     mini_batch: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
+    zero_exchange: Literal["auto", "inside"] = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
@@ -584,6 +590,8 @@ def frontier(
         mini_batch: samples per iteration, on any number of devices.
         zero: with ``plans``: sharded state, as in :func:`search`; by default none.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
+        zero_exchange: when levels 2 and 3 exchange: ``"inside"`` of each action, block by block, as FSDP does that
+            wraps each layer; by default whole stages where that is shorter and fits, for as many actions as pays.
         chunks, replicas, tp, cp, cp_exchange, ep, etp, pp, recompute: with ``plans``: as in :func:`search`; by default
             searched.
         split_level: what is split as a unit: whole blocks, the way plans run them, or each operator.

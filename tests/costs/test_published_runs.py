@@ -258,6 +258,23 @@ def test_deepspeeds_pipeline_sums_gradients_after_all_else() -> None:
     assert read_run(_row() | {"overlap": None, "schedule": "1F1B (DeepSpeed)"}).layout.overlap_data == 0
 
 
+def test_deepspeeds_pipeline_does_not_divide_sequences() -> None:
+    row = _row() | {"sequence_parallel": None, "tp": 2, "pp": 2, "gpus": 8}
+    assert read_run(row).layout.sequence_parallel == 1
+    assert read_run(row | {"schedule": "1F1B (DeepSpeed)"}).layout.sequence_parallel == 0
+
+
+def test_what_the_driver_shows_has_the_reserve() -> None:
+    measured = {"memory_gb": 40.0, "memory_kind": "nvidia-smi, maximum"}
+    shown, allocated = judge([_row() | {"measured": measured}, _row() | {"measured": {"memory_gb": 40.0}}])
+    reserve = device_preset(shown.known.device).reserve_bytes
+    assert shown.predicted_bytes == allocated.predicted_bytes
+    assert reserve > 0
+    assert shown.memory_error is not None
+    assert allocated.memory_error is not None
+    assert shown.memory_error - allocated.memory_error == pytest.approx(reserve / 40e9)
+
+
 @pytest.mark.parametrize(
     ("text", "rate"),
     [

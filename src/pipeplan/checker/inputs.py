@@ -691,6 +691,7 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
     for each in plan.operations:
         if each.role in GRADIENT_ROLES:
             actions.setdefault(each.stage, each)
+    contention = contention_of_sums(cluster, plan.stages)
     for number, stage in enumerate(plan.stages):
         if not stage.blocks:
             continue
@@ -715,9 +716,12 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
         expected, gathered = time(own, apart_of_it)
         if stage.buckets and number in actions:
             names = {each.name for each in apart}
-            _check_buckets(number, stage, actions[number], profile, known, names, time, findings)
+            _check_buckets(number, stage, actions[number], profile, known, names, time, cluster, findings)
         if stage.configurations:
             expected += _inside_ns(stage, profile, {each.name for each in apart}, known, cluster)
+        if cluster is not None and cluster.overlap == "all":  # the rest is beside the next iteration's first forward
+            forward = next((o.duration_ns for o in plan.operations if (o.stage, o.role) == (number, Role.FORWARD)), 0)
+            gathered -= min(gathered, forward) - round(contention * min(gathered, forward))
         _compare(f"stages[{number}]", stage, {"sync_ns": expected, "gather_ns": gathered}, findings)
 
 
@@ -728,11 +732,13 @@ def _both_summed_ns(
     cluster: Cluster | None,
     size: int,
     of_experts: int,
+    *,
+    last: bool = True,
 ) -> tuple[int, int]:
     """:func:`_summed_ns` of ``size`` bytes, of which those ``of_experts`` have copies of their own."""
-    sums, gathers = _summed_ns(*rest, size - of_experts, known, cluster)
+    sums, gathers = _summed_ns(*rest, size - of_experts, known, cluster, last=last)
     if of_experts:
-        more, further = _summed_ns(*experts, of_experts, known, cluster, of_experts=True)
+        more, further = _summed_ns(*experts, of_experts, known, cluster, of_experts=True, last=last)
         sums, gathers = sums + more, gathers + further
     return sums, gathers
 
@@ -745,10 +751,14 @@ def _summed_ns(
     cluster: Cluster | None,
     *,
     of_experts: bool = False,
+    last: bool = True,
 ) -> tuple[int, int]:
-    """Ns to sum gradients of a stage with those of the others that have its blocks, and to gather what is updated."""
+    """Ns to sum gradients of a stage with those of the others that have its blocks, and to gather what is updated.
+
+    The ``last`` of them are those of the first block.
+    """
     if stage.zero and _sharers(stage) > 1:
-        return _sharded_ns(stage, others, size, known, cluster, of_experts=of_experts)
+        return _sharded_ns(stage, others, size, known, cluster, of_experts=of_experts, last=last)
     holders = sorted({device for other in others for device in other.devices})
     groups = [
         [device for place, device in enumerate(holders) if place % stage.shards == shard]
@@ -764,7 +774,8 @@ def _check_buckets(
     profile: Profile,
     known: _Known,
     apart: Collection[str],
-    time: Callable[[int, int], tuple[int, int]],
+    time: Callable[..., tuple[int, int]],
+    cluster: Cluster | None,
     findings: Findings,
 ) -> None:
     """Bytes of each bucket are those of its blocks, each with what it shares with none before it in the stage.
@@ -775,28 +786,40 @@ def _check_buckets(
     if stage.configurations:
         findings.add("profile", f"stages[{number}].buckets", "are of blocks that each are split in a way of their own")
         return
+    if cluster is not None and (
+        cluster.overlap == "none" or (stage.zero > 1 and (cluster.overlap != "all" or stage.reduce_every is not None))
+    ):
+        text = f"are beside backward, and in the cluster {cluster.overlap!r} of what such a stage sums overlaps"
+        findings.add("cluster", f"stages[{number}].buckets", text)
     rows = _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
     spent = [(row.weight_grad_ns or 0) if action.role is Role.WEIGHT_GRAD else row.whole_backward_ns for row in rows]
     end = len(rows)
     for place, bucket in enumerate(stage.buckets[: len(rows)]):
         begin, size, of_experts = end - bucket.blocks, 0, 0
         for index in range(begin, end):
-            apart_of_it = _of_experts(stage.blocks[index], stage.expert, known)[GRADIENTS]
-            of_experts += -(-apart_of_it // stage.expert)
-            size += -(-(known.kept[stage.blocks[index]][GRADIENTS] - apart_of_it) // stage.shards)
+            apart_of_it = _of_experts(stage.blocks[index], stage.expert, known)
+            of_experts += _share(apart_of_it, stage.expert, _as_on_experts(stage), known)[GRADIENTS]
+            size += _share(known.kept[stage.blocks[index]] - apart_of_it, stage.shards, stage, known)[GRADIENTS]
             for tied in profile.tied:
                 again = tied.name in apart or not set(tied.blocks).isdisjoint(stage.blocks[:index])
                 if stage.blocks[index] in tied.blocks and again:
                     size -= known.kept_tied[tied.name][GRADIENTS] // stage.shards
         ahead = action.duration_ns * sum(spent[:begin]) // max(1, sum(spent))
         size += of_experts
-        expected = {"bytes": size, "ahead_ns": ahead, "sync_ns": time(size, of_experts)[0]}
+        expected = {"bytes": size, "ahead_ns": ahead, "sync_ns": time(size, of_experts, last=not begin)[0]}
         _compare(f"stages[{number}].buckets[{place}]", bucket, expected, findings)
         end = begin
 
 
 def _sharded_ns(
-    stage: Stage, alike: Sequence[Stage], own: int, known: _Known, cluster: Cluster | None, *, of_experts: bool
+    stage: Stage,
+    alike: Sequence[Stage],
+    own: int,
+    known: _Known,
+    cluster: Cluster | None,
+    *,
+    of_experts: bool,
+    last: bool,
 ) -> tuple[int, int]:
     """What replicas that divide what they keep take to sum gradients, and to gather what the step has changed.
 
@@ -821,6 +844,7 @@ def _sharded_ns(
     copy, gradient, _ = _exchanged(stage, stage.blocks[0], known, of_experts=of_experts)
     if stage.reduce_every is not None and stage.zero > 1:  # actions do that
         copy = gradient = 0
+    gradient *= last
     scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", own if stage.zero == 1 else gradient), inner))
     kept = trained if gradients else 0
     gathered = round(time_of_groups(cluster, Exchange("all_gather", copy if stage.zero == 3 else kept), inner))

@@ -112,7 +112,11 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
     metavar="1,2,4",
     help="Numbers of devices that split a block, each with its costs.  [default: 1]",
 )
-@click.option("--nominal", is_flag=True, help="Links of a cluster as data sheets state them, not as runs reach them.")
+@click.option(
+    "--nominal",
+    is_flag=True,
+    help="Links of a cluster as data sheets state them, not as runs reach them, and nothing in compute's way.",
+)
 @click.option(
     *("--rack", "racks"),
     type=COUNTS,
@@ -142,8 +146,10 @@ def example_command(ctx: click.Context, /, name: str, output: str, **_: Any) -> 
     micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
 
     Models take only --device, --microbatch, --shards, --cluster and --inference. Clusters are nodes of a maker's
-    devices, with links at the share of their nominal rates that published runs reach; --nominal leaves those as they
-    are. Testbeds are the machines of papers. --devices cuts or extends them; --rack puts switches above their nodes.
+    devices, with links at the share of their nominal rates that published runs reach, and with a contention of 0.4: an
+    exchange slows what is computed beside it by that part of its time. --nominal leaves rates as they are, and has no
+    contention. Testbeds are the machines of papers. --devices cuts or extends clusters; --rack puts switches above
+    their nodes.
     """
     with Outputs({"-o": output}) as outputs:
         outputs.write(made_example(ctx), output)

@@ -56,6 +56,7 @@ _ONLY_PLANS = {
     "replicas": "--dp",
     "context": "--cp",
     "context_exchange": "--cp-exchange",
+    "zero_exchange": "--zero-exchange",
     "expert": "--ep",
     "expert_shards": "--etp",
     "chunks": "--vp",

@@ -329,6 +329,13 @@ _ZERO = (
         metavar="G",
         help="Shard within groups of this many neighbouring replicas, as HSDP does.  [default: all]",
     ),
+    click.option(
+        "--zero-exchange",
+        type=OneOf(["auto", "inside"]),
+        default="auto",
+        help="When --zero 2 and 3 exchange: inside of each action, block by block, as FSDP does that wraps each layer; "
+        "or, if that is shorter and fits, whole stages, for as many actions as pays.",
+    ),
 )
 
 
@@ -472,6 +479,7 @@ def asked_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
         **{name: flags[name] for name in ("chunks", "replicas", "positions")},
         **{name: _number(flags[name]) for name in ("shards", "context", "expert", "expert_shards")},
         "context_exchange": None if flags["context_exchange"] == "auto" else flags["context_exchange"],
+        "zero_exchange": None if flags["zero_exchange"] == "auto" else flags["zero_exchange"],
         "recompute": asked_recompute(flags),
     }
 

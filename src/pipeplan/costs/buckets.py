@@ -9,32 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
 
 from pipeplan.costs.shared import SharedState
 from pipeplan.costs.zero import Experts, Zero, cuts
+from pipeplan.files.cluster import Overlap
 from pipeplan.workload.elements import Bucket, Operation, Stage, TiedState
 from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, Role
 
 BUCKET_BYTES = 25 * 2**20
 """Of gradients, from which on a bucket takes no further block: torch's ``bucket_cap_mb``."""
-
-
-class OverlappedExchanges(NamedTuple):
-    """Which exchanges once an iteration are beside compute.
-
-    ``sums`` in buckets, beside a stage's last backward; ``across`` also those over groups that divide gradients (levels
-    2 and 3); ``gathers`` of what the optimizer has updated, beside a stage's first forward of the next iteration. Plans
-    and :mod:`pipeplan.runtime` have the first alone; others are what published runs say of themselves.
-    """
-
-    sums: bool = True
-    across: bool = False
-    gathers: bool = False
-
-
-AS_RUN = OverlappedExchanges()
-"""As ``pipeplan run`` has it."""
 
 
 def with_buckets(
@@ -43,20 +26,21 @@ def with_buckets(
     tied: Sequence[TiedState],
     operations: Sequence[Operation],
     given: Collection[int],
-    beside: OverlappedExchanges = AS_RUN,
+    overlap: Overlap,
 ) -> list[Stage]:
-    """Stages with their buckets, of two or more, but for the times of sums; without any where these are not beside.
+    """Stages with their buckets, of two or more, but for the times of sums; without any where nothing overlaps.
 
     Not of stages whose costs are ``given``: what each of their blocks takes is not known. Nor where gradients are
-    divided, and reduced block by block as it is (levels 2 and 3), unless their sums ``across`` groups are beside.
+    divided, and reduced block by block as it is (levels 2 and 3), unless all overlaps, and none is reduced by actions
+    of programs.
     """
-    if not beside.sums:
+    if overlap == "none":
         return [*stages]
     with_others = {id_ for stage in stages for id_ in stage.blocks} if len({s.route for s in stages}) > 1 else set()
     found = [*stages]
     for operation in operations:
         stage = stages[operation.stage]
-        if stage.zero > 1 and not beside.across:
+        if stage.zero > 1 and (overlap != "all" or stage.reduce_every is not None):
             continue
         copied = stage.copies > 1 or len(stage.devices) > stage.expert > 1
         summed = copied or not with_others.isdisjoint(stage.blocks)

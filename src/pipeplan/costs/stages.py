@@ -10,7 +10,7 @@ from itertools import chain, pairwise
 from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
-from pipeplan.costs.buckets import AS_RUN, OverlappedExchanges, gathered_beside, with_buckets
+from pipeplan.costs.buckets import gathered_beside, with_buckets
 from pipeplan.costs.columns import MANY, Columns
 from pipeplan.costs.communication import contention_of_sums
 from pipeplan.costs.context import exchange_on, of_stages
@@ -340,7 +340,6 @@ def build_workload(
     names: Sequence[str] | None = None,
     whole_messages: bool = False,
     fold_least: int = FOLD_LEAST,
-    beside: OverlappedExchanges = AS_RUN,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
 
@@ -351,7 +350,6 @@ def build_workload(
     are not the profile's: of those whose blocks have configurations. ``whole_messages``: no message is a slice of its
     sequence, for instructions are to see all of it. ``speeds`` and ``names`` of kinds [device] go before the cluster's.
     On more than :data:`FOLD_FROM` devices it is folded, where each program has ``fold_least`` players (0: it is not).
-    ``beside`` says which exchanges once an iteration run beside compute.
 
     Raises:
         UsageError: a missing cost row, a stage with configurations whose costs are not given, a mini-batch that stages
@@ -381,7 +379,7 @@ def build_workload(
             costs[number] = with_segments(profile, stage, costs[number])
     costs = with_gathers(Crossings(profile, placed, whole_messages), costs, given or {}, cluster)
     operations = _forwards(costs) if profile.is_inference else _operations(costs, split_backward, split_overhead_ns)
-    stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster, beside)
+    stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
     operations = tuple(_with_parts(profile, stages[each.stage], each, cluster) for each in operations)
     own: dict[int, list[Operation]] = defaultdict(list)
     for each in operations:
@@ -457,7 +455,6 @@ def _with_shared(
     operations: Sequence[Operation],
     given: Collection[int],
     cluster: Cluster | None,
-    beside: OverlappedExchanges,
 ) -> tuple[list[Stage], list[TiedState]]:
     """Stages with what each keeps and how long it sums gradients, and what they share."""
     shared = SharedState(profile)
@@ -467,7 +464,8 @@ def _with_shared(
     ]
     tied = shared.tied(stages)
     at_once = {*given, *(number for number, stage in enumerate(stages) if stage.segments)}
-    stages = stages if cluster is None else with_buckets(shared, stages, tied, operations, at_once, beside)
+    if cluster is not None:
+        stages = with_buckets(shared, stages, tied, operations, at_once, cluster.overlap)
     experts = [ExpertState.of(stage, shared.blocks, profile.recipe) for stage in stages]
     stages, tied = with_syncs(stages, tied, profile.recipe, cluster, experts)
     stages = [_with_first_and_last(shared.blocks[stage.blocks[0]], stage, profile.recipe, cluster) for stage in stages]
@@ -476,7 +474,7 @@ def _with_shared(
             apart = {each.name for each in tied if number in each.stages}
             inner = shared.inner_sums_ns(stage, apart, cluster)
             stages[number] = replace(stage, sync_ns=stage.sync_ns + inner)
-    if beside.gathers:
+    if cluster is not None and cluster.overlap == "all":
         stages = gathered_beside(stages, operations, contention_of_sums(cluster, stages))
     return with_steps(profile, stages, tied), tied
 
@@ -490,7 +488,8 @@ def _with_first_and_last(first: Block, stage: Stage, recipe: Recipe, cluster: Cl
         return stage
     exchanged = Exchanged.of(first, recipe, Zero.of(stage), stage.shards, Experts.of(stage))
     gather, reduce = Exchanging.of(stage, cluster).times(exchanged)
-    return replace(stage, sync_ns=stage.sync_ns + reduce, gather_ns=stage.gather_ns + gather)
+    buckets = (*stage.buckets[:-1], *(replace(each, sync_ns=each.sync_ns + reduce) for each in stage.buckets[-1:]))
+    return replace(stage, sync_ns=stage.sync_ns + reduce, gather_ns=stage.gather_ns + gather, buckets=buckets)
 
 
 def with_steps(profile: Profile, stages: Sequence[Stage], tied: Sequence[TiedState]) -> list[Stage]:

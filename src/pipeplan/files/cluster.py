@@ -25,6 +25,9 @@ from pipeplan.workload.elements import (
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
+Overlap = Literal["none", "sums", "all"]
+"""Which exchanges once an iteration run beside compute."""
+
 
 class DeviceKind(FileModel):
     """``count`` equal devices, numbered on from the kinds before."""
@@ -142,6 +145,15 @@ class Cluster(File):
             le=1,
         ),
     ] = 0.0
+    overlap: Annotated[
+        Overlap,
+        said_only(
+            "sums",
+            "which exchanges once an iteration run beside compute: sums of whole gradients, beside backward, as "
+            "pipeplan run has it; all, also sums between groups that divide gradients, and gathers of parameters "
+            "that a step updated, beside the next forward, as Megatron-LM and FSDP have it; none",
+        ),
+    ] = "sums"
     failure_domains: Annotated[
         Items[FailureDomain],
         said_only(

@@ -93,7 +93,7 @@ def may_choose(request: Request, candidate: PlacementCandidate, workload: Worklo
     said = any(stage.reduce_every is not None for stage in candidate.placement.stages)
     parted = request.num_parted or any(stage.num_parted for stage in workload.stages)
     odd = any(odd_neighbour(stage, workload.stages) is not None for stage in stages)
-    if request.only is not None:  # targets exchange in their own way
+    if request.only is not None or request.zero_exchange == "inside":  # targets exchange in their own way
         return False
     return bool(stages) and not (said or parted or odd)
 

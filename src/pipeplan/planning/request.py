@@ -231,14 +231,14 @@ class Request:
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
     and then what may be shorter (:mod:`pipeplan.planning.divided_state`), in a table of uniform layouts any, and AUTO
     where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
-    ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
-    of a chain, ``context`` how many of them, or groups, share each sequence, ``context_exchange`` how these have keys
-    and values of all (None: as is quicker, which ``profile`` has settled), ``expert`` how many devices of a stage share
-    experts, ``expert_shards`` how many of these split each, ``positions`` how many devices, or groups of them,
-    blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
+    ``zero_group`` is how many of them have one copy of that, None all; ``zero_exchange`` that levels 2 and 3 exchange
+    inside of actions (None: where that is better, :mod:`pipeplan.planning.exchanging`). ``shards`` is how many devices
+    split each block of a chain, ``context`` how many of them, or groups, share each sequence, ``context_exchange`` how
+    these have keys and values of all (None: as is quicker, which ``profile`` has settled), ``expert`` how many devices
+    of a stage share experts, ``expert_shards`` how many of these split each, ``positions`` how many devices, or groups
+    of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
     micro-batches run their warmup forwards in two parts (or ``autopipe``: as many as its formula has). ``planner`` is
-    who chooses the stages: a published planner alone
-    (:mod:`pipeplan.planning.planners`), or ``auto``.
+    who chooses the stages: a published planner alone (:mod:`pipeplan.planning.planners`), or ``auto``.
     ``late_inputs`` says whether actions may wait inside for messages (:mod:`pipeplan.costs.late_inputs`); None: where
     that is shorter. ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
 
@@ -279,6 +279,7 @@ class Request:
     replicas: int | None = None
     zero: int | Literal["auto"] | None = None
     zero_group: int | None = None
+    zero_exchange: Literal["inside"] | None = None
     auto_level: int = 1
     shards: int | None = None
     context: int | None = None
@@ -805,6 +806,7 @@ _CHOICE_FLAGS = {
     "chunks": "--chunks",
     "zero": "--zero",
     "zero_group": "--zero-group",
+    "zero_exchange": "--zero-exchange",
     "spread": "--shard-shared",
     "unroll": "--unroll",
     "max_span": "--max-span",

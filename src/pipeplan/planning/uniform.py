@@ -1,9 +1,7 @@
 """A uniform layout as a plan: what its profile, placement and cluster come to, action by action.
 
 The profile's rows have the terms of the closed forms, which are also those of ``profile --estimate``; messages, sums,
-sharded state and steps are as in every plan, but for what a layout says of itself that plans cannot: parameters that
-are gathered beside the next forward, and sums across groups beside backward
-(:class:`pipeplan.costs.buckets.OverlappedExchanges`).
+sharded state and steps are as in every plan on such a cluster.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipeplan.costs import build_workload
-from pipeplan.costs.buckets import OverlappedExchanges
 from pipeplan.costs.uniform.as_profile import cluster_of, placement_of, profile_of, schedule_of
 from pipeplan.costs.uniform.judging import Judged
 from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout
@@ -85,7 +82,7 @@ def planned(name: str, model: Transformer, layout: UniformLayout, machine: Machi
     if model.layers > MOST_LAYERS or devices > MAX_DEVICES or layout.microbatches > MAX_COUNT:
         raise UsageError(f"{name}: {model.layers} layers on {devices} devices are too many to be planned")
     profile, placement = profile_of(name, model, layout, machine), placement_of(model, layout)
-    cluster, beside = cluster_of(name, layout, machine), bool(layout.overlap_data)
+    cluster = cluster_of(name, layout, machine)
     schedule = schedule_of(layout)
     workload = build_workload(
         profile,
@@ -94,7 +91,6 @@ def planned(name: str, model: Transformer, layout: UniformLayout, machine: Machi
         microbatch_size=int(layout.microbatch * layout.data),
         split_backward=CLASSIC[schedule].splits,
         cluster=cluster,
-        beside=OverlappedExchanges(sums=beside, across=beside, gathers=beside),
     )
     if reason := CLASSIC[schedule].applies(OneMicrobatch.of(workload, require_room=False)):
         raise UsageError(f"{name}: {schedule} does not run: {reason}")

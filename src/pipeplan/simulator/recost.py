@@ -8,6 +8,7 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from pipeplan.costs import build_workload, transfer_time, with_recipe, with_syncs
+from pipeplan.costs.buckets import gathered_beside
 from pipeplan.costs.communication import contention_of_sums
 from pipeplan.costs.context import of_stages
 from pipeplan.costs.late_inputs import with_late_inputs
@@ -140,6 +141,8 @@ def _each_alone(plan: Plan, cluster: Cluster) -> Workload:
     memory, reserve = cluster.memory_bytes, cluster.reserve_bytes
     contention = contention_of_sums(cluster, plan.stages)
     stages, tied = with_syncs(plan.stages, plan.tied, plan.recipe or Recipe(), cluster)
+    if cluster.overlap == "all":
+        stages = gathered_beside(stages, plan.operations, contention)
     return replace(
         plan.workload,
         devices=tuple(

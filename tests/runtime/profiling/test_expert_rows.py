@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 import pipeplan
 from pipeplan.cli.profile_verb import LoadFactor
 from pipeplan.costs.communication import LinkPath, dispatch_ns
-from pipeplan.costs.devices import device_preset
+from pipeplan.costs.devices import Kernel, device_preset
 from pipeplan.costs.uniform.shares import catalog_shares, machine_of, usual_attention
 from pipeplan.costs.uniform.step import step_time
 from pipeplan.costs.uniform.words import Transformer, UniformLayout
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Cluster, CostRow, Profile
+from pipeplan.runtime.models.spec import BlockSpec
+from pipeplan.runtime.profiling.expert_rows import Spread, with_own_experts
 from support.marks import slow_but
 
 CONFIG = (
@@ -69,6 +73,18 @@ def test_words_are_sent_and_brought_back_forth_and_in_backward(load: float) -> N
     for name in ("forward_ns", "backward_ns", "input_grad_ns"):
         assert getattr(slow, name) - getattr(fast, name) == pytest.approx(2 * once, rel=1e-3)
     assert slow.weight_grad_ns == fast.weight_grad_ns
+
+
+def test_products_of_one_expert_are_no_grouped_products() -> None:
+    def moe(*sizes: Any) -> Kernel:
+        dimensions = {"experts": 8, "experts_per_token": 2, "ffn": FFN, "hidden": HIDDEN}
+        kernel = Kernel(10**9, 10**6, matrix=True, product=(512, HIDDEN, FFN, 8), form="grouped", expert_bytes=10**5)
+        spec = BlockSpec(id="moe", operator="moe", build=nn.Identity, dimensions=dimensions)
+        (found,) = with_own_experts({"forward_ns": [kernel]}, Spread(*sizes), spec, "moe")["forward_ns"]
+        return found
+
+    assert [moe(4).form, moe(8).form, moe(16, 1.0, 2).form] == ["grouped", "", ""]
+    assert moe(8).product == (4096, HIDDEN, FFN, 1)
 
 
 def test_the_fullest_device_has_more_to_do() -> None:

@@ -265,4 +265,5 @@ def cluster_of(name: str, layout: UniformLayout, machine: Machine) -> Cluster:
         devices=(DeviceKind(name="device", count=devices),),
         levels=(inside, between) if devices > node else (inside,),
         contention=choices().contention,
+        overlap="all" if layout.overlap_data else "none",
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeplan.costs.devices import device_preset
 from pipeplan.costs.uniform.fitting import (
     FEWEST_LAYOUTS,
     TimedRun,
@@ -28,7 +29,9 @@ class Judged:
 
     Errors are predicted over measured, less 1. A row that does not say what it took is predicted, and says why there
     is no error. ``closed_form_s`` is what closed forms predict, and so do ``predicted_s`` and ``predicted_bytes``
-    before a plan does (:func:`pipeplan.planning.uniform.judged_by_plans`).
+    before a plan does (:func:`pipeplan.planning.uniform.judged_by_plans`). ``shows_reserve``: what is measured is all
+    that the driver knows of (``nvidia-smi``), with context, communicators and the allocator's slack, so that the
+    reserve of the device's preset is compared, too.
     """
 
     id: str
@@ -40,6 +43,7 @@ class Judged:
     predicted_bytes: float | None = None
     why_not: str | None = None
     closed_form_s: float | None = None
+    shows_reserve: bool = False
 
     @property
     def known(self) -> PublishedRun:
@@ -78,7 +82,10 @@ class Judged:
     @property
     def memory_error(self) -> float | None:
         """The error of peak memory, if the run states it."""
-        return _error(self.predicted_bytes, self.measured_bytes)
+        if self.predicted_bytes is None or self.measured_bytes is None:
+            return None
+        reserve = device_preset(self.known.device).reserve_bytes if self.shows_reserve else 0
+        return _error(self.predicted_bytes + reserve, self.measured_bytes)
 
     def with_plan(self, seconds: float, size: float) -> Judged:
         """Predicted by a plan."""
@@ -148,12 +155,14 @@ def _read(place: int, row: Any) -> Judged:
     if not isinstance(row, Mapping):
         return Judged(f"row {place}", "", None, None, None, why_not="the row is no object")
     measured = row.get("measured")
-    memory = positive(measured.get("memory_gb")) if isinstance(measured, Mapping) else None
+    measured = measured if isinstance(measured, Mapping) else {}
+    memory, shows = positive(measured.get("memory_gb")), "nvidia-smi" in str(measured.get("memory_kind"))
     name, source, seconds = str(row.get("id", f"row {place}")), str(row.get("source", "")), positive(row.get("step_s"))
     size = None if memory is None else 1e9 * memory
     untimed = "step_s is not printed" if row.get("step_s") is None else "step_s is no positive number"
     try:
-        return Judged(name, source, seconds, size, read_run(row), why_not=None if seconds else untimed)
+        why_not = None if seconds else untimed
+        return Judged(name, source, seconds, size, read_run(row), why_not=why_not, shows_reserve=shows)
     except Unsaid as reason:
         return Judged(name, source, seconds, size, None, why_not=str(reason))
 

@@ -142,7 +142,9 @@ def collective_ns(machine: Machine, exchange: Exchange, devices: Number, stride:
 class LayerCosts:
     """A layer's parts, and its messages in ns, each way: ``tensor`` between devices that share its products.
 
-    ``context`` is what its core waits for where devices share sequences.
+    ``attention_ns`` is what products with weights of attention take forward, whose messages are half of the layer's or,
+    where all else are experts, all of them: of ``halves``. ``context`` is what its core waits for where devices share
+    sequences.
     """
 
     core: LayerPart
@@ -151,6 +153,8 @@ class LayerCosts:
     experts: LayerPart
     elementwise: LayerPart
     tensor_ns: Number
+    halves: Number
+    attention_ns: Number
     context: Added
     expert_ns: Number
 
@@ -176,9 +180,11 @@ def layer_of(model: Transformer, layout: UniformLayout, machine: Machine) -> Lay
     value = np.where(latent, model.value_size, model.head_size)
 
     # Attention
-    plain = (heads + 2 * kv_heads) * model.head_size
+    queries, keys = (np.where(latent, 0, count * model.head_size) for count in (heads, kv_heads))
     from_queries = np.where(model.query_rank > 0, model.query_rank, hidden)
-    products = weights(machine, peak, tokens, hidden, np.where(latent, 0, plain), kept=near)
+    products = weights(machine, peak, tokens, hidden, queries, kept=near)
+    products += weights(machine, peak, tokens, hidden, keys, kept=0)
+    products += weights(machine, peak, tokens, hidden, keys, kept=0)
     products += weights(machine, peak, tokens, hidden, model.query_rank, kept=near)
     products += weights(
         machine, peak, tokens, hidden, np.where(latent, model.latent_rank + model.rotary_size, 0), kept=near
@@ -189,9 +195,12 @@ def layer_of(model: Transformer, layout: UniformLayout, machine: Machine) -> Lay
     # no product with weights, so in 16 bits whatever these are in
     core = _attention(model, layout, machine, machine.matrix_flops_per_s, heads, kv_heads, (wide + value) / 2)
 
+    attention_products = products.forward_ns + up.forward_ns
+
     # Feed-forward: the dense part is what every token goes to
     ffn = np.where(sparse, model.shared_ffn, model.ffn) / split
-    products += weights(machine, peak, tokens, hidden, (1 + model.gated) * ffn, kept=near)
+    products += weights(machine, peak, tokens, hidden, ffn, kept=near)
+    products += weights(machine, peak, tokens, hidden, model.gated * ffn, kept=0)
     products += weights(machine, peak, tokens, ffn, hidden)
     products += weights(machine, peak, tokens, hidden, model.experts, kept=near)
     copies = model.experts / np.maximum(layout.expert, 1)
@@ -219,14 +228,16 @@ def layer_of(model: Transformer, layout: UniformLayout, machine: Machine) -> Lay
         ],
     )
 
-    exchange = Exchange("all_reduce", WIDTH * tokens * hidden)
+    exchange, halves = Exchange("all_reduce", WIDTH * tokens * hidden), np.where(sparse & (model.shared_ffn == 0), 1, 2)
     return LayerCosts(
         core,
         up,
         products,
         experts,
         elementwise,
-        np.where(sparse & (model.shared_ffn == 0), 1, 2) * collective_ns(machine, exchange, split, 1),
+        halves * collective_ns(machine, exchange, split, 1),
+        halves,
+        attention_products,
         _context(model, layout, machine, core, heads * value, kv_heads),
         _experts_ns(model, layout, machine, tokens, routed),
     )

@@ -12,7 +12,7 @@ not printed               assumed
 ``gradient dtype``        gradients are summed in the format they are kept in, with FSDP in the one that computes
 ``schedule``              1F1B
 ``vp``                    1, where the schedule is called interleaved 2 (not: "interleaved when ...")
-``sequence_parallel``     with tensor parallelism
+``sequence_parallel``     with tensor parallelism, but for DeepSpeed's pipeline engine, which has none
 ``recompute``             nothing
 ``recomputed share``      where some layers or products are, of a number that is not said, half (the catalog's choice);
                           MLPs and experts that are named among modules are not
@@ -231,7 +231,7 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
         raise Unsaid(f"pp is {pipeline}, more than {model.layers} layers")
     if pipeline * chunks > model.layers + 2:  # the embedding and the head may be chunks of their own
         raise Unsaid(f"pp {pipeline} x vp {chunks} are more chunks than {model.layers} layers")
-    divided = row.flag("sequence_parallel", True)
+    divided = row.flag("sequence_parallel", not _in_deepspeed(row))
     zero, group = _zero(row, data * context)
     recipe, again = _recipe(row, device), _again(row, model.layers / pipeline)
     return UniformLayout(
@@ -367,14 +367,19 @@ def _again(row: _Fields, layers_of_stage: float) -> Again:
 
 def _overlaps(row: _Fields) -> dict[str, int]:
     """Which messages hide; DeepSpeed's pipeline engine sums gradients as an instruction of its own after all else."""
-    overlap, optimizer, schedule = (row.text(key) for key in ("overlap", "optimizer", "schedule"))
+    overlap, optimizer = (row.text(key) for key in ("overlap", "optimizer"))
     gradients = hides_gradients(overlap)
     if gradients is None and re.search("overlap", optimizer):
         gradients = hides_gradients(optimizer)
     if gradients is None:
         row.assumed.append("overlap")
-        gradients = not (unprinted(plain(overlap)) and re.search("1f1b.*deepspeed", f"{schedule}; {optimizer}"))
+        gradients = not (unprinted(plain(overlap)) and _in_deepspeed(row))
     return {"overlap_tensor": int(hides_tensor_messages(overlap)), "overlap_data": int(gradients)}
+
+
+def _in_deepspeed(row: _Fields) -> bool:
+    """Whether DeepSpeed's pipeline engine ran it."""
+    return bool(re.search("1f1b.*deepspeed", f"{row.text('schedule')}; {row.text('optimizer')}"))
 
 
 def _attention(row: _Fields, device: DevicePreset, recipe: str) -> str:

@@ -168,10 +168,15 @@ def layer_ns(layer: LayerCosts, layout: UniformLayout) -> tuple[Number, Number, 
 
 
 def _exposed(layer: LayerCosts, layout: UniformLayout) -> Number:
-    """What a layer waits for messages of devices that share its products, each way."""
-    tensor = layer.tensor_ns
-    hidden = beside_products(tensor, layer.products.forward_ns, layout.tensor)
-    return np.where(layout.overlap_tensor > 0, hidden, tensor)
+    """What a layer waits for messages of devices that share its products, each way.
+
+    Those of attention overlap its own products, as they are what gives them or takes them, and so do the others.
+    """
+    each, own = layer.tensor_ns / layer.halves, layer.attention_ns
+    others = layer.products.forward_ns + layer.up.forward_ns - own
+    hidden = beside_products(each, own, layout.tensor)
+    hidden = hidden + (layer.halves > 1) * beside_products(each, others, layout.tensor)
+    return np.where(layout.overlap_tensor > 0, hidden, layer.tensor_ns)
 
 
 def _layer_times(

@@ -220,6 +220,8 @@ def spread_row(
 def with_own_experts(work: Work, spread: Spread, spec: BlockSpec, label: str) -> Work:
     """The work of a device that has one of ``size`` parts of a block's experts, and the words of all devices for them.
 
+    Products of one expert are no products of groups.
+
     Raises UsageError where the experts' products are not one kernel.
     """
     if not any(kernel.expert_bytes for kernels in work.values() for kernel in kernels):
@@ -246,6 +248,7 @@ def with_own_experts(work: Work, spread: Spread, spec: BlockSpec, label: str) ->
             flops=round(kernel.flops * spread.load),
             moved_bytes=round(words * more * spread.load) + kernel.expert_bytes // spread.size,
             product=product,
+            form="" if kernel.form == "grouped" and spec.dimensions[EXPERTS] == spread.places else kernel.form,
         )
 
     return {phase: [own(kernel) for kernel in kernels] for phase, kernels in work.items()}
