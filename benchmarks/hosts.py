@@ -10,7 +10,8 @@ holds every frame back for so long.
 *losses*: a model trained on several hosts has the losses that it has on one. *times*: blocks that take 20 ms forward
 and 40 backward, and messages of 15 ms each way, a third of the 90 ms of a micro-batch: the iteration beside the
 predicted one, with links as they are limited, and as ``pipeplan profile --communication`` measures them between the
-hosts. *cut*: a host that is cut off in mid-run; how long the others take to end, and what they say.
+hosts. *cut*: a host that is cut off in mid-run, the last one, or the first, where ranks meet; how long the others take
+to end, and what they say.
 """
 
 from __future__ import annotations
@@ -348,31 +349,42 @@ def cluster_of(count: int, latency_s: float) -> Mapping[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How hosts ended: the ``name`` of the one that was cut off, seconds from then to the last one's end, exit codes,
-    and what those said that were left.
+    """How hosts ended: the ``name`` of the one that was cut off, seconds from then until one ``named`` it and to the
+    last one's end, exit codes, and what those said that were left.
     """
 
     name: str
+    named: float
     seconds: float
     codes: list[int]
     said: str
 
 
-def cut(count: int, timeout_s: float = 5.0) -> Cut:
-    """Cut the last host off when the first steps have ended."""
+def cut(count: int, timeout_s: float = 5.0, number: int = -1) -> Cut:
+    """Cut one of the hosts off, by default the last, when the first steps have ended."""
     with tempfile.TemporaryDirectory() as given, Hosts(count) as hosts:
         folder = Path(given)
         plan = model_plan(folder, count)
         how = ("--model", "gpt2-tiny", "--steps", "100000", "--timeout", f"{timeout_s:g}s")
         processes = start_on(hosts, folder, "run", plan, *how)
         _until_steps(folder / "0", processes)
-        hosts.cut(count - 1)
+        hosts.cut(number % count)
         begin = time.monotonic()
-        codes = [process.wait(240) for process in processes[:-1]]
+        left = [host for host in range(count) if host != number % count]
+        named: list[float] = []
+        while any(processes[host].poll() is None for host in left) and time.monotonic() < begin + 240:
+            named += [time.monotonic() - begin] * bool(_said_by(folder, left))
+            time.sleep(0.02)
+        codes = [processes[host].wait(1) for host in left]
         seconds = time.monotonic() - begin
-        said = "".join((folder / str(number)).read_text() for number in range(count - 1))
-        name = hosts.names[count - 1]
-    return Cut(name, seconds, codes, "; ".join(re.findall(r"^pipeplan: ((?:nothing|rank) .*)", said, re.MULTILINE)))
+        said, name = "; ".join(_said_by(folder, left)), hosts.names[number]
+    return Cut(name, next(iter(named), seconds), seconds, codes, said)
+
+
+def _said_by(folder: Path, hosts: Sequence[int]) -> list[str]:
+    """What hosts have said of how they ended."""
+    said = "".join((folder / str(host)).read_text() for host in hosts)
+    return re.findall(r"^pipeplan: ((?:nothing|rank) .*)", said, re.MULTILINE)
 
 
 def _until_steps(output: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -404,8 +416,11 @@ def rows(what: str, counts: Sequence[int], given: argparse.Namespace) -> Iterato
                     told,
                 ]
         else:
-            ended = cut(count)
-            yield ["cut", str(count), "--timeout 5s", f"{ended.seconds:.1f} s, codes {ended.codes}: {ended.said}"]
+            for which, number in (("the last", -1), ("the first", 0)):
+                ended = cut(count, number=number)
+                told = f"named after {ended.named:.1f} s, ended after {ended.seconds:.1f} s, codes {ended.codes}"
+                told += f": {ended.said}"
+                yield ["cut", str(count), f"{which} one, --timeout 5s", told]
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from pipeplan.costs import build_workload
 from pipeplan.files import PlacedStage, Placement, Plan, Profile, Recipe
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.build_profile import block_graph_of
+from pipeplan.workload.elements import Recompute
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.task_graph import task_graph
 from runtime_support.plans import profile_of
@@ -33,16 +34,26 @@ def profile_by(model: str, recipe: Recipe) -> Profile:
 
 
 def sharded_plan(
-    model: str, stages: list[PlacedStage], recipe: Recipe = FLOAT32, *, split: bool = False, recompute: bool = False
+    model: str,
+    stages: list[PlacedStage],
+    recipe: Recipe = FLOAT32,
+    *,
+    split: bool = False,
+    recompute: Recompute = False,
+    profile: Profile | None = None,
+    size: int = 4,
 ) -> Plan:
-    """Actions in an order taken at random, so that replicas' blocks are gathered and reduced in between."""
-    profile = profile_by(model, recipe)
+    """Actions in an order taken at random, so that replicas' blocks are gathered and reduced in between.
+
+    Without a ``profile`` costs are made up, but for state by the ``recipe``.
+    """
+    profile = profile or profile_by(model, recipe)
     count = 1 + max(device for stage in stages for device in stage.devices)
     workload = build_workload(
         profile,
         Placement(strategy="by hand", num_devices=count, stages=tuple(stages)),
         num_microbatches=5,
-        microbatch_size=4,
+        microbatch_size=size,
         split_backward=split,
         recompute=recompute,
         cluster=pairs(count),

@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from itertools import permutations
 from pathlib import Path
 from unittest.mock import patch
@@ -22,6 +23,7 @@ from torch.distributed import HashStore
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.files import PlacedStage, Plan, write_file
+from pipeplan.runtime.launch.job import finding_out_ns, longest_wait
 from pipeplan.runtime.launch.local import run_local
 from pipeplan.runtime.launch.status import (
     Board,
@@ -37,7 +39,7 @@ from pipeplan.runtime.launch.status import (
     lost_others,
     verdict,
 )
-from pipeplan.runtime.launch.worker import _silent
+from pipeplan.runtime.launch.worker import _meet_here, _say_once, _silent, _where_ranks_meet
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import MARK, left_over
@@ -286,8 +288,42 @@ def test_who_gives_up_first_waits_until_all_but_one_machine_have(board: Board) -
     store.set("pipeplan/failed/2", "")
     later = threading.Timer(0.2, store.set, ["pipeplan/failed/1", ""])
     later.start()
-    assert _silent(store, progress) == [3]
+    assert _silent(store, progress, seconds=60.0) == [3]
     later.join()
+
+
+def test_what_finding_out_takes_is_part_of_the_timeout() -> None:
+    """A wait ends so early that ranks of several machines can tell each other who is missing within the timeout."""
+    assert longest_wait(SECOND, []) == longest_wait(SECOND, ["node-a"] * 4) == timedelta(seconds=1)
+    machines = ["node-a", "node-a", "node-b", "node-b"]
+    assert longest_wait(4 * SECOND, machines) == timedelta(seconds=3)
+    assert longest_wait(600 * SECOND, machines) == timedelta(seconds=590)
+    assert finding_out_ns(4 * SECOND) == SECOND
+
+
+def test_a_store_that_does_not_answer_is_of_the_machine_where_ranks_meet(
+    board: Board, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Connections to a machine that is cut off do not end: a request there waits, and the rank goes on."""
+
+    ended = threading.Event()
+
+    class Silent(HashStore):
+        def add(self, key: str, number: int) -> int:
+            ended.wait()
+            return 1
+
+    board.machines, board.meeting = ["node-a", "node-a", "node-b", "node-c"], "node-a"
+    progress = Progress(board, 2)
+    assert (_where_ranks_meet(board, 2), _where_ranks_meet(board, 0)) == ([0, 1], [])
+    progress.begin(Phase.REPORTING)
+    _say_once(Failure(2, Cause.TIMEOUT, "rank 2 lost the others"), Silent(), progress, SECOND)
+    ended.set()
+    said = capsys.readouterr().err
+    assert said.startswith("pipeplan: nothing is heard of ranks 0-1 on machine node-a; rank 2 lost the others; if it ")
+    for address, here in (("localhost", True), ("192.0.2.1", False)):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        assert _meet_here() == here
 
 
 def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -> None:
@@ -327,10 +363,6 @@ def test_the_first_failure_is_a_cause_and_the_earliest(board: Board) -> None:
 def test_what_is_said_first_is_left_for_the_report_of_torchrun(
     board: Board, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from torch.distributed import HashStore
-
-    from pipeplan.runtime.launch.worker import _say_once
-
     store = HashStore()
     for rank in (2, 3):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank)))

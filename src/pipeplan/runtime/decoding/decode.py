@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -20,7 +19,16 @@ from pipeplan.runtime.decoding.room import room_remarks
 from pipeplan.runtime.decoding.stage import DecodingStage, WrittenModel, lines_of
 from pipeplan.runtime.decoding.wire import sent_over_tcp
 from pipeplan.runtime.executor.process_groups import AllRanks, ProcessGroups, require_alike
-from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, RunResult, Started, WrittenText, run_job
+from pipeplan.runtime.launch.job import (
+    OnEvent,
+    RankContext,
+    Report,
+    RunResult,
+    Started,
+    WrittenText,
+    longest_wait,
+    run_job,
+)
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.models.given_names import PythonValue
 from pipeplan.runtime.models.load import load_model
@@ -56,7 +64,7 @@ def decode(plan: Plan, options: DecodeOptions, progress: Progress, on_event: OnE
     chunk = options.chunk(plan.decode.prefill_tokens, shortest_window(model))
     remarks = room_remarks(plan, model, options.longest, chunk, getattr(torch, options.dtype or "float32"))
     progress.begin(Phase.CONNECTING)
-    timeout = timedelta(seconds=options.timeout_ns / 1e9)
+    timeout = longest_wait(options.timeout_ns, progress.board.machines)
     with lost_others(progress):
         all_ranks = AllRanks(_CPU, progress, timeout)
         require_alike({"plan": sha256_of(plan), **said(options)})
@@ -156,7 +164,7 @@ def rank_of(
         if progress.rank in stage.devices and stage.blocks
     }
     choice = WordChoice(options.temperature, options.top, options.seed)
-    timeout = timedelta(seconds=options.timeout_ns / 1e9)
+    timeout = longest_wait(options.timeout_ns, progress.board.machines)
     sources = [_sources(written.model, stage) for stage in placed]
     return DecodingRank(placed, stages, sources, turns, queue, choice, progress, lambda: 0, timeout), groups
 

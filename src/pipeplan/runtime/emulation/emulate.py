@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from datetime import timedelta
 
 import torch
 
@@ -29,7 +28,16 @@ from pipeplan.runtime.executor.process_groups import (
 )
 from pipeplan.runtime.executor.rank_program import planned_program, planned_programs
 from pipeplan.runtime.executor.stage import MiniBatch
-from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, RunOptions, RunResult, StepResult, run_job
+from pipeplan.runtime.launch.job import (
+    OnEvent,
+    RankContext,
+    Report,
+    RunOptions,
+    RunResult,
+    StepResult,
+    longest_wait,
+    run_job,
+)
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.units import format_ns
 from pipeplan.workload.action import StateAction
@@ -83,7 +91,7 @@ class _Emulation:
 
     def __init__(self, plan: Plan, options: RunOptions, progress: Progress) -> None:
         progress.begin(Phase.CONNECTING)
-        timeout = timedelta(seconds=options.timeout_ns / 1e9)
+        timeout = longest_wait(options.timeout_ns, progress.board.machines)
         self._progress, self._planned_ns, self._num_ranks = progress, plan.predicted.whole_ns, plan.num_devices
         self.all_ranks = AllRanks(_CPU, progress, timeout)
         with lost_others(progress):

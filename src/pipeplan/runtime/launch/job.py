@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter
@@ -26,10 +27,10 @@ class RunOptions:
     """How ranks run a plan, whatever they do with it.
 
     ``backend`` is ``gloo``, ``nccl`` or ``auto``: NCCL for CUDA devices, gloo otherwise. ``timeout_ns`` bounds
-    every single wait: for a message, a sum over ranks, and for an action to end. ``trace`` keeps the times of
-    all actions of all steps. ``num_threads`` is for CPU operators, 0 to leave it as it is. ``blocking`` transfers hold
-    up their devices. Emulated messages have the plan's bytes, up to ``message_limit_bytes``; emulated times are
-    ``stretch`` times the plan's, 0 for as long as this machine needs to keep them.
+    every single wait (:func:`longest_wait`): for a message, a sum over ranks, and for an action to end. ``trace`` keeps
+    the times of all actions of all steps. ``num_threads`` is for CPU operators, 0 to leave it as it is. ``blocking``
+    transfers hold up their devices. Emulated messages have the plan's bytes, up to ``message_limit_bytes``; emulated
+    times are ``stretch`` times the plan's, 0 for as long as this machine needs to keep them.
     """
 
     num_steps: int = 10
@@ -63,6 +64,20 @@ class RunOptions:
     def as_json(self) -> dict[str, Any]:
         """Plain values, but for such objects; ``RunOptions(**...)``, or their own class, reads them back."""
         return {each.name: getattr(self, each.name) for each in fields(self)}
+
+
+_FINDING_OUT, _MOST_FINDING_OUT_NS = 4, 10 * 10**9
+
+
+def finding_out_ns(timeout_ns: int) -> int:
+    """Of a run's timeout, what is left for ranks of several machines to say who is missing, and to end."""
+    return min(timeout_ns // _FINDING_OUT, _MOST_FINDING_OUT_NS)
+
+
+def longest_wait(timeout_ns: int, machines: Sequence[str]) -> timedelta:
+    """Of a run's timeout, as long as a rank waits for others: all but what it takes to find out who is missing."""
+    apart = len(set(machines)) > 1
+    return timedelta(microseconds=(timeout_ns - apart * finding_out_ns(timeout_ns)) / 1000)
 
 
 @dataclass(frozen=True, slots=True)

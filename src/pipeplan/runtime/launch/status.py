@@ -111,13 +111,15 @@ class Board:
     """One :class:`Position` per rank in an open file of :meth:`size` bytes, mapped by all processes.
 
     ``programs`` are what this process knows of the ranks' programs, as texts, and ``machines`` the names of theirs;
-    ``silent`` are ranks of other machines of which nothing was heard when the others had failed.
+    ``meeting`` that of the one where ranks meet; ``silent`` are ranks of other machines of which nothing was heard when
+    the others had failed.
     """
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.programs: Sequence[Sequence[str]] = [()] * num_ranks
         self.machines: Sequence[str] = ()
+        self.meeting = ""
         self.silent: Sequence[int] = ()
         self._cells = memoryview(mmap.mmap(descriptor, self.size(num_ranks))).cast("q")
 

@@ -12,8 +12,10 @@ import json
 import os
 import platform
 import re
+import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, but not listed
@@ -30,7 +32,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, Reports, RunOptions, RunResult, job_of
+from pipeplan.runtime.launch.job import (
+    OnEvent,
+    RankContext,
+    Report,
+    Reports,
+    RunOptions,
+    RunResult,
+    finding_out_ns,
+    job_of,
+)
 from pipeplan.runtime.launch.launchers import order_of
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
 from pipeplan.runtime.launch.machine import keep_to_own_cores
@@ -54,10 +65,22 @@ Work = Callable[[Report, RankContext], None]
 
 _INTERRUPTED = 130
 _FAILED = "pipeplan/failed/"  # before the number of a rank that has given up
-_HEARD_S = 10.0  # ranks give up one after another, by so much at most
+_HEARD = 3  # of the time to find out who is missing, this part is for ranks to tell each other, the rest for ending
 _GONE_S, _LOOK_S = 0.2, 0.01  # a process closes its connections a moment before it is seen to have ended
 _GLOO = re.compile(r"\[[^\]]*\bgloo\b[^\]]*:\d+\]")
 """How messages of gloo begin: with the place in its source."""
+
+
+class RankMachine(NamedTuple):
+    """A rank's machine: its name, what is the same of all ranks that see its files, processes and clock, and whether
+    ranks meet there.
+
+    Ranks of two containers are on two, whatever machine they run on.
+    """
+
+    name: str
+    key: str
+    meeting: bool
 
 
 def be_rank(identity: Mapping[str, Any]) -> None:
@@ -134,7 +157,7 @@ def under_torchrun(
     machines = _machines(store, rank, world_size)
     _stand(machines, rank)
     progress = Progress(_common_board(store, machines, rank), rank)
-    if rank == 0 and (order := order_of([name for name, _ in machines])):
+    if rank == 0 and (order := order_of([each.name for each in machines])):
         tell(order)
     try:
         run, given = resolve_name(work), job()
@@ -223,29 +246,35 @@ def _meeting(timeout: timedelta) -> Store:
     return PrefixStore(f"run {next(_RUNS)}", _STORES[0])
 
 
-def _machines(store: Store, rank: int, num_ranks: int) -> list[tuple[str, str]]:
-    """[rank] its machine: a name, and what is the same of all that see its files, processes and clock.
-
-    Ranks of two containers are on two, whatever machine they run on.
-    """
+def _machines(store: Store, rank: int, num_ranks: int) -> list[RankMachine]:
+    """[rank] its machine."""
     seen = [platform.node()]
     with contextlib.suppress(OSError):  # not Linux
         seen += [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/mnt")]
-    store.set(f"pipeplan/machine/{rank}", json.dumps([platform.node(), " ".join(seen)]))
-    found = (json.loads(store.get(f"pipeplan/machine/{each}")) for each in range(num_ranks))
-    return [(name, key) for name, key in found]
+    store.set(f"pipeplan/machine/{rank}", json.dumps([platform.node(), " ".join(seen), _meet_here()]))
+    return [RankMachine(*json.loads(store.get(f"pipeplan/machine/{each}"))) for each in range(num_ranks)]
 
 
-def _stand(machines: Sequence[tuple[str, str]], rank: int) -> None:
+def _meet_here() -> bool:
+    """Whether the address at which ranks meet is this machine's."""
+    with contextlib.suppress(OSError):
+        family, kind, *_, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as own:
+            own.bind(address)
+            return True
+    return False
+
+
+def _stand(machines: Sequence[RankMachine], rank: int) -> None:
     """Where this rank stands among those of its machine, if no launcher has said so: that is a device's number."""
-    here = [other for other, (_, key) in enumerate(machines) if key == machines[rank][1]]
+    here = [other for other, each in enumerate(machines) if each.key == machines[rank].key]
     os.environ.setdefault("LOCAL_RANK", str(here.index(rank)))
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(here)))
 
 
-def _common_board(store: Store, machines: Sequence[tuple[str, str]], rank: int) -> Board:
+def _common_board(store: Store, machines: Sequence[RankMachine], rank: int) -> Board:
     """A board for the ranks of this machine, in a file that has no name any more once all have opened it."""
-    here, world_size = [other for other, (_, key) in enumerate(machines) if key == machines[rank][1]], len(machines)
+    here, world_size = [other for other, each in enumerate(machines) if each.key == machines[rank].key], len(machines)
     key = f"pipeplan/board/{here[0]}"
     if rank == here[0]:
         descriptor, path = tempfile.mkstemp(prefix="pipeplan-board-")
@@ -255,7 +284,8 @@ def _common_board(store: Store, machines: Sequence[tuple[str, str]], rank: int) 
         path = store.get(key).decode()
         descriptor = os.open(path, os.O_RDWR)
     board = Board(descriptor, world_size)
-    board.machines = [name for name, _ in machines]
+    board.machines = [each.name for each in machines]
+    board.meeting = next((each.name for each in machines if each.meeting), "")
     os.close(descriptor)
     if store.add(f"{key}/opened", 1) == len(here):
         Path(path).unlink()
@@ -275,36 +305,63 @@ def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: in
 
     Stopped ranks then go on, for they could not take the signal that torchrun ends them with.
     """
-    with contextlib.suppress(RuntimeError):  # the store is gone: better said twice than not at all
-        store.set(f"{_FAILED}{progress.rank}", "")
-        if store.add("pipeplan/failures", 1) > 1:
-            progress.begin(Phase.FAILED)
-            return
-        if not has_own_cause(failure):
-            progress.board.silent = _silent(store, progress)
+    board, seconds = progress.board, finding_out_ns(timeout_ns) / 1e9 / _HEARD
+    number = _told(store, progress.rank, seconds)
+    if number > 1:
+        progress.begin(Phase.FAILED)
+        return
+    if not has_own_cause(failure):
+        board.silent = _silent(store, progress, seconds) if number else _where_ranks_meet(board, progress.rank)
     until = time.monotonic() + _GONE_S
-    while failure.cause is Cause.LOST and not progress.board.gone and time.monotonic() < until:
+    while failure.cause is Cause.LOST and not board.gone and time.monotonic() < until:
         time.sleep(_LOOK_S)
     try:
-        raise verdict(failure, progress.board, timeout_ns)
+        raise verdict(failure, board, timeout_ns)
     except PipeplanError as said:
         sys.stderr.write(printable(f"{failure.details}pipeplan: {said}\n"))
         _record(said)
-    progress.board.wake()
+    board.wake()
 
 
-def _silent(store: Store, progress: Progress) -> list[int]:
+def _told(store: Store, rank: int, seconds: float) -> int:
+    """Have the store know that this rank gives up: how many have, with it; 0 where the store is gone or silent.
+
+    Then it is better said twice than not at all. A machine that has left the network does not end connections, and
+    nothing of torch's ends such a request but its answer.
+    """
+    found: list[int] = []
+
+    def tell_store() -> None:
+        with contextlib.suppress(RuntimeError):
+            store.set(f"{_FAILED}{rank}", "")
+            found.append(store.add("pipeplan/failures", 1))
+
+    asking = threading.Thread(target=tell_store, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return next(iter(found), 0)
+
+
+def _silent(store: Store, progress: Progress, seconds: float) -> list[int]:
     """Ranks of other machines of which nothing is heard: those cut off, when all others have noticed that.
 
     Others wait as long as this one did, and began to when the step reached them.
     """
-    machines, until = progress.board.machines, time.monotonic() + _HEARD_S
-    while True:
-        others = (rank for rank, name in enumerate(machines) if name != machines[progress.rank])
-        silent = [rank for rank in others if not store.check([f"{_FAILED}{rank}"])]
-        if len({machines[rank] for rank in silent}) <= 1 or time.monotonic() > until:
-            return silent
-        time.sleep(_LOOK_S)
+    machines, until = progress.board.machines, time.monotonic() + seconds
+    silent = [rank for rank, name in enumerate(machines) if name != machines[progress.rank]]
+    with contextlib.suppress(RuntimeError):  # the store has ended with its machine's ranks: no more is heard
+        while True:
+            silent = [rank for rank in silent if not store.check([f"{_FAILED}{rank}"])]
+            if len({machines[rank] for rank in silent}) <= 1 or time.monotonic() > until:
+                break
+            time.sleep(_LOOK_S)
+    return silent
+
+
+def _where_ranks_meet(board: Board, rank: int) -> list[int]:
+    """Ranks of the machine where ranks meet, which does not answer, if it is another one."""
+    there, machines = board.meeting, board.machines
+    return [each for each, name in enumerate(machines) if name == there != machines[rank]]
 
 
 def _record(error: PipeplanError) -> None:

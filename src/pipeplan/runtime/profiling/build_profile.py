@@ -30,8 +30,8 @@ from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_pe
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.parallel.sharding import Cut
 from pipeplan.runtime.profiling.flops import ProductCounter
+from pipeplan.runtime.profiling.measured_shares import measured_share
 from pipeplan.runtime.profiling.ring_rows import MeasuredRing
-from pipeplan.runtime.profiling.shared_sequences import alone_in_context
 from pipeplan.workload.kinds import Role, role_of
 
 Kind = tuple[int, int, int, str]
@@ -344,7 +344,7 @@ def splits_of(
 
     def made(whole: Model, part: int, count: int) -> Model:
         share = _share_of(whole, count)
-        return alone_in_context(model, share, part, count) if alone and part > 1 else share
+        return measured_share(model, share, part, count) if alone and (part, count) != (1, 1) else share
 
     sizes = split_sizes(model, shards, context, cluster)
     parts = {part: _part_of(model, part) for part in dict.fromkeys(part for part, _ in sizes)}

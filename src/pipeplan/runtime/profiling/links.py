@@ -15,7 +15,7 @@ import socket
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from typing import Any, get_args
@@ -28,7 +28,7 @@ from pipeplan.costs.devices import preset_called
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, parse, to_json
 from pipeplan.files.cluster import Operation
-from pipeplan.runtime.launch.job import RankContext, Report, RunOptions
+from pipeplan.runtime.launch.job import RankContext, Report, RunOptions, longest_wait
 from pipeplan.runtime.launch.local import RANK, watch_local
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.launch.worker import under_torchrun
@@ -336,7 +336,7 @@ class _Measuring:
 
     def _connect(self, tasks: Sequence[Task]) -> dict[tuple[int, ...], Any]:
         """A process group for each set of ranks, made by all ranks in the same order."""
-        transport, timeout = self.options.transport, timedelta(microseconds=self.options.timeout_ns / 1000)
+        transport, timeout = self.options.transport, longest_wait(self.options.timeout_ns, self.progress.board.machines)
         self.progress.begin(Phase.CONNECTING)
         with lost_others(self.progress):
             return {

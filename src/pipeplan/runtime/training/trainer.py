@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -43,7 +42,16 @@ from pipeplan.runtime.executor.rank_program import Program, ProgramStep, program
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
-from pipeplan.runtime.launch.job import OnEvent, RankContext, Report, RunResult, Started, StepResult, run_job
+from pipeplan.runtime.launch.job import (
+    OnEvent,
+    RankContext,
+    Report,
+    RunResult,
+    Started,
+    StepResult,
+    longest_wait,
+    run_job,
+)
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.runtime.launch.stopping import STOPPING
 from pipeplan.runtime.models.given_names import PythonValue, found_at, made_by
@@ -244,7 +252,7 @@ class Trainer:
         self.groups = ProcessGroups(lines, progress, alone=self.program.is_alone)
         self.modules = self._build()
         progress.begin(Phase.CONNECTING)
-        timeout = timedelta(seconds=options.timeout_ns / 1e9)
+        timeout = longest_wait(options.timeout_ns, progress.board.machines)
         with lost_others(self.progress):
             require_agreement(self.rank, plan, model, options, self.program, specs)
             self.tokens_per_sample, self.as_planned, self.compared = None, True, False

@@ -1,7 +1,8 @@
-"""One device's blocks where devices share sequences, as they are measured: without the others.
+"""One device's share of blocks as it is measured: built as a stage of several devices runs it, without the others.
 
-Attention of a device's pieces is over keys and values of whole sequences, for which what it has itself stands; what
-devices exchange is counted on the meta device.
+What the others would send is made up of what the device has itself. Where devices share sequences, attention of a
+device's pieces is over keys and values of whole ones, for which its own stand; what devices exchange is counted on the
+meta device.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ from pipeplan.runtime.parallel.sharding import Shards
 _SAMPLES, _FLOAT32_BYTES = 2, 4
 
 
-def alone_in_context(model: Model, share: Model, context: int, shards: int) -> Model:
-    """The ``share`` of a part of each sequence, whose blocks run as those of one of the devices that share sequences.
+def measured_share(model: Model, share: Model, context: int, shards: int) -> Model:
+    """The ``share`` of a part of each sequence, whose blocks run as those of one of the devices that split them.
 
-    ``model`` is the whole one. Raises UsageError where it does not say how they run.
+    ``model`` is the whole one; blocks of which it does not say how devices split them are as the share has them. Raises
+    UsageError where it does not say how devices share sequences.
     """
     try:
         run_as = model.shared_by(context)
     except UsageError as error:
         raise UsageError(f"--context {context} measures blocks as they run: {error}") from None
-    place = Shards(shards, 0, along={CONTEXT: Shards(context)})
+    place = Shards(shards, 0, along={CONTEXT: Shards(context)} if context > 1 else {})
     blocks = []
     for block in share.blocks:
         split = run_as.block(block.id).split
-        assert split is not None, "blocks in context say how they run"
         form = None if block.form is None else (CONTEXT, context, shards, block.form)
-        blocks.append(replace(block, build=partial(split.build, place), form=form))
-    return _with_exchanges(replace(share, blocks=tuple(blocks)), context)
+        blocks.append(block if split is None else replace(block, build=partial(split.build, place), form=form))
+    made = replace(share, blocks=tuple(blocks))
+    return _with_exchanges(made, context) if context > 1 else made
 
 
 def _with_exchanges(model: Model, context: int) -> Model:
