@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -10,7 +12,7 @@ from pipeplan.checker import check
 from pipeplan.costs.experts import kept_of
 from pipeplan.costs.recipes import running_bytes, whole_state_of
 from pipeplan.costs.zero import Zero
-from pipeplan.files import Block, CostRow, Profile, Recipe, Source
+from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe, Source
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
 
 ROWS = tuple(CostRow(microbatch_size=1, shards=count, forward_ns=100, backward_ns=200) for count in (1, 2, 4))
@@ -65,3 +67,21 @@ def test_plans_have_it_and_are_refused_without(zero: int) -> None:
         update={"blocks": tuple(block.model_copy(update={"whole_parameters": 0}) for block in blocks)}
     )
     assert any("optimizer_bytes" in str(each) for each in check(found.plan, bare).problems)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_buckets_have_it_too(zero: int) -> None:
+    """Of blocks that are large enough for one each; gradients that replicas divide have them where all overlaps."""
+    more = {"parameters": 2 * 10**8, "whole_parameters": 10**7, "frozen_parameters": 0, "whole_frozen_parameters": 0}
+    rows = tuple(row.model_copy(update={"forward_ns": 10**9, "backward_ns": 2 * 10**9}) for row in ROWS)
+    blocks = tuple(BLOCK.model_copy(update={"id": name, "costs": rows, **more}) for name in "abc")
+    profile = Profile(name="three", source=Source(method="literature"), recipe=Recipe(name="bf16-mixed"), blocks=blocks)
+    cluster = Cluster.of("eight", 8, levels=[("node", 4, "3us", "100GB"), ("net", 8, "10us", "10GB")])
+    cluster = cluster.model_copy(update={"overlap": "all", "contention": 0.4})
+    how: dict[str, Any] = {"pp": 1, "tp": 2, "dp": 4, "mini_batch": 4, "microbatch_size": 4, "deterministic": True}
+    how |= {"zero": zero, "zero_group": 2} if zero else {"zero": 0}
+    plan = pipeplan.search(profile, cluster=cluster, zero_exchange="inside", **how).plan
+    (stage,) = plan.stages
+    own = 4 * (10**7 + 19 * 10**7 // 2) // (2 if zero == 3 else 1)
+    assert [bucket.bytes for bucket in stage.buckets] == [own] * 3
+    check(plan, profile, cluster).require()

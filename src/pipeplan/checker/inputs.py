@@ -799,7 +799,8 @@ def _check_buckets(
         for index in range(begin, end):
             apart_of_it = _of_experts(stage.blocks[index], stage.expert, known)
             of_experts += _share(apart_of_it, stage.expert, _as_on_experts(stage), known)[GRADIENTS]
-            size += _share(known.kept[stage.blocks[index]] - apart_of_it, stage.shards, stage, known)[GRADIENTS]
+            rest = _of_shards(stage.blocks[index], stage.shards, known) - apart_of_it
+            size += _share(rest, stage.shards, stage, known)[GRADIENTS]
             for tied in profile.tied:
                 again = tied.name in apart or not set(tied.blocks).isdisjoint(stage.blocks[:index])
                 if stage.blocks[index] in tied.blocks and again:
