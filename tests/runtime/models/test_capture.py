@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import capture
 from pipeplan.runtime.models.load import hindrance_of
-from pipeplan.runtime.models.shapes import SEVERAL_REMEDY, output_shapes, shaped_blocks
+from pipeplan.runtime.models.shapes import output_shapes, several_remedy, shaped_blocks
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.profiling.build_profile import block_graph_of
@@ -922,6 +922,7 @@ def test_a_model_that_no_run_trains_is_said_to_be_so_before_it_is_measured() -> 
     assert "layers.0, layers.1 hand on several tensors" in said
     with pytest.raises(UsageError, match="returns 2 tensors") as error:
         output_shapes(model, 2)
-    assert SEVERAL_REMEDY in said
-    assert SEVERAL_REMEDY in str(error.value)
+    assert several_remedy(model) in said
+    assert several_remedy(model) in str(error.value)
+    assert "--granularity half or operator" in said, "it is cut by layers"
     assert hindrance_of(captured("pre-norm", "half")[1]) == ""

@@ -15,7 +15,7 @@ from pipeplan.files import Profile
 from pipeplan.runtime.models.given_names import configuration_text, is_configuration, require_model, value_of
 from pipeplan.runtime.models.networks import NETWORKS, network
 from pipeplan.runtime.models.sequential import is_plain, sequential_model
-from pipeplan.runtime.models.shapes import SEVERAL_REMEDY
+from pipeplan.runtime.models.shapes import several_remedy
 from pipeplan.runtime.models.spec import Grain, Model, shards_named, unsplittable
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
 from pipeplan.runtime.parallel.sharding import UnevenError
@@ -253,7 +253,7 @@ def hindrance_of(model: Model) -> str:
     shown = ", ".join(list(several)[:3]) + ", ..." * (len(several) > 3)
     return (
         "plans of this profile can be searched, checked and emulated, but pipeplan run cannot train with them: "
-        f"{shown} {'hands' if len(several) == 1 else 'hand'} on several tensors; {SEVERAL_REMEDY}"
+        f"{shown} {'hands' if len(several) == 1 else 'hand'} on several tensors; {several_remedy(model)}"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.models.spec import BlockSpec, Grain, Model
 from pipeplan.runtime.parallel.device import Autocast
 
 _Call = Callable[[nn.Module, Sequence[Tensor]], object]
@@ -82,11 +83,14 @@ def _leaves(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
 
-SEVERAL_REMEDY = (
-    "cut the model otherwise (--granularity layer, half or operator, the same for profile and run), or move what runs "
-    "between layers into one of their modules"
-)
-"""What to do about blocks of which others take several tensors."""
+def several_remedy(model: Model) -> str:
+    """What to do about blocks of which others take several tensors."""
+    others = [grain for grain in get_args(Grain) if grain != model.grain]
+    shown = f"{', '.join(others[:-1])} or {others[-1]}"
+    return (
+        f"cut the model otherwise (--granularity {shown}, the same for profile and run), or move what runs between "
+        "layers into one of their modules"
+    )
 
 
 def output_shapes(
@@ -98,7 +102,7 @@ def output_shapes(
         if len(block.outputs) != 1:
             raise UsageError(
                 f"model {model.name!r}: block {block.spec.id!r} returns {len(block.outputs)} tensors; "
-                f"only models whose blocks return one each can run: {SEVERAL_REMEDY}"
+                f"only models whose blocks return one each can run: {several_remedy(model)}"
             )
         found[block.spec.id] = tuple(block.outputs[0].shape), block.outputs[0].dtype
     return found

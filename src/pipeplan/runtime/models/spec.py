@@ -154,7 +154,7 @@ class Model:
     gives it as so many devices run it that have an early and a late piece of each sequence, whose blocks' ``split``
     builds what exchanges the rest along the axis of context. ``texts``: it can be trained on text. ``settings`` are all
     of the configuration it was made of, if any. ``aliases`` are further names of tensors, and those that ``names``
-    have. ``decoder``: it is a causal language model. Raises UsageError where names do not fit.
+    have. ``decoder``: it is a causal language model. ``grain``: what captured blocks are. Raises UsageError.
     """
 
     name: str
@@ -175,6 +175,7 @@ class Model:
     decoder: CausalDecoder | None = None
     spread: Callable[[int], Model] | None = None
     in_context: Callable[[int], Model] | None = None
+    grain: Grain | None = None
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()

@@ -100,10 +100,16 @@ def blamed(what: str) -> Iterator[None]:
             raise InfeasibleError(
                 f"memory ran out for {what}: {error}; leave the size out of --microbatch, or lower --sequence"
             ) from error
-        raise ExecutionError(
-            f"{what} failed: {type(error).__name__}: {error}; it would again: change the block, or leave the size out "
-            "of --microbatch (batch normalisation, for one, needs 2 samples or more)"
-        ) from error
+        remedy = (
+            "change the block, or leave the size out of --microbatch (batch normalisation, for one, needs 2 samples or "
+            "more)"
+        )
+        if "dtype" in str(error):
+            remedy = (
+                "change the block; or, of --granularity operator, whose operators convert to float32 where the "
+                "captured model does, give --dtype float32, or --granularity half or layer"
+            )
+        raise ExecutionError(f"{what} failed: {type(error).__name__}: {error}; it would again: {remedy}") from error
 
 
 def _is_out_of_memory(error: Exception) -> bool:

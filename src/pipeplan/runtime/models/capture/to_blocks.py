@@ -81,6 +81,7 @@ def capture(
         ),
         switched_off=_switched_off(module, traced.num_dropouts),
         aliases=aliases_of(module, blocks),
+        grain=grain,
     )
 
 
