@@ -3,8 +3,9 @@
     python benchmarks/cache_orderings.py --ranges [--figure 4.5]    # with the constants' ranges in which each holds
 
 The simulation is that of ``cache_parallelism.py``. The text has no numbers, only what is better where; what it gives as
-a reason is a check of its own. Constants are varied one at a time, by the factors that ``catalog/serving/vllm.toml``
-names for each; 0 is as if it cost nothing, or as if attention always ran at full speed.
+a reason is a check of its own. Constants, and lengths of what is served, are varied one at a time, by the factors that
+``catalog/serving/vllm.toml`` names for each; 0 is as if it cost nothing, as if attention always ran at full speed, or
+as if all texts were as long. Beside them the same sentence of a whole model, whose weights leave less for the cache.
 """
 
 from __future__ import annotations
@@ -12,20 +13,32 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from cache_parallelism import ALL_BATCHES, BATCHES, DEVICES, LAYER, LENGTHS, MODEL, Case, Side, served
+from cache_parallelism import (
+    ALL_BATCHES,
+    BATCHES,
+    LAYER,
+    LENGTHS,
+    MODEL,
+    STEPS,
+    Case,
+    Side,
+    Texts,
+    served,
+    served_course,
+)
 from tables import machine, markdown
 
 from pipeplan.catalog import read_table
 from pipeplan.costs.cache_volumes import printed_volume, step_volume
 from pipeplan.errors import InfeasibleError
 from pipeplan.serving.course import ServingResult
-from pipeplan.serving.steps import EngineConstants, engine_constants
+from pipeplan.serving.steps import DecodeTime, EngineConstants, engine_constants
 
 Served = Callable[[Side, Case], ServingResult]
 """How a side serves a case."""
@@ -33,17 +46,25 @@ Served = Callable[[Side, Case], ServingResult]
 TEXT: tuple[Side, ...] = ("cp", "tp", "dp")
 ALONE: tuple[Side, ...] = ("dp", "dp in step")
 LONG, SPREAD = LENGTHS[2:], (LENGTHS[0], LENGTHS[2], LENGTHS[-1])
-MOST = 128
-"""The maximum batch of Fig. 4.5, whose text has none."""
 
 
-class Ordering(NamedTuple):
-    """A sentence of a figure, how it is checked, and of sides' throughputs how of a whole model's (else None)."""
+@dataclass(frozen=True)
+class Ordering:
+    """A sentence of a figure: how it is checked of cases, and which sides it compares.
+
+    ``behind`` is whether a side without room for a request is just the worse one.
+    """
 
     figure: str
     says: str
-    holds: Callable[[Served], bool]
-    whole: Callable[[Served], str] | None = None
+    sides: Sequence[Side]
+    cases: Sequence[Case]
+    check: Callable[[Served, Sequence[Case]], bool]
+    behind: bool = False
+
+    def holds(self, serve: Served) -> bool:
+        """Of all its cases."""
+        return self.check(serve, self.cases)
 
 
 def orderings() -> Iterator[Ordering]:
@@ -51,13 +72,14 @@ def orderings() -> Iterator[Ordering]:
     for figure, axis in (("4.2", "prefix"), ("4.3", "decode")):
         cases = [Case(axis, tokens, most) for most in BATCHES for tokens in LONG]
         pairs: list[tuple[Side, Side]] = [("cp", "tp"), *((side, dp) for dp in ALONE for side in TEXT[:2])]
-        for side, other in pairs:
-            says = f"{axis} of 50,000 and more: {side} above {other}"
-            yield Ordering(figure, says, partial(_above, side, other, cases), partial(_whole, side, other, axis, LONG))
+        for pair in pairs:
+            says = f"{axis} of 50,000 and more: {pair[0]} above {pair[1]}"
+            yield Ordering(figure, says, pair, cases, partial(_above, *pair), behind=True)
         for dp in ALONE:
-            yield Ordering(figure, f"{axis}: devices of {dp} wait, more than tp's and cp's", partial(_waits, dp, cases))
+            says = f"{axis}: devices of {dp} wait, more than tp's and cp's"
+            yield Ordering(figure, says, (*TEXT[:2], dp), cases, partial(_waits, dp))
         says = f"{axis}: dp evicts more than tp and cp, wherever anybody does"
-        yield Ordering(figure, says, partial(_evicts_more, cases))
+        yield Ordering(figure, says, TEXT, cases, _evicts_more)
     yield from _of_batches()
     yield from _of_parts()
 
@@ -65,54 +87,64 @@ def orderings() -> Iterator[Ordering]:
 def _of_batches() -> Iterator[Ordering]:
     """Fig. 4.4."""
     for side in TEXT[:2]:
-        cases = [Case("prefix", tokens, most) for tokens in SPREAD for most in ALL_BATCHES]
         says = f"any prefix and batch: dp slower than {side}, and later"
-        yield Ordering("4.4", says, partial(_better, side, "dp", cases))
+        yield Ordering("4.4", says, (side, "dp"), _prefixes(*SPREAD), partial(_better, side, "dp"), behind=True)
     for tokens in SPREAD[1:]:
-        cases = [Case("prefix", tokens, most) for most in ALL_BATCHES]
         says = f"prefix of {tokens:,}: cp quicker than tp, and sooner, with any batch"
-        yield Ordering("4.4", says, partial(_better, "cp", "tp", cases))
-    short = partial(_whole, "tp", "cp", "prefix", LENGTHS[:1])
-    yield Ordering("4.4", "prefix of 10,000: tp above cp for some batch", _wins_short, short)
+        yield Ordering("4.4", says, ("cp", "tp"), _prefixes(tokens), partial(_better, "cp", "tp"), behind=True)
+    says = "prefix of 10,000: tp above cp for some batch"
+    yield Ordering("4.4", says, ("tp", "cp"), _prefixes(LENGTHS[0]), _wins_short, behind=True)
     says = "that is as cp's attention reaches less there: its kernels beside tp's take more than with 100,000"
-    yield Ordering("4.4", says, _reaches_less)
+    yield Ordering("4.4", says, ("cp", "tp"), _of_part("prefix", LENGTHS[0], LENGTHS[-1]), _reaches_less)
     for axis in ("prefix", "decode"):
         says = f"{axis} of 100,000: past some batch throughput falls, of all three"
-        yield Ordering("4.4", says, partial(_falls, axis))
-    yield Ordering("4.4", "decode of 100,000: with more of a batch more is evicted", _evicts_by_batch)
+        yield Ordering("4.4", says, TEXT, [Case(axis, LENGTHS[-1], most) for most in ALL_BATCHES], _falls)
+    says = "decode of 100,000: with more of a batch more is evicted"
+    cases = [Case("decode", LENGTHS[-1], most) for most in ALL_BATCHES]
+    yield Ordering("4.4", says, TEXT, cases, _evicts_by_batch)
 
 
 def _of_parts() -> Iterator[Ordering]:
     """Fig. 4.5."""
     for tokens in SPREAD:
-        at = f"prefix of {tokens:,}"
-        yield Ordering("4.5", f"compute, {at}: the three within a tenth", partial(_compute_alike, tokens))
-        yield Ordering("4.5", f"compute, {at}: tp slowest", partial(_compute_slowest, tokens))
-    yield Ordering("4.5", "communication: tp sends more than cp, as printed", lambda _: _sends_more(printed=True))
-    yield Ordering("4.5", "the same, counted alike", lambda _: _sends_more(printed=False))
-    yield Ordering("4.5", "communication: tp longer than cp", partial(_longer, "communication", "tp", "cp", "prefix"))
-    yield Ordering("4.5", "host: tp longer than cp", partial(_longer, "host", "tp", "cp", "prefix"))
-    for axis in ("prefix", "decode"):
-        for dp, side in product(ALONE, TEXT[:2]):
-            says = f"host, moves and waiting, {axis}: {dp} longer than {side}"
-            yield Ordering("4.5", says, partial(_longer, "host", dp, side, axis))
+        at, cases = f"prefix of {tokens:,}", _of_part("prefix", tokens)
+        yield Ordering("4.5", f"compute, {at}: the three within a tenth", TEXT, cases, _compute_alike)
+        yield Ordering("4.5", f"compute, {at}: tp slowest", TEXT, cases, _compute_slowest)
+    for says, printed in (("tp sends more than cp, as printed", True), ("the same, counted alike", False)):
+        yield Ordering("4.5", f"communication: {says}", (), (), partial(_sends_more, printed))
+    prefixes = _of_part("prefix", *SPREAD)
+    for part in ("communication", "host"):
+        says = f"{part}: tp longer than cp"
+        yield Ordering("4.5", says, ("tp", "cp"), prefixes, partial(_longer, part, "tp", "cp"))
+    for axis, cases in (("prefix", prefixes), ("decode", _of_part("decode", SPREAD[-1]))):
+        for pair in product(ALONE, TEXT[:2]):
+            says = f"host, moves and waiting, {axis}: {pair[0]} longer than {pair[1]}"
+            yield Ordering("4.5", says, pair, cases, partial(_longer, "host", *pair))
+
+
+def _prefixes(*lengths: int) -> list[Case]:
+    return [Case("prefix", tokens, most) for tokens in lengths for most in ALL_BATCHES]
+
+
+def _of_part(axis: str, *lengths: int) -> list[Case]:
+    return [Case(axis, tokens, None) for tokens in lengths]
 
 
 # Checks --------------------------------------------------------------------------------------------------------------
 
 
-def _above(side: Side, other: Side, cases: Sequence[Case], serve: Served) -> bool:
+def _above(side: Side, other: Side, serve: Served, cases: Sequence[Case]) -> bool:
     return all(serve(side, case).tokens_per_s > serve(other, case).tokens_per_s for case in cases)
 
 
-def _better(side: Side, other: Side, cases: Sequence[Case], serve: Served) -> bool:
+def _better(side: Side, other: Side, serve: Served, cases: Sequence[Case]) -> bool:
     """In tokens per second and in the time of a step."""
-    return _above(side, other, cases, serve) and all(
+    return _above(side, other, serve, cases) and all(
         serve(side, case).step_ns < serve(other, case).step_ns for case in cases
     )
 
 
-def _waits(dp: Side, cases: Sequence[Case], serve: Served) -> bool:
+def _waits(dp: Side, serve: Served, cases: Sequence[Case]) -> bool:
     def share(side: Side, case: Case) -> float:
         found = serve(side, case)
         return found.waited_ns / found.end_ns
@@ -120,35 +152,34 @@ def _waits(dp: Side, cases: Sequence[Case], serve: Served) -> bool:
     return all(share(dp, case) > 0.01 + max(share(side, case) for side in TEXT[:2]) for case in cases)
 
 
-def _evicts_more(cases: Sequence[Case], serve: Served) -> bool:
+def _evicts_more(serve: Served, cases: Sequence[Case]) -> bool:
     counts = [[serve(side, case).evictions for side in TEXT] for case in cases]
     some = [each for each in counts if any(each)]
     return bool(some) and all(dp > max(others) for *others, dp in some)
 
 
-def _wins_short(serve: Served) -> bool:
-    return any(_above("tp", "cp", [Case("prefix", LENGTHS[0], most)], serve) for most in ALL_BATCHES)
+def _wins_short(serve: Served, cases: Sequence[Case]) -> bool:
+    return any(_above("tp", "cp", serve, [case]) for case in cases)
 
 
-def _reaches_less(serve: Served) -> bool:
-    short, long = (_part("compute", "cp", "prefix", each, serve) for each in (LENGTHS[0], LENGTHS[-1]))
-    short /= _part("compute", "tp", "prefix", LENGTHS[0], serve)
-    return short > 1 and short > long / _part("compute", "tp", "prefix", LENGTHS[-1], serve)
+def _reaches_less(serve: Served, cases: Sequence[Case]) -> bool:
+    short, *long = (_part("compute", "cp", serve, case) / _part("compute", "tp", serve, case) for case in cases)
+    return short > 1 and all(short > each for each in long)
 
 
-def _falls(axis: str, serve: Served) -> bool:
-    rates = ([serve(side, Case(axis, LENGTHS[-1], most)).tokens_per_s for most in ALL_BATCHES] for side in TEXT)
+def _falls(serve: Served, cases: Sequence[Case]) -> bool:
+    rates = ([serve(side, case).tokens_per_s for case in cases] for side in TEXT)
     return all(max(found) > found[-1] for found in rates)
 
 
-def _evicts_by_batch(serve: Served) -> bool:
-    counts = ([serve(side, Case("decode", LENGTHS[-1], most)).evictions for most in ALL_BATCHES] for side in TEXT)
+def _evicts_by_batch(serve: Served, cases: Sequence[Case]) -> bool:
+    counts = ([serve(side, case).evictions for case in cases] for side in TEXT)
     return all(found == sorted(found) and found[-1] > found[0] for found in counts)
 
 
-def _part(part: str, side: Side, axis: str, tokens: int, serve: Served) -> float:
+def _part(part: str, side: Side, serve: Served, case: Case) -> float:
     """Ns for each token of all; the host's with moves and what others are waited for."""
-    found = serve(side, Case(axis, tokens, MOST))
+    found = serve(side, case)
     ns = {
         "compute": found.busy.compute_ns,
         "communication": found.busy.communication_ns,
@@ -157,50 +188,67 @@ def _part(part: str, side: Side, axis: str, tokens: int, serve: Served) -> float
     return ns[part] / found.tokens
 
 
-def _longer(part: str, side: Side, other: Side, axis: str, serve: Served) -> bool:
-    lengths = SPREAD if axis == "prefix" else SPREAD[-1:]
-    return all(_part(part, side, axis, each, serve) > _part(part, other, axis, each, serve) for each in lengths)
+def _longer(part: str, side: Side, other: Side, serve: Served, cases: Sequence[Case]) -> bool:
+    return all(_part(part, side, serve, case) > _part(part, other, serve, case) for case in cases)
 
 
-def _compute_alike(tokens: int, serve: Served) -> bool:
-    found = [_part("compute", side, "prefix", tokens, serve) for side in TEXT]
+def _compute_alike(serve: Served, cases: Sequence[Case]) -> bool:
+    found = [_part("compute", side, serve, case) for case in cases for side in TEXT]
     return max(found) <= 1.1 * min(found)
 
 
-def _compute_slowest(tokens: int, serve: Served) -> bool:
-    cp, tp, dp = (_part("compute", side, "prefix", tokens, serve) for side in TEXT)
+def _compute_slowest(serve: Served, cases: Sequence[Case]) -> bool:
+    (case,) = cases
+    cp, tp, dp = (_part("compute", side, serve, case) for side in TEXT)
     return tp > max(cp, dp)
 
 
-def _sends_more(*, printed: bool) -> bool:
+def _sends_more(printed: bool, *_: object) -> bool:
     """For every number of devices and requests of the table of Fig. 4.1."""
-    pairs = [(2, 32), (DEVICES, 32), (8, 32), (DEVICES, 128), (DEVICES, 512)]
     if printed:
-        sides = [[printed_volume(side, 4096, 32, each, count) for side in ("tp", "cp")] for count, each in pairs]
+        sides = [[printed_volume(side, 4096, 32, count, each) for side in ("tp", "cp")] for each, count in STEPS]
     else:
-        volumes = [[step_volume(side, LAYER.shape, each, count) for side in ("tp", "cp")] for count, each in pairs]
+        volumes = [[step_volume(side, LAYER.shape, count, each) for side in ("tp", "cp")] for each, count in STEPS]
         sides = [[each.numbers + each.statistics for each in own] for own in volumes]
     return all(tp > cp for tp, cp in sides)
 
 
-def _whole(side: Side, other: Side, axis: str, lengths: Sequence[int], serve: Served) -> str:
-    """Whether that holds of all layers, at every length of which one of the two has room for a request."""
+# A whole model -------------------------------------------------------------------------------------------------------
 
-    def rate(each: Side, tokens: int) -> float:
+NOTHING = ServingResult(0, 1.0, DecodeTime(), float("inf"), 1, 0, 0.0)
+"""Of a side that has no room even for one request: no tokens, and steps without end."""
+
+
+def whole(ordering: Ordering, serve: Served) -> str:
+    """Whether that holds of all layers, where there is room for a request, and who has none from which length on.
+
+    Where a side without room is just the worse one, one of them with room is enough.
+    """
+    if not ordering.cases:
+        return "as here: of each layer"
+    known: dict[tuple[Side, Case], ServingResult] = {}
+    lacking = dict[Side, int]()
+    for side, case in product(ordering.sides, ordering.cases):
         try:
-            return serve(each, Case(axis, tokens, BATCHES[0])).tokens_per_s
+            known[side, case] = serve(side, case)
         except InfeasibleError:
-            return 0.0
-
-    rates = [(rate(side, tokens), rate(other, tokens)) for tokens in lengths]
-    fitting = [one > two for one, two in rates if one or two]
-    return "neither fits" if not fitting else "yes" if all(fitting) else "no"
+            lacking[side] = min(case.tokens, lacking.get(side, case.tokens))
+    enough = any if ordering.behind else all
+    cases = [case for case in ordering.cases if enough((side, case) in known for side in ordering.sides)]
+    said = "no room for " + ", ".join(f"{side} from {tokens:,}" for side, tokens in lacking.items())
+    if not cases:
+        return said if known else "no room for anybody"
+    holds = ordering.check(lambda side, case: known.get((side, case), NOTHING), cases)
+    return ("yes" if holds else "no") + (f" ({said})" if lacking else "")
 
 
 # Ranges --------------------------------------------------------------------------------------------------------------
 
 TOGETHER = {"table_ns": ("table_ns", "table_bytes")}
 """An entry of the block table is made and copied."""
+
+FITTED = ("heads",)
+"""Constants chosen after the text."""
 
 
 def ranges() -> dict[str, tuple[float, ...]]:
@@ -219,29 +267,58 @@ def varied(constants: EngineConstants, name: str, factor: float) -> EngineConsta
     return replace(constants, **{each: of(getattr(constants, each)) for each in names})
 
 
-def at(constants: EngineConstants) -> Served:
+def at(constants: EngineConstants, texts: Texts | None = None) -> Served:
     """How one layer is served."""
-    return lambda side, case: served(side, case, constants)
+    return lambda side, case: served(side, case, constants, texts=texts)
 
 
-def row(ordering: Ordering, constants: EngineConstants, *, vary: bool) -> list[str]:
-    """Whether it holds, by what if by a constant that was chosen after the text, within which factors of each, and of
-    a whole model."""
-    here = ordering.holds(at(constants))
-    said, found = "yes" if here else "no", []
-    for name, factors in ranges().items() if vary else ():
-        able = {factor: ordering.holds(at(varied(constants, name, factor))) for factor in factors}
-        found.append(words(able))
-        if here and name in FITTED and not able[0]:
-            said = f"by {name} alone"
-    whole = "" if ordering.whole is None else ordering.whole(lambda side, case: served(side, case, constants, MODEL))
-    if here and whole == "no":
-        whole = "no: turned round"
-    return [ordering.figure, ordering.says, said, *found, whole]
+def varied_world(name: str, factor: float) -> Served:
+    """How one layer is served with a constant, or a length of what is served, so many times as large."""
+    constants, texts = engine_constants(), Texts.usual()
+    if name in Texts._fields:
+        return at(constants, texts._replace(**{name: factor * getattr(texts, name)}))
+    return at(varied(constants, name, factor))
 
 
-FITTED = ("heads",)
-"""Constants chosen after the text."""
+def looked_at(chosen: Sequence[Ordering], names: Sequence[str], state: Path | None) -> dict[str, list[Any]]:
+    """{world: of each ordering}: as it is, of a whole model, and with each factor of each constant."""
+    key = [each.says for each in chosen]
+    known: dict[str, Any] = json.loads(state.read_text()) if state and state.exists() else {}
+    if known.get("orderings") != key:
+        known = {"orderings": key}
+    usual = engine_constants()
+    worlds: dict[str, Callable[[], list[Any]]] = {
+        "here": partial(_all_hold, chosen, at(usual)),
+        "whole": lambda: [whole(each, lambda side, case: served(side, case, usual, MODEL)) for each in chosen],
+    }
+    for name in names:
+        for factor in ranges()[name]:
+            worlds[f"{name} {factor:g}"] = partial(_all_hold, chosen, varied_world(name, factor))
+    for world, find in worlds.items():
+        if world not in known:
+            known[world] = find()
+            if world.split()[0] in Texts._fields:
+                served.cache_clear()  # courses with these lengths are of no further use
+                served_course.cache_clear()
+            if state:
+                state.write_text(json.dumps(known))
+    return known
+
+
+def _all_hold(chosen: Sequence[Ordering], serve: Served) -> list[bool]:
+    return [each.holds(serve) for each in chosen]
+
+
+def row(number: int, each: Ordering, names: Sequence[str], found: dict[str, list[Any]]) -> dict[str, str]:
+    """Whether it holds, by what if by a constant that was chosen after the text, within which factors, and whole."""
+    here, of_whole = found["here"][number], found["whole"][number]
+    able = {name: {factor: found[f"{name} {factor:g}"][number] for factor in ranges()[name]} for name in names}
+    alone = [name for name in FITTED if here and name in able and not able[name][0]]
+    said = f"by {alone[0]} alone" if alone else "yes" if here else "no"
+    if here and (of_whole == "no" or of_whole.startswith("no (")):
+        of_whole = of_whole.replace("no", "no: turned round", 1)
+    cells = {name: words(factors) for name, factors in able.items()}
+    return {"Fig.": each.figure, "ordering of the text": each.says, "here": said, **cells, "whole model": of_whole}
 
 
 def words(able: dict[float, bool]) -> str:
@@ -266,19 +343,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranges", action="store_true", help="vary each constant")
     parser.add_argument("--figure", help="one figure alone")
-    parser.add_argument("--state", type=Path, metavar="FILE", help="keep rows there, and go on from those it has")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="keep what was found there, and go on from that")
     asked = parser.parse_args()
-    constants, names = engine_constants(), [*ranges()] if asked.ranges else []
+    names = [*ranges()] if asked.ranges else []
     chosen = [each for each in orderings() if asked.figure in (None, each.figure)]
-    known = json.loads(asked.state.read_text()) if asked.state and asked.state.exists() else {}
-    rows = []
-    for each in chosen:
-        if (key := f"{each.figure}, {[*names]}: {each.says}") not in known:
-            known[key] = row(each, constants, vary=asked.ranges)
-            if asked.state:
-                asked.state.write_text(json.dumps(known, indent=1))
-        rows.append(known[key])
-    print(markdown(["Fig.", "ordering of the text", "here", *names, "whole model, batch 32"], rows))
+    found = looked_at(chosen, names, asked.state)
+    rows = [row(number, each, names, found) for number, each in enumerate(chosen)]
+    lengths = [name for name in names if name in Texts._fields]
+    columns = [each for each in rows[0] if each not in lengths]
+    print(markdown(columns, [[each[column] for column in columns] for each in rows]))
+    if lengths:
+        columns = [*columns[:3], *lengths]
+        print("\n" + markdown(columns, [[each[column] for column in columns] for each in rows]))
     print(machine())
 
 

@@ -4,24 +4,26 @@
 
 One layer of Llama-7B (hidden 4096, 32 heads, feed-forward 11008, 16 bits) on four RTX A5000 of 24 GB with NVLink, only
 decode steps. Nothing is measured but the cost of an entry of the block table. The text has no lengths but of the axis
-and no constants: what is assumed stands in ``catalog/serving/vllm.toml``, with its source, and below.
+and no constants: what is taken for them stands in ``catalog/serving/vllm.toml``, each with its source.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Literal, NamedTuple, get_args
 
 from tables import machine, markdown
 
+from pipeplan.catalog import read_table
 from pipeplan.costs.cache_volumes import KEPT, Kept, printed_volume, step_volume
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError
 from pipeplan.serving.course import ServingCourse, ServingResult
 from pipeplan.serving.engine import course
-from pipeplan.serving.requests import about, always, between, drawn
+from pipeplan.serving.requests import Lengths, ServedRequest, about, always, between, drawn
 from pipeplan.serving.steps import EngineConstants, ServedLayer, StepCosts, engine_constants
 from pipeplan.units import format_bytes
 
@@ -30,9 +32,8 @@ LAYER = ServedLayer(hidden=4096, heads=32, kv_heads=32, feed_forward=11008)
 MODEL = replace(LAYER, layers=32, beside_bytes=2 * 2 * 32000 * 4096)
 LENGTHS, BATCHES = (10_000, 25_000, 50_000, 75_000, 100_000), (32, 128, 512)
 ALL_BATCHES = (32, 64, 128, 256, 512)
-WRITTEN, PROMPT, ROUNDS = 512, 1_000, 2
-"""With long prompts a request writes about 512 tokens; with long answers its prompt has 1,000. Each request that may be
-in the batch is followed by another: two rounds of the maximum batch."""
+STEPS = ((2, 32), (4, 32), (8, 32), (4, 128), (4, 512))
+"""Devices and requests of Fig. 4.1's table."""
 
 Side = Literal["dp", "dp in step", "tp", "cp", "cp-q"]
 SIDES: tuple[Side, ...] = get_args(Side)
@@ -40,31 +41,61 @@ SIDES: tuple[Side, ...] = get_args(Side)
 
 
 class Case(NamedTuple):
-    """A point of a figure: whose length is on the axis, that length, and the maximum batch."""
+    """A point of a figure: whose length is on the axis, that length, and the maximum batch; None is Fig. 4.5's."""
 
     axis: str
     tokens: int
-    most: int
+    most: int | None
+
+
+class Texts(NamedTuple):
+    """What is served, as ``catalog/serving/vllm.toml`` says it."""
+
+    written: float
+    prompt: float
+    rounds: float
+    spread: float
+    most: float
+
+    @classmethod
+    def usual(cls) -> Texts:
+        """Those of the file."""
+        table = read_table("serving", "vllm")
+        return cls(**{name: table[name] for name in cls._fields})
+
+    def requests(self, case: Case) -> Iterator[ServedRequest]:
+        """Lengths drawn with the same seed for every side."""
+        count = round(self.rounds * self.batch(case))
+        if case.axis == "prefix":
+            written = self._spread(about(self.written), self.written)
+            return drawn(count, always(case.tokens), written, seed=1)
+        written = self._spread(between(1, 2 * case.tokens), case.tokens)
+        return drawn(count, always(round(self.prompt)), written, seed=1)
+
+    def batch(self, case: Case) -> int:
+        """The maximum batch."""
+        return round(self.most) if case.most is None else case.most
+
+    def _spread(self, lengths: Lengths, mean: float) -> Lengths:
+        return lambda draw: max(1, round(mean + self.spread * (lengths(draw) - mean)))
 
 
 @cache
-def served(side: Side, case: Case, constants: EngineConstants, layer: ServedLayer = LAYER) -> ServingResult:
-    """All requests at once, lengths drawn with the same seed for every side; so constants decide the times alone."""
+def served(
+    side: Side, case: Case, constants: EngineConstants, layer: ServedLayer = LAYER, texts: Texts | None = None
+) -> ServingResult:
+    """All requests at once, so that constants decide the times alone."""
     blocks = constants.block_tokens, constants.watermark
-    return _course(side, case, blocks, layer).timed(constants)
+    return served_course(side, case, blocks, layer, texts or Texts.usual()).timed(constants)
 
 
 @cache
-def _course(side: Side, case: Case, blocks: tuple[int, float], layer: ServedLayer) -> ServingCourse:
+def served_course(side: Side, case: Case, blocks: tuple[int, float], layer: ServedLayer, texts: Texts) -> ServingCourse:
     """What is done for that, with the catalog's constants but these."""
-    if case.axis == "prefix":
-        requests = drawn(ROUNDS * case.most, always(case.tokens), about(WRITTEN), seed=1)
-    else:
-        requests = drawn(ROUNDS * case.most, always(PROMPT), between(1, 2 * case.tokens), seed=1)
     kept: Kept = "dp" if side == "dp in step" else side
     constants = replace(engine_constants(), block_tokens=blocks[0], watermark=blocks[1])
     costs = StepCosts(kept, layer, DEVICES, DEVICE, constants)
-    return course(costs, requests, case.most, together=side == "dp in step")
+    return course(costs, texts.requests(case), texts.batch(case), together=side == "dp in step")
 
 
 # Tables --------------------------------------------------------------------------------------------------------------
@@ -73,7 +104,7 @@ def _course(side: Side, case: Case, blocks: tuple[int, float], layer: ServedLaye
 def volumes() -> str:
     """Fig. 4.1: numbers sent per device, step and layer."""
     rows = []
-    for devices, requests in ((2, 32), (4, 32), (8, 32), (4, 128), (4, 512)):
+    for devices, requests in STEPS:
         printed = [printed_volume(kept, 4096, 32, requests, devices) for kept in ("cp", "tp")]
         own = [step_volume(kept, LAYER.shape, requests, devices) for kept in ("cp", "tp", "cp-q")]
         counted = [each.numbers + each.statistics for each in own]
@@ -109,7 +140,7 @@ def breakdown(constants: EngineConstants) -> str:
     rows = []
     for axis, tokens in (("prefix", LENGTHS[0]), ("prefix", LENGTHS[-1]), ("decode", LENGTHS[-1])):
         for kept in SIDES:
-            found = served(kept, Case(axis, tokens, 128), constants)
+            found = served(kept, Case(axis, tokens, None), constants)
             parts = found.busy.compute_ns, found.busy.communication_ns, found.busy.host_ns, found.moved_ns
             waited = abs(found.waited_ns) / found.end_ns  # of nothing by sums of ns that are rounded
             own = [f"{each / found.steps / 1e6:.2f}" for each in parts]
@@ -145,7 +176,7 @@ def main() -> None:
         ("Fig. 4.2: tokens per second, long prompts", throughput("prefix", constants)),
         ("Fig. 4.3: tokens per second, long answers", throughput("decode", constants)),
         ("Fig. 4.4: tokens per second at ms of a step", latency(constants)),
-        ("Fig. 4.5: ms of a step, batch 128", breakdown(constants)),
+        (f"Fig. 4.5: ms of a step, batch {Texts.usual().most}", breakdown(constants)),
         ("A whole model", whole_model(constants)),
     ):
         print(f"\n{title}\n\n{table}", flush=True)

@@ -2,13 +2,15 @@
 
     python benchmarks/tessel_inference.py [--devices 4] [--sizes 1,2,4] [--counts 1,2,4,8,16,32,64,128] [--limit 4]
         [--kept pieces.jsonl --part-seconds 90]
+    python benchmarks/tessel_inference.py --counts 1,2,4,8,16 --sizes 1 --texts 77,197 --links 150,25,12.5
 
 Prints Markdown tables. Costs are estimated for V100s of 32 GB and iterations simulated: nothing is measured. A row is a
 micro-batch size and a number of micro-batches that arrive together: latency is the time until the last of them is done,
 throughput the samples of all over that time. Tensor parallelism is one stage whose blocks all devices split; 1F1B a
 chain of one stage on each device, with the branches one after the other; Tessel the K-shape, with the branches beside
 each other on halves of the devices, each cut as evenly as its blocks allow, and the cross-encoder split over all of
-them. 8 and more devices are not in the paper.
+them. 8 and more devices are not in the paper. With ``--texts`` or ``--links`` it prints what is best within the budget
+where texts have so many tokens (the paper has no lengths), and links between devices carry so many GB/s each way.
 """
 
 from __future__ import annotations
@@ -16,9 +18,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from resumed import Paused, Pieces, resumable
 from tables import machine, markdown, note
@@ -26,8 +29,8 @@ from tables import machine, markdown, note
 import pipeplan
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.examples import model
-from pipeplan.files import Block, PlacedStage, Placement, Profile
+from pipeplan.examples.models import MODELS, profile_of_size
+from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile
 
 SIDES: dict[str, dict[str, Any]] = {
     "tensor parallel": {"pp": 1, "scheduler": "gpipe", "shard_shared": "no"},
@@ -37,13 +40,34 @@ SIDES: dict[str, dict[str, Any]] = {
 BUDGET_MS = 400.0
 
 
-def searched(devices: int, side: str, size: int, count: int, seconds: float) -> dict[str, float] | None:
+class World(NamedTuple):
+    """Tokens of a text, and GB/s of links between devices of a server; 0 is as in the catalog."""
+
+    text: int = 0
+    links: float = 0.0
+
+    def cluster(self, devices: int) -> Cluster:
+        """The paper's, with these links."""
+        found = named_cluster("tessel", devices)
+        if not self.links:
+            return found
+        inside = found.levels[0].model_copy(update={"bandwidth_bytes_per_s": round(1e9 * self.links)})
+        return found.model_copy(update={"levels": (inside, *found.levels[1:])})
+
+    def profile(self, cluster: Cluster, size: int) -> Profile:
+        """Flava with such texts."""
+        usual = MODELS["tessel-flava"]
+        own = {"sequence": self.text} if self.text else {}
+        shards = [number for number in (1, 2, 4, 8, 16, 32) if number <= cluster.num_devices]
+        paper = replace(usual, dimensions={**usual.dimensions, **own})
+        how: dict[str, Any] = {"microbatch_sizes": (size,), "shards": shards, "cluster": cluster}
+        return profile_of_size(paper, device="v100-32gb", inference=True, **how)
+
+
+def searched(devices: int, side: str, size: int, count: int, seconds: float, world: World) -> dict[str, float] | None:
     """Ms until all is done, samples per second and peak bytes; None where nothing fits or is found."""
-    cluster = named_cluster("tessel", devices)
-    shards = [number for number in (1, 2, 4, 8, 16, 32) if number <= devices]
-    profile = model(
-        "tessel-flava", device="v100-32gb", microbatch_sizes=(size,), shards=shards, cluster=cluster, inference=True
-    )
+    cluster = world.cluster(devices)
+    profile = world.profile(cluster, size)
     flags: dict[str, Any] = dict(SIDES[side])
     if side == "tensor parallel":
         flags["tp"] = devices
@@ -116,26 +140,41 @@ def within(rows: list[dict[str, dict[str, float] | None]], side: str) -> dict[st
     return max(fitting, key=lambda each: each["rate"], default=None)
 
 
+def rows_of(
+    pieces: Pieces, devices: int, sizes: list[int], counts: list[int], seconds: float, world: World
+) -> Iterator[dict[str, dict[str, float] | None]]:
+    """{side: what it reaches}, of each size and count."""
+    for size, count in itertools.product(sizes, counts):
+        row: dict[str, dict[str, float] | None] = {}
+        for side in SIDES:
+            name = f"{side}, {devices} devices, {count} x {size}, {seconds:g} s"
+            name += f", texts of {world.text}, {world.links:g} GB/s" if any(world) else ""
+            row[side] = pieces.get(name, partial(searched, devices, side, size, count, seconds, world))
+        yield row
+
+
+def best(rows: list[dict[str, dict[str, float] | None]]) -> list[str]:
+    """Of each side within the budget, and Tessel's over tensor parallelism's."""
+    found = [within(rows, side) for side in SIDES]
+    split, _, ours = found
+    over = "-" if split is None or ours is None else f"{ours['rate'] / split['rate']:.2f}"
+    return [*map(cell, found), over]
+
+
 def table(pieces: Pieces, devices: int, sizes: list[int], counts: list[int], seconds: float) -> list[str]:
     """Print the table of a number of devices; the best of each schedule within the budget."""
-    lines, rows = [], []
-    for size in sizes:
-        for count in counts:
-            row: dict[str, dict[str, float] | None] = {}
-            for side in SIDES:
-                name = f"{side}, {devices} devices, {count} x {size}, {seconds:g} s"
-                row[side] = pieces.get(name, partial(searched, devices, side, size, count, seconds))
-            rows.append(row)
-            ours = row["Tessel"]
-            over = [
-                "-" if ours is None or (other := row[side]) is None else f"{ours['rate'] / other['rate']:.2f}"
-                for side in ("tensor parallel", "1F1B")
-            ]
-            lines.append([str(size), str(count), *map(cell, row.values()), *over])
+    lines, rows = [], [*rows_of(pieces, devices, sizes, counts, seconds, World())]
+    for (size, count), row in zip(itertools.product(sizes, counts), rows, strict=True):
+        ours = row["Tessel"]
+        over = [
+            "-" if ours is None or (other := row[side]) is None else f"{ours['rate'] / other['rate']:.2f}"
+            for side in ("tensor parallel", "1F1B")
+        ]
+        lines.append([str(size), str(count), *map(cell, row.values()), *over])
     print(f"\n{devices} devices\n")
     heads = ["samples", "micro-batches", *SIDES, "Tessel / tensor parallel", "Tessel / 1F1B"]
     print(markdown(heads, lines), flush=True)
-    return [str(devices), *(cell(within(rows, side)) for side in SIDES)]
+    return [str(devices), *best(rows)]
 
 
 def main() -> int:
@@ -144,18 +183,31 @@ def main() -> int:
     parser.add_argument("--sizes", default="1,2,4", help="samples in a micro-batch")
     parser.add_argument("--counts", default="1,2,4,8,16,32,64,128", help="micro-batches")
     parser.add_argument("--limit", type=float, default=4.0, help="seconds of each search")
+    parser.add_argument("--texts", default="", help="tokens of a text, each another model; with four devices")
+    parser.add_argument("--links", default="", help="GB/s between devices of a server, each another cluster")
     resumable(parser)
     asked = parser.parse_args()
     pieces = Pieces(asked.kept, asked.part_seconds)
     sizes, counts = ([int(each) for each in text.split(",")] for text in (asked.sizes, asked.counts))
     print(machine())
+    numbers = [int(each) for each in asked.devices.split(",")]
+    texts, links = ([float(each) for each in text.split(",") if text] for text in (asked.texts, asked.links))
+    worlds = [World(int(text), rate) for text, rate in itertools.product(texts or [0], links or [0])]
+    how = sizes, counts, asked.limit
+    heads, found = ["devices"], list[list[str]]()
     try:
-        best = [table(pieces, int(each), sizes, counts, asked.limit) for each in asked.devices.split(",")]
+        if any(any(world) for world in worlds):
+            heads = ["devices", "tokens of a text", "GB/s"]
+            for devices, world in itertools.product(numbers, worlds):
+                said = [f"{each:g}" if each else "-" for each in world]
+                found.append([str(devices), *said, *best([*rows_of(pieces, devices, *how, world)])])
+        else:
+            found = [table(pieces, each, *how) for each in numbers]
     except Paused as paused:
         note(str(paused))
         return 3
     print(f"\nthe best throughput within {BUDGET_MS:g} ms\n")
-    print(markdown(["devices", *SIDES], best))
+    print(markdown([*heads, *SIDES, "Tessel / tensor parallel"], found))
     return 0
 
 

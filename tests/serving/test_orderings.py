@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from pipeplan.errors import InfeasibleError
 from pipeplan.serving.course import ServingResult
 from pipeplan.serving.steps import DecodeTime, engine_constants
 from support.paths import ROOT
@@ -16,9 +17,9 @@ from support.paths import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 
 import cache_orderings
-from cache_parallelism import LENGTHS, SIDES, Case, Side
+from cache_parallelism import LENGTHS, SIDES, Case, Side, Texts
 
-COUNTED = {"communication: tp sends more than cp, as printed", "the same, counted alike"}
+COUNTED = {"communication: tp sends more than cp, as printed", "communication: the same, counted alike"}
 """Of formulas alone."""
 
 
@@ -37,10 +38,11 @@ def made_up(seed: int) -> Callable[[Side, Case], ServingResult]:
         def of(quantity: str) -> float:
             return worse[side, quantity, case.tokens == LENGTHS[0]]
 
+        most = case.most or 128
         busy = DecodeTime(1000 * of("compute"), 1000 * of("communication"), 1000 * of("host"))
         waited = 1000 * (of("waits") - 1)
-        end = (busy.total_ns + waited) * (case.most / 32) ** (grows - 1)
-        return ServingResult(100, end, busy, 0.0, 10, int(evicts * of("evicts") * case.most), waited)
+        end = (busy.total_ns + waited) * (most / 32) ** (grows - 1)
+        return ServingResult(100, end, busy, 0.0, 10, int(evicts * of("evicts") * most), waited)
 
     return serve
 
@@ -64,7 +66,7 @@ def test_every_ordering_could_fail_and_could_hold() -> None:
 def test_what_sends_more_is_counted() -> None:
     """As the text prints it tensor parallelism sends more; by one convention for both it sends less."""
     found = {each.says: each.holds(made_up(0)) for each in cache_orderings.orderings() if each.says in COUNTED}
-    assert [found[says] for says in sorted(COUNTED)] == [True, False]
+    assert [found[says] for says in sorted(COUNTED)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +80,40 @@ def test_an_ordering_goes_where_its_reason_goes(says: str, constant: str) -> Non
     assert not ordering.holds(cache_orderings.at(cache_orderings.varied(constants, constant, 0.0)))
 
 
+def test_a_whole_model_is_said_where_there_is_room() -> None:
+    """A side without room is behind, or its cases are left out; nothing is said where nobody has any."""
+
+    def serve(side: Side, case: Case) -> ServingResult:
+        if case.tokens > rooms[side]:
+            raise InfeasibleError(f"{case.tokens} tokens do not fit")
+        return made_up(0)(side, case)
+
+    found = {each.says: each for each in cache_orderings.orderings()}
+    above, waits = found["prefix of 50,000 and more: cp above dp"], found["host: tp longer than cp"]
+    rooms = {"cp": 75_000, "tp": 10_000, "dp": 10_000}
+    assert cache_orderings.whole(above, serve) == "yes (no room for cp from 100,000, dp from 50,000)"
+    assert cache_orderings.whole(waits, serve).endswith(" (no room for tp from 50,000, cp from 100,000)")
+    rooms |= {"cp": 10_000, "dp": 100_000}
+    assert cache_orderings.whole(above, serve) == "no (no room for cp from 50,000)"
+    rooms |= {"cp": 0, "dp": 0, "tp": 0}
+    assert {cache_orderings.whole(each, serve) for each in (above, waits)} == {"no room for anybody"}
+    rooms["tp"] = 100_000
+    assert cache_orderings.whole(waits, serve) == "no room for cp from 10,000"
+
+
+def test_lengths_are_as_the_constants_say() -> None:
+    """Without a spread all are as long as the mean; a request more for each that the batch has room for is a round."""
+    usual = Texts.usual()
+    case = Case("decode", 10_000, 32)
+    assert len({*usual.requests(case)}) > len([*usual.requests(case)]) / 2
+    assert {each.new_tokens for each in usual._replace(spread=0).requests(case)} == {10_000}
+    assert len([*usual._replace(rounds=3).requests(case)]) == 96
+    assert {each.prefix_tokens for each in usual._replace(prompt=7).requests(case)} == {7}
+    assert usual.batch(Case("prefix", 10_000, None)) == usual.most
+
+
 def test_ranges_are_runs_of_factors() -> None:
     assert cache_orderings.words({0: True, 0.0625: True, 1: False, 4: True}) == "0 to 1/16, 4"
     assert cache_orderings.words({1: False}) == "none"
     assert cache_orderings.words({1: True, 4: True}) == "all"
-    assert {"table_ns", "attention", "heads", "launch_ns"} < {*cache_orderings.ranges()}
+    assert {"table_ns", "attention", "heads", "launch_ns", *Texts._fields} < {*cache_orderings.ranges()}

@@ -93,11 +93,13 @@ def exchange(
 def linear(tokens: int, inputs: int, outputs: int, width: int, *, bias: bool = True) -> Operator:
     """A matrix product with a weight: [tokens, inputs] to [tokens, outputs]; 2 FLOPs per multiply and add."""
     taken, given, weight = tokens * inputs * width, tokens * outputs * width, inputs * outputs * width
-    product = Kernel(2 * tokens * inputs * outputs, taken + given + weight, matrix=True)
+    work, moved = 2 * tokens * inputs * outputs, taken + given + weight
+    product = Kernel(work, moved, matrix=True)
+    ahead = Kernel(work, moved, matrix=True, weights=True, product=(tokens, inputs, outputs, 1))
     parameters = inputs * outputs + (outputs if bias else 0)
     return Operator(
         parameters=parameters,
-        forward=(product,),
+        forward=(ahead,),
         input_grad=(product,),
         weight_grad=(product, _accumulate(parameters, width)),
         saved_bytes=taken,

@@ -8,7 +8,7 @@ with the papers'.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
@@ -407,8 +407,11 @@ _SPLIT = (
 
 def family_of(name: str) -> Family:
     """The dimensions of a paper's model, which lay it out; ``name`` is one of ``MODELS``."""
-    size = MODELS[name]
-    require_known(size.dimensions, FAMILIES[size.family], f"model {name!r} of family {size.family}")
+    return _family_of(MODELS[name])
+
+
+def _family_of(size: ModelSize) -> Family:
+    require_known(size.dimensions, FAMILIES[size.family], f"model {size.name!r} of family {size.family}")
     return FAMILIES[size.family](**size.dimensions)
 
 
@@ -434,19 +437,32 @@ def model(
     """
     if name not in MODELS:
         raise UsageError(f"there is no model {name!r}; {choose_from(name, list(MODELS))}")
-    paper = MODELS[name]
+    how: Any = {"device": device, "microbatch_sizes": microbatch_sizes, "shards": shards, "cluster": cluster}
+    return profile_of_size(MODELS[name], inference=inference, **how)
+
+
+def profile_of_size(
+    paper: ModelSize,
+    *,
+    device: str | None = None,
+    microbatch_sizes: Sequence[int] | None = None,
+    shards: Sequence[int] = (1,),
+    cluster: Cluster | None = None,
+    inference: bool = False,
+) -> Profile:
+    """The profile of a model with these dimensions, as :func:`model` makes it of a paper's."""
     preset = device_preset(device or paper.device)
     sizes = sorted(set(paper.microbatch_sizes if microbatch_sizes is None else microbatch_sizes))
     if not sizes or sizes[0] < 1 or sizes[-1] > _MOST_SAMPLES:
         raise UsageError(f"--microbatch must be sizes from 1 to {_MOST_SAMPLES}, not {sizes}")
     groups = _usable(shards, cluster)
     layout = ModelLayout(preset, sizes, shards=groups, prices=None if cluster is None else prices_in(cluster))
-    dimensions = family_of(name)
+    dimensions = _family_of(paper)
     dimensions.build(layout)
     source = f"Device: {preset.source}."
     split = _SPLIT.format(cluster.name if cluster is not None else preset.title) if groups[-1] > 1 else ""
     found = Profile(
-        name=name,
+        name=paper.name,
         source=Source(
             method="estimated",
             device=preset.title,

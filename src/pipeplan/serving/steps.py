@@ -1,22 +1,25 @@
 """What a decode step takes on each device: kernels, collectives, and the work of the host that keeps the block table.
 
 One layer is a decoder's as Llama has it; a model is so many of them. Dense products read all weights whatever the
-batch is, and attention reads the cache; both at what the device's preset reaches, attention less where a device has few
-tokens of a request, or few heads.
+batch is, and attention reads the cache; both take what estimated profiles say of such kernels, attention longer where a
+device has few tokens of a request, or few heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from pipeplan.catalog import read_table
 from pipeplan.costs.cache_volumes import AttentionShape, Kept, step_volume
-from pipeplan.costs.devices import DevicePreset
+from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.costs.operators import Operator, activation, add, linear, norm, sequence_of
+from pipeplan.costs.uniform.shares import shares_reached
+from pipeplan.costs.uniform.traced import FusedRates, of_few_rows
 from pipeplan.errors import InfeasibleError
 from pipeplan.serving.paged_cache import blocks_of
 from pipeplan.units import format_bytes
@@ -158,6 +161,11 @@ class StepCosts:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @cached_property
+    def rates(self) -> FusedRates:
+        """How long the device takes for kernels, as in estimated profiles."""
+        return FusedRates.of(self.device, shares_reached(self.device))
+
     @property
     def shards(self) -> int:
         """Devices that split heads and weights."""
@@ -218,9 +226,10 @@ class StepCosts:
         reached *= share_at(constants.heads, 32 * heads // self.shards // heads)
         waiting = work.sends * constants.step_ns + work.collectives * constants.launch_ns
         entry = constants.table_ns + 1e9 * constants.table_bytes / constants.host_bytes_per_s
+        carried = self.rates.machine.bandwidth_share * constants.links_bytes_per_s
         return DecodeTime(
             work.dense_ns + work.full_ns / reached,
-            1e9 * work.sent_bytes / constants.links_bytes_per_s + waiting,
+            1e9 * work.sent_bytes / carried + waiting,
             work.entries * entry,
         )
 
@@ -231,14 +240,15 @@ class StepCosts:
 
     def _dense_ns(self, requests: int) -> float:
         kernels = self.layer.dense(requests, self.shards).forward
-        one = sum(self.device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels)
-        return self.layer.layers * one
+        return self.layer.layers * sum(self.rates.kernel_ns(of_few_rows(each)) for each in kernels)
 
     def _full_ns(self, tokens: int) -> float:
         shape, width = self.layer.shape, self.layer.width
         read = 2 * tokens * shape.keys // self.shards * width
         flops = 4 * tokens * shape.queries // self.shards
-        return self.layer.layers * self.device.kernel_ns(flops, read, matrix=True)
+        size = shape.queries // shape.heads
+        core = Kernel(flops, read, matrix=True, form="attention", head_size=size)
+        return self.layer.layers * self.rates.kernel_ns(core)
 
 
 def share_at(table: Table, size: float) -> float:

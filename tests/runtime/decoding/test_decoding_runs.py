@@ -86,6 +86,18 @@ QUICK |= {
     for dtype in TOLERANCE
 }
 QUICK |= {f"two stages, {kind}": of_pairs([kind] * 2) for kind in ("samples2", "shards2", "cache2", "cacheq2")}
+QUICK |= {
+    f"{kind} of {model[:10]} in float64": of_four(kind, model, dtype="float64")
+    for model, kinds in (
+        ("gpt2-tiny", ("samples2-shards2",)),
+        (LLAMA, ("samples2-cache2", "cache2-shards2", "copies4")),
+        (QWEN2, ("shards4", "cacheq4")),
+        (DEEPSEEK_2, ("shards4", "cacheq4")),
+        (MIXTRAL, ("experts4", "samples2-experts2")),
+    )
+    for kind in kinds
+}
+"""The main ones of each kind of mixture and model; the others are long."""
 
 SLOW = {
     f"{kind} of {model[:5]} in {dtype}": of_four(kind, model, dtype=dtype)
@@ -126,6 +138,7 @@ SLOW |= {
     "two stages with experts": of_pairs(["experts2", "experts2"], MIXTRAL),
     "experts of layers and of prompts in parts": of_four("experts4", "gpt2-experts-tiny", chunk=2),
 }
+SLOW = {name: each for name, each in SLOW.items() if each not in QUICK.values()}
 
 
 def right(cases: dict[str, Case]) -> None:
@@ -220,8 +233,9 @@ def test_bytes_on_the_wire_are_those_predicted() -> None:
         predicted = step_volume(name, shape, WIDE_REQUESTS, 4, statistics=1).bytes(8, 8) * STEPS * LAYERS
         for rank in range(4):
             moved, beside = found.wire[rank], sum(found.sent[rank].values()) - sent_in_attention(found, rank, name)
-            if moved is not None:  # a system that counts them
-                assert 0 <= (moved - beside) / predicted - 1 < 0.02, name
+            if moved is None:
+                pytest.skip("this system does not count what a process's TCP connections have sent (Linux does)")
+            assert 0 <= (moved - beside) / predicted - 1 < 0.02, name
 
 
 WIDE_REQUESTS = 64
@@ -331,7 +345,8 @@ def test_a_plan_is_followed_from_a_file_of_weights(tmp_path: Path) -> None:
     assert found.figures()["predicted_token_ns"] == plan.token_ns
     wire = found.result.wire_bytes
     for sent, moved in zip(found.result.sent_bytes, wire, strict=True):
-        assert moved is not None
+        if moved is None:
+            pytest.skip("this system does not count what a process's TCP connections have sent (Linux does)")
         assert sum(sent.values()) < moved < 3 * sum(sent.values())  # what goes about each message, of a few bytes here
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeplan.costs.devices import Kernel, device_preset
 from pipeplan.costs.uniform.layer import head_of, layer_of
-from pipeplan.costs.uniform.shares import catalog_shares, machine_of, own_shares, shares_for, usual_attention
+from pipeplan.costs.uniform.shares import catalog_shares, machine_of, shares_for, shares_reached, usual_attention
 from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.costs.uniform.words import Transformer, UniformLayout
 from pipeplan.errors import UsageError
@@ -236,7 +236,7 @@ def test_accelerators_have_fused_kernels_unless_asked(device: str, asked: str | 
 def test_devices_without_published_runs_keep_their_own_curves() -> None:
     """A product takes its whole tiles, at what the processor's curve ends at."""
     cpu = device_preset("cpu")
-    rates = FusedRates.of(cpu, own_shares(cpu))
+    rates = FusedRates.of(cpu, shares_reached(cpu))
     product = Kernel(2 * 256**3, 0, matrix=True, product=(256, 256, 256, 1))
     assert rates.kernel_ns(product) == pytest.approx(1e9 * product.flops / (cpu.matrix_flops_per_s * 0.8))
     model = chain(by_hand=False)

@@ -55,9 +55,12 @@ def shares_for(kind: str, known: Mapping[str, Shares]) -> Shares:
     return known[kind]
 
 
-def own_shares(device: DevicePreset) -> Shares:
-    """Where a device's own curves end."""
-    return Shares(device.matrix_efficiency[-1][1], device.memory_efficiency[-1][1], device.name)
+def shares_reached(device: DevicePreset) -> Shares:
+    """What a device is taken to reach: what runs of its kind or a neighbour did, else where its own curves end."""
+    fitted = shares_for(device.name, catalog_shares())
+    return (
+        fitted if fitted.runs else Shares(device.matrix_efficiency[-1][1], device.memory_efficiency[-1][1], device.name)
+    )
 
 
 def usual_attention(device: DevicePreset) -> str:

@@ -34,7 +34,7 @@ from pipeplan.costs.devices import (
 )
 from pipeplan.costs.recipes import ESTIMATED, products_in_fp8, profiled_recipe
 from pipeplan.costs.uniform.judging import RunsFit
-from pipeplan.costs.uniform.shares import catalog_shares, own_shares, shares_for
+from pipeplan.costs.uniform.shares import shares_reached
 from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Recipe, RingCosts
@@ -178,8 +178,8 @@ def estimate_model(
     splits, every, rows = [found.shares[pair] for pair in pairs], list(found.shares.values()), found.rows
     kinds = _NOTES, _FUSED if fused else _EAGER, why and _WHOLE.format(why), _OVERLAPPED * overlap_tensor
     notes = " ".join(filter(None, (*kinds, attention and f"Attention is {attention}.")))
-    shares = shares_for(device.name, catalog_shares()) if runs is None else runs.shares
-    rates = FusedRates.of(device, shares if shares.runs else own_shares(device), attention)
+    shares = shares_reached(device) if runs is None else runs.shares
+    rates = FusedRates.of(device, shares, attention)
     if runs is not None or (calibration is None and shares.runs):
         device, notes = rates.device, f"{notes} {shares.notes if runs is None else runs.notes}"
 

@@ -19,7 +19,7 @@ from pipeplan.costs.communication import LinkPath, Prices, prices_in, prices_of
 from pipeplan.costs.devices import DevicePreset, Kernel, Kernels
 from pipeplan.costs.quantized import WEIGHTS, WeightFormat, Weights, is_quantized, with_weights
 from pipeplan.costs.recipes import inference_recipe
-from pipeplan.costs.uniform.shares import catalog_shares, own_shares, shares_for
+from pipeplan.costs.uniform.shares import shares_reached
 from pipeplan.costs.uniform.traced import FusedRates, of_few_rows
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, PhaseRow, Profile, Recipe, Source, TiedParameter
@@ -182,8 +182,8 @@ def estimate_inference(
     """
     decoder = asked.decoder_of(model)
     fused = kernels == "fused" or (kernels is None and device.family != "")
-    shares = shares_for(device.name, catalog_shares())
-    rates = FusedRates.of(device, shares if shares.runs else own_shares(device))
+    shares = shares_reached(device)
+    rates = FusedRates.of(device, shares)
     if shares.runs:
         device = rates.device
     chosen = rates if fused else device
