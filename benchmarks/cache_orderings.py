@@ -30,7 +30,6 @@ from cache_parallelism import (
     Side,
     Texts,
     served,
-    served_course,
 )
 from tables import machine, markdown
 
@@ -292,14 +291,11 @@ def looked_at(chosen: Sequence[Ordering], names: Sequence[str], state: Path | No
         "whole": lambda: [whole(each, lambda side, case: served(side, case, usual, MODEL)) for each in chosen],
     }
     for name in names:
-        for factor in ranges()[name]:
+        for factor in (each for each in ranges()[name] if each != 1):
             worlds[f"{name} {factor:g}"] = partial(_all_hold, chosen, varied_world(name, factor))
     for world, find in worlds.items():
         if world not in known:
             known[world] = find()
-            if world.split()[0] in Texts._fields:
-                served.cache_clear()  # courses with these lengths are of no further use
-                served_course.cache_clear()
             if state:
                 state.write_text(json.dumps(known))
     return known
@@ -312,7 +308,10 @@ def _all_hold(chosen: Sequence[Ordering], serve: Served) -> list[bool]:
 def row(number: int, each: Ordering, names: Sequence[str], found: dict[str, list[Any]]) -> dict[str, str]:
     """Whether it holds, by what if by a constant that was chosen after the text, within which factors, and whole."""
     here, of_whole = found["here"][number], found["whole"][number]
-    able = {name: {factor: found[f"{name} {factor:g}"][number] for factor in ranges()[name]} for name in names}
+    able = {
+        name: {factor: here if factor == 1 else found[f"{name} {factor:g}"][number] for factor in ranges()[name]}
+        for name in names
+    }
     alone = [name for name in FITTED if here and name in able and not able[name][0]]
     said = f"by {alone[0]} alone" if alone else "yes" if here else "no"
     if here and (of_whole == "no" or of_whole.startswith("no (")):

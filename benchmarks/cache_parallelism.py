@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple, get_args
 
 from tables import machine, markdown
@@ -76,6 +76,10 @@ class Texts(NamedTuple):
         """The maximum batch."""
         return round(self.most) if case.most is None else case.most
 
+    def alone(self, axis: str) -> Texts:
+        """Without what says nothing of this axis."""
+        return self._replace(**{"prompt" if axis == "prefix" else "written": 0, "most": 0})
+
     def _spread(self, lengths: Lengths, mean: float) -> Lengths:
         return lambda draw: max(1, round(mean + self.spread * (lengths(draw) - mean)))
 
@@ -85,12 +89,13 @@ def served(
     side: Side, case: Case, constants: EngineConstants, layer: ServedLayer = LAYER, texts: Texts | None = None
 ) -> ServingResult:
     """All requests at once, so that constants decide the times alone."""
-    blocks = constants.block_tokens, constants.watermark
-    return served_course(side, case, blocks, layer, texts or Texts.usual()).timed(constants)
+    blocks, texts = (constants.block_tokens, constants.watermark), texts or Texts.usual()
+    resolved = case._replace(most=texts.batch(case))
+    return _course(side, resolved, blocks, layer, texts.alone(case.axis)).timed(constants)
 
 
-@cache
-def served_course(side: Side, case: Case, blocks: tuple[int, float], layer: ServedLayer, texts: Texts) -> ServingCourse:
+@lru_cache(maxsize=300)
+def _course(side: Side, case: Case, blocks: tuple[int, float], layer: ServedLayer, texts: Texts) -> ServingCourse:
     """What is done for that, with the catalog's constants but these."""
     kept: Kept = "dp" if side == "dp in step" else side
     constants = replace(engine_constants(), block_tokens=blocks[0], watermark=blocks[1])
