@@ -88,7 +88,8 @@ def main() -> None:
     asked = parser.parse_args()
     asked.folder.mkdir(exist_ok=True)
     rows = [row(asked.folder, kept, *each) for each in STEPS for kept in asked.kv]
-    header = ["devices", "requests", "--kv", "layer, predicted", "handed over", "numbers", "all", "on the wire", ""]
+    of_layer, of_all = ("layer, predicted", "handed over", "numbers"), ("all, handed over", "on the wire", "more")
+    header = ["devices", "requests", "--kv", *of_layer, *of_all]
     print(markdown(header, rows))
     print(machine())
 

@@ -54,6 +54,11 @@ ALL, PAIRS = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
 
+def tolerance(each: Case) -> float:
+    """That of its dtype; of DeepSeek V2 float32's, in which transformers turns queries and keys whatever the dtype."""
+    return TOLERANCE["float32" if each["model"] == DEEPSEEK_2 else each["options"]["dtype"]]
+
+
 def of_four(kind: str, model: str = LLAMA, **options: Any) -> Case:
     """One stage of four devices: five slots, so that their shares differ."""
     return case(model, [kind], ALL, sizes=(5,), prompts=PROMPTS, **options)
@@ -144,7 +149,7 @@ SLOW = {name: each for name, each in SLOW.items() if each not in QUICK.values()}
 def right(cases: dict[str, Case]) -> None:
     for (name, each), found in zip(cases.items(), written_by([*cases.values()], 4), strict=True):
         off = distance(found.texts(), unsplit(each))
-        assert off <= TOLERANCE[each["options"]["dtype"]], name
+        assert off <= tolerance(each), name
         if stop := each["options"].get("stop"):
             ends = {words[-1][0] for words in found.texts().values() if len(words) < each["options"]["new_tokens"]}
             assert ends, "some texts end at such a word"
