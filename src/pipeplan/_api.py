@@ -870,6 +870,7 @@ def make_cluster(
     num_devices: int | None = None,
     *,
     nominal: bool = False,
+    overlap: Literal["none", "sums", "all"] = "sums",
     racks: Sequence[int] = (),
     oversubscription: Sequence[float] = (),
     rails: bool = False,
@@ -878,12 +879,13 @@ def make_cluster(
     """A cluster of the catalog, cut or extended: :func:`pipeplan.costs.clusters.named_cluster`. Raises UsageError.
 
     A maker's has links as published runs reach them (:func:`pipeplan.costs.uniform.shares.as_reached`), unless
-    ``nominal``. With ``racks`` it is a tree of switches (:func:`pipeplan.costs.clusters.in_tree`).
+    ``nominal``. ``overlap`` says which exchanges run beside compute. With ``racks`` it is a tree of switches
+    (:func:`pipeplan.costs.clusters.in_tree`).
     """
     from pipeplan.costs.clusters import in_tree, named_cluster
     from pipeplan.costs.uniform.shares import as_reached
 
-    cluster = named_cluster(name.removeprefix("testbed-"), num_devices)
+    cluster = named_cluster(name.removeprefix("testbed-"), num_devices).model_copy(update={"overlap": overlap})
     if racks or oversubscription or rails or power is not None:
         cluster = in_tree(cluster, racks, oversubscription, rails=rails, power=power)
     return cluster if nominal or name.startswith("testbed-") else as_reached(cluster)

@@ -1456,6 +1456,7 @@ def example_cluster(
     *,
     devices: int | None = None,
     nominal: bool = False,
+    overlap: Literal["none", "sums", "all"] = "sums",
     rack: int | Sequence[int] | None = None,
     oversubscription: float | Sequence[float] | None = None,
     rails: bool = False,
@@ -1467,6 +1468,8 @@ def example_cluster(
         name: such as ``"cluster-h100"`` or ``"testbed-tessel"``; ``pipeplan example --help`` lists them.
         devices: number of devices; by default the cluster's own.
         nominal: links at the rates of their data sheets, not at what published runs reach of them.
+        overlap: exchanges once an iteration that run beside compute: ``"sums"`` of gradients, as ``pipeplan run`` has
+            them, ``"all"``, as Megatron-LM and FSDP do, or ``"none"``.
         rack: nodes under one switch, which makes the network a fat tree; with more tiers of switches, of each.
         oversubscription: with ``rack``, what the devices under a switch could send at once over what its uplinks carry,
             as 4 for 4:1; of each tier, by default 1.
@@ -1483,7 +1486,8 @@ def example_cluster(
         >>> pipeplan.example_cluster("testbed-tessel", devices=8).num_devices
         8
     """
-    given = {"devices": devices, "rack": rack, "oversubscription": oversubscription, "power": power}
+    given = {"devices": devices, "overlap": overlap, "rack": rack, "oversubscription": oversubscription, "power": power}
     asked = _asked("example", {key: value for key, value in given.items() if value is not None}).params
     tree = {"oversubscription": asked["oversubscription"] or (), "power": asked["power"], "rails": rails}
-    return _api.make_cluster(name, devices and asked["devices"], nominal=nominal, racks=asked["racks"] or (), **tree)
+    tree |= {"nominal": nominal, "overlap": asked["overlap"], "racks": asked["racks"] or ()}
+    return _api.make_cluster(name, devices and asked["devices"], **tree)

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+import pipeplan
 from pipeplan.cli.example_verb import example_command as command
 from pipeplan.cli.main import main
+from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, SHAPES
-from pipeplan.files import Profile, parse, read_profile, to_json
+from pipeplan.files import Cluster, Profile, parse, read_profile, to_json
 from support.paths import ROOT
 
 MS = 1_000_000
@@ -137,7 +139,7 @@ def test_flags_are_the_documented_ones() -> None:
             "--weight-grad",
         ),
         *("--shared-forward", "--shared-backward", "--comm", "--bytes", "--activation-bytes", "--weight-grad-bytes"),
-        *("--device", "--microbatch", "--shards", "--cluster", "--nominal", "-o", "--output"),
+        *("--device", "--microbatch", "--shards", "--cluster", "--nominal", "--overlap", "-o", "--output"),
         *("--rack", "--oversubscription", "--rails", "--power"),
     }
 
@@ -228,3 +230,12 @@ def test_testbeds_are_clusters() -> None:
         assert parse(result.output, Cluster).num_devices > 1
     result = CliRunner().invoke(command, ["testbed-tessel", "--devices", "12"])
     assert parse(result.output, Cluster).num_devices == 12
+
+
+def test_a_cluster_says_what_overlaps() -> None:
+    plain, all_beside = (pipeplan.example_cluster("cluster-h100", overlap=each) for each in ("sums", "all"))
+    assert plain == pipeplan.example_cluster("cluster-h100")
+    assert all_beside == plain.model_copy(update={"overlap": "all"})
+    done = CliRunner().invoke(command, ["cluster-h100", "--overlap", "all"])
+    assert parse(done.stdout, Cluster) == all_beside
+    assert isinstance(CliRunner().invoke(command, ["gpt2-345m", "--overlap", "all"]).exception, UsageError)

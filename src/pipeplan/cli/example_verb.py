@@ -10,7 +10,19 @@ from click.core import ParameterSource
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs
-from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE, NUM_DEVICES, NUMBER, Ratios, given_file
+from pipeplan.cli.shared import (
+    BYTES,
+    COUNTS,
+    DEVICE,
+    DURATION,
+    EXAMPLE,
+    FILE,
+    NUM_DEVICES,
+    NUMBER,
+    OneOf,
+    Ratios,
+    given_file,
+)
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +38,7 @@ _TAKERS = {
     **dict.fromkeys(("device", "microbatch", "shards", "cluster"), ("models",)),
     "devices": ("shapes", "clusters"),
     "inference": ("shapes", "models"),
-    **dict.fromkeys(("nominal", *_TREE), ("clusters",)),
+    **dict.fromkeys(("nominal", "overlap", *_TREE), ("clusters",)),
 }
 """Parameter -> the kinds of examples that take it; all others are of shapes."""
 
@@ -118,6 +130,13 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
     help="Links of a cluster as data sheets state them, not as runs reach them, and nothing in compute's way.",
 )
 @click.option(
+    "--overlap",
+    type=OneOf(["none", "sums", "all"]),
+    default="sums",
+    help="Exchanges once an iteration beside compute: sums of gradients, as pipeplan run has them; all, as Megatron-LM "
+    "and FSDP do; or none.",
+)
+@click.option(
     *("--rack", "racks"),
     type=COUNTS,
     metavar="NODES",
@@ -161,13 +180,14 @@ def made_example(ctx: click.Context) -> Profile | Cluster:
     name, devices, chunks = given.pop("name"), given.pop("devices"), given.pop("chunks")
     device, cluster = given.pop("device"), given_file("cluster", given.pop("cluster"))
     sizes, shards, _ = given.pop("microbatch"), given.pop("shards"), given.pop("output")
-    nominal, tree = given.pop("nominal"), {name: given.pop(name) for name in _TREE}
+    nominal, overlap = given.pop("nominal"), given.pop("overlap")
+    tree = {name: given.pop(name) for name in _TREE}
     kind = _api.example_kind(name)
     _refuse_others(ctx, name, kind)
     if kind == "clusters":
         asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
         said = {name: value or () for name, value in tree.items() if name in ("racks", "oversubscription")}
-        return _api.make_cluster(name, asked, nominal=nominal, **{**tree, **said})
+        return _api.make_cluster(name, asked, nominal=nominal, overlap=overlap, **{**tree, **said})
     if kind == "models":
         how = {"device": device, "microbatch_sizes": sizes, "shards": shards or (1,), "inference": given["inference"]}
         return _api.make_model(name, **how, cluster=cluster)
