@@ -56,6 +56,7 @@ from pipeplan.schedule import steps as schedule_steps
 from pipeplan.schedule.cpsat.solver import Budget, load_solver, solve
 from pipeplan.schedule.cpsat.windows import Ramps
 from pipeplan.schedule.pattern import Pattern, compose
+from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.search import MOST_ENTRIES, first_look, plain_look
 from pipeplan.schedule.state import ScheduleStep, SearchState
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
@@ -1169,3 +1170,50 @@ def test_what_is_left_is_not_made_after_an_interruption(monkeypatch: pytest.Monk
     assert found.interrupted
     assert found.candidates.left > 0
     assert not made
+
+
+def taking_long(scheduler: str) -> Request:
+    """A large request for a repetend, or for what rules order."""
+    asked = of(400, 16, 10**9, num_microbatches=16, microbatch_size=1, time_limit=20.0)
+    return replace(asked, scheduler=scheduler, rules=named_rules("1f1b") if scheduler == "rules" else None)
+
+
+@pytest.mark.filterwarnings("ignore:--(scheduler repetend|rules 1f1b) had no plan")
+@pytest.mark.parametrize(("scheduler", "flag"), [("repetend", "--scheduler repetend"), ("rules", "--rules 1f1b")])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_schedule_that_has_no_time_leaves_a_plain_one_that_says_so(
+    scheduler: str, flag: str, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, heard = Hand(), list[tuple[str, int]]()
+    limit = Limit(20.0, clock=clock)
+
+    def endless(*_: Any, **__: Any) -> None:
+        assert heard, "there is a plan before the schedule that was asked for is begun"
+        clock.now = 5.0 if interrupted else 1_000.0
+        if interrupted:
+            limit.interrupt()
+        checkpoint()
+        raise AssertionError("there was time left")
+
+    monkeypatch.setattr(Trial, "search", endless)
+    asked = taking_long(scheduler)
+    found = search_plan(
+        asked, within=limit, progress=lambda what, best, *_: heard.append((what, best)) if best else None
+    )
+    assert found.interrupted == interrupted
+    assert found.stands_in
+    assert heard[0] == (f"even one-to-one until {flag} has one", found.plan.predicted.iteration_ns)
+    made = found.plan.provenance
+    assert made.choices["schedule"] == f"{made.scheduler}, for want of {flag}'s"
+    assert not made.rules
+    assert made.scheduler in ("1f1b", "gpipe", "1f1b+groups", "gpipe+groups")
+    assert any(note.startswith(f"{flag} had no plan") for note in found.notes)
+    assert check(found.plan, asked.profile, asked.cluster).valid
+
+
+def test_what_rules_order_is_the_answer_once_it_is_there() -> None:
+    found = search_plan(taking_long("rules"), within=Limit(20.0, clock=Hand()))
+    assert not found.stands_in
+    assert found.plan.provenance.scheduler == "rules: 1f1b"
+    assert found.plan.provenance.choices["schedule"] == "--rules 1f1b"
+    assert not any("had no plan" in note for note in found.notes)

@@ -237,7 +237,8 @@ def _provenance(request: Request, candidate: PlacementCandidate, scheduler: str,
         ortools=version("ortools"),
     )
     chosen = choices_of(request, candidate.source, scheduler, late_inputs=workload.has_parts)
-    return made.model_copy(update={"rules": _lines_of(request.rules), "choices": chosen})
+    rules = () if stands_in(request, candidate.source, scheduler) else _lines_of(request.rules)
+    return made.model_copy(update={"rules": rules, "choices": chosen})
 
 
 def _sequence_parallel(profile: Profile, workload: Workload) -> dict[str, bool]:
@@ -481,8 +482,11 @@ class Result(Displayed):
 
     @property
     def stands_in(self) -> bool:
-        """Whether the plan is cut evenly, as the planner that was asked for had none when the search ended."""
-        return self.request is not None and stands_in(self.request, str(self.plan.provenance.options.get("stages")))
+        """Whether the plan is an even cut, as what was asked for had none when the search ended."""
+        made = self.plan.provenance
+        return self.request is not None and stands_in(
+            self.request, str(made.options.get("stages")), str(made.scheduler)
+        )
 
     @property
     def gap(self) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pipeplan.files import Placement
 from pipeplan.planning.request import Request
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.search import PLAIN
 
 SEARCHED = "searched"
 
@@ -30,7 +31,7 @@ def choices_of(request: Request, source: str, scheduler: str, *, late_inputs: bo
         "placement": _placement_by(request, source),
         **{name: said[name] for name in _SIZES if name in said},
         "microbatch": said.get("microbatch") or _microbatch_by(request, source),
-        "schedule": named or _search_of(request, scheduler),
+        "schedule": _stood_in(request, source, scheduler) or named or _search_of(request, scheduler),
         "recompute": said.get("recompute", SEARCHED),
         "backward": said.get("split_backward", whole),
         "slices": said.get("num_parted") or _slices_by(request, whole),
@@ -77,7 +78,7 @@ def choices_of_splits(request: Request, only: str | None) -> dict[str, str]:
 
 def _placement_by(request: Request, source: str) -> str:
     """A strategy says where stages stand, and not which they are."""
-    if stands_in(request, source):
+    if _cut_stands_in(request, source):
         return f"an even cut, for want of --planner {request.planner}'s"
     if request.planner != "auto":
         return f"--planner {request.planner}"
@@ -88,16 +89,40 @@ def _placement_by(request: Request, source: str) -> str:
     return made if stated is None else f"{stated}, stages {made}"
 
 
-def stands_in(request: Request, source: str) -> bool:
+def takes_long(request: Request) -> str | None:
+    """The flag that asks for what may be found late, so that an even cut stands in for it until then; None without."""
+    if request.planner != "auto":
+        return f"--planner {request.planner}"
+    if request.rules is not None:
+        return f"--rules {request.rules.name}"
+    return f"--scheduler {request.scheduler}" if request.scheduler == "repetend" else None
+
+
+def stands_in(request: Request, source: str, scheduler: str) -> bool:
+    """Whether a plan is an even cut with GPipe or 1F1B because what :func:`takes_long` was not there in time.
+
+    ``source`` and ``scheduler`` made its stages and schedule.
+    """
+    return _cut_stands_in(request, source) or _stood_in(request, source, scheduler) is not None
+
+
+def _cut_stands_in(request: Request, source: str) -> bool:
     """Whether stages are cut evenly because the planner that was asked for had none when time was up."""
     return request.planner != "auto" and source == EVEN
+
+
+def _stood_in(request: Request, source: str, scheduler: str) -> str | None:
+    """The schedule that stands in for another one that was asked for, in words; None where none does."""
+    plain = request.planner == "auto" and source == EVEN and scheduler.removesuffix("+groups") in PLAIN
+    asked = takes_long(request)
+    return f"{scheduler}, for want of {asked}'s" if plain and asked is not None else None
 
 
 def _microbatch_by(request: Request, source: str) -> str:
     """Planners choose sizes with their stages, where there is more than one."""
     if len(request.sizes) < 2:
         return "the only size there is"
-    own = request.planner != "auto" and not stands_in(request, source)
+    own = request.planner != "auto" and not _cut_stands_in(request, source)
     return f"--planner {request.planner}" if own else SEARCHED
 
 

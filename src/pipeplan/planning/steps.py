@@ -54,6 +54,7 @@ from pipeplan.planning.candidates import (
     placed,
     strategy_choices,
 )
+from pipeplan.planning.choices import takes_long
 from pipeplan.planning.device_orders import DeviceOrders
 from pipeplan.planning.divided_state import DivideState
 from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
@@ -63,7 +64,7 @@ from pipeplan.planning.moves import Moves
 from pipeplan.planning.own_ways import OwnWays
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
-from pipeplan.planning.request import Request, first_layers_open
+from pipeplan.planning.request import SUBMODULES, Request, first_layers_open
 from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.start import StartPlan, gain_said, require_start, with_orders
 from pipeplan.planning.trials import (
@@ -591,7 +592,8 @@ class EvenCut(PlanStep):
     work for it would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds
     are left it takes so little that it is made however late it is. If nothing fits with what replicas may divide by
     default, something with more of it is kept for when nothing else is found. Where a published planner is asked for by
-    name, whatever is found here only stands in for its plan, until there is one.
+    name, whatever is found here only stands in for its plan, until there is one; and so does GPipe or 1F1B in a large
+    request where rules are given, or a repetend is asked for.
     """
 
     seconds: float = 2.0
@@ -611,7 +613,7 @@ class EvenCut(PlanStep):
         request = search.request
         if search.begun or isinstance(request.placement, Placement) or request.num_parted or request.spread:
             return
-        if request.scheduler != "auto" and not _is_named(request):
+        if request.scheduler != "auto" and not _is_named(request) and _plain_instead(search) is None:
             return
         search.begun = True
         if search.budget.deterministic:
@@ -626,7 +628,8 @@ class EvenCut(PlanStep):
         _secure(search)
 
     def _in_time(self, search: PlanSearch) -> None:
-        what = "even cut with GPipe or 1F1B" if search.request.scheduler == "auto" else "even cut with the schedule"
+        plain, auto = _plain_instead(search), search.request.scheduler == "auto"
+        what = "even cut with the schedule" if plain is None and not auto else "even cut with GPipe or 1F1B"
         telling = _Telling(
             self.seconds,
             clock=search.budget.clock,
@@ -635,6 +638,12 @@ class EvenCut(PlanStep):
         limit, begin = self._limit(search)
         with limit.ended(), telling.enforced():
             begin()
+            if plain is not None:
+                with suppress(PipeplanError):  # what was asked for may be for other stages
+                    self._look(search, plain, begin)
+                _secure(search)
+            if plain is not None and not _is_named(search.request):
+                return
             short = self._look(search, search.request, begin)
             if search.answer is None and search.may_divide:
                 levels = replace(search.request, zero=AUTO).levels  # the table has the first by default
@@ -671,9 +680,9 @@ class EvenCut(PlanStep):
         def wanted(choice: Choice) -> bool:
             return choice.strategy not in unsuited and num_actions(request, choice) <= most
 
-        cuts = even_cuts(request, begin, wanted)
+        cuts, instead = even_cuts(request, begin, wanted), takes_long(request) != takes_long(search.request)
         for candidate in cuts:
-            trial = Trial.of(search.request, candidate, search.steps)
+            trial = Trial.of(request if instead else search.request, candidate, search.steps)
             try:
                 if _is_named(request):
                     trial.search(request, search.budget, search.budget.remaining)
@@ -692,7 +701,7 @@ class EvenCut(PlanStep):
                 continue
             if trial.best is not None:
                 spare = request is not search.request
-                search.found_first(trial, spare=spare, stands_in=_by_planner(request))
+                search.found_first(trial, spare=spare, stands_in=instead or _by_planner(request))
                 if not spare and not _is_named(request) and not has_table(request):
                     self._other_sizes(search, candidate, cuts)
                 return short
@@ -740,6 +749,18 @@ class _Telling(Limit):
 def _by_planner(request: Request) -> bool:
     """Whether a published planner is asked for by name, which alone chooses the stages."""
     return request.planner != AUTO_PLANNER
+
+
+def _plain_instead(search: PlanSearch) -> Request | None:
+    """The large request with GPipe or 1F1B, which stand in for rules or a repetend until there is a plan of these.
+
+    None where that is not asked for, or what is takes no longer.
+    """
+    request = search.request
+    known = takes_long(request) is None or _by_planner(request) or request.placement == SUBMODULES
+    if known or not is_large(request) or search.budget.deterministic:
+        return None
+    return replace(request, scheduler="auto", rules=None, unroll=None, max_span=None)
 
 
 def _plain_names(request: Request) -> tuple[str, ...]:
@@ -1180,11 +1201,11 @@ def _has_ended(search: PlanSearch) -> bool:
 
 
 def _standing_in(search: PlanSearch, made: MadePlan) -> tuple[str, ...]:
-    """That the plan is not of the planner that was asked for."""
+    """That the plan is not what was asked for."""
     if not made.stands_in:
         return ()
-    name = search.request.planner
-    text = f"--planner {name} had no plan when the search ended: this is an even cut instead; raise --time-limit"
+    asked, how = takes_long(search.request), "" if _by_planner(search.request) else " with GPipe or 1F1B"
+    text = f"{asked} had no plan when the search ended: this is an even cut{how} instead; raise --time-limit"
     warnings.warn(text, stacklevel=3)
     return (text,)
 

@@ -31,6 +31,7 @@ from pipeplan.planning.candidates import (
     in_turns,
     is_large,
 )
+from pipeplan.planning.choices import takes_long
 from pipeplan.planning.exchanging import exchanging_workload
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
@@ -753,7 +754,7 @@ class PlanSearch:
     def found_first(self, trial: Trial, *, spare: bool = False, stands_in: bool = False) -> None:
         """Keep a first trial with a schedule; as the ``spare`` if its replicas divide more than they do by default.
 
-        The best of those that only stand in for a planner's is kept apart.
+        The best of those that only stand in for what was asked for is kept apart.
         """
         self.looked_at += 1
         self.sizes.add(trial.candidate.size_per_replica)
@@ -768,7 +769,7 @@ class PlanSearch:
 
     def report(self, trial: Trial) -> None:
         """Report the best and the bound after a look at a trial."""
-        until = f" until --planner {self.request.planner} has one" if trial is self.stands_in else ""
+        until = f" until {takes_long(self.request)} has one" if trial is self.stands_in else ""
         self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}{until}", self.answer)
 
     def listen(self, trial: Trial) -> Progress | None:

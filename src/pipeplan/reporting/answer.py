@@ -11,6 +11,7 @@ from pipeplan.costs.throughput import one_device_ns
 from pipeplan.files import Placement
 from pipeplan.planning.bounds import open_bound
 from pipeplan.planning.build_plan import Result
+from pipeplan.planning.choices import takes_long
 from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Request
 from pipeplan.reporting.layout import (
@@ -79,12 +80,14 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
         own = request.rules is not None
         made = "" if own else f"{scheduler_words(result.plan.provenance.scheduler)} on "
         ended = f"as {request.imported} runs it," if own else f"{made}the stages of {request.imported},"
+    elif result.stands_in and request.planner == "auto":
+        ended = f"{scheduler_words(result.plan.provenance.scheduler)}, cut evenly: {takes_long(request)} had none"
     elif request.dictates:
         made = f"{scheduler_words(result.plan.provenance.scheduler)}, as given"
         searched = ended == "optimal" or not isinstance(request.placement, Placement)
         ended = f"{made}, {'on the ' * (ended != 'optimal')}{ended}" if searched else f"{made},"
     who = f", stages by --planner {request.planner}" if request.planner != "auto" else ""
-    if result.stands_in:
+    if result.stands_in and request.planner != "auto":
         who = f", stages cut evenly: --planner {request.planner} had none"
     return f"{ended} for {counted(simulation.workload.num_devices, 'device')}{memory}{who}"
 
