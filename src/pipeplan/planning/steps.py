@@ -603,8 +603,9 @@ class EvenCut(PlanStep):
     hurry: float = 1.0
     name = "even cut"
     when = (
-        "first, once; any strategy, with --scheduler auto or a named schedule. With --deterministic only for more than "
-        f"{LARGE} blocks x devices. Of such requests a cut that is begun has {{most}} of what is left"
+        "first, once; any strategy, with --scheduler auto or a named schedule, and for more than "
+        f"{LARGE} blocks x devices whatever is asked for; with --deterministic only for these. Of "
+        "such requests a cut that is begun has {most} of what is left"
     )
     of = "what is left"
     in_turn = True
