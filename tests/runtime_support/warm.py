@@ -72,6 +72,12 @@ def _start_server() -> None:
         forkserver.ensure_running()
 
 
+def start_warm() -> type[WarmRank]:
+    """What starts ranks of one's own, as ``subprocess.Popen`` does."""
+    _start_server()
+    return WarmRank
+
+
 class WarmRank:
     """As much of ``subprocess.Popen`` as is asked of a rank, which a module run as a program makes of its process."""
 
@@ -90,7 +96,9 @@ class WarmRank:
         inherited = {0: read, 1: stdout, 2: stderr, **{number: number for number in pass_fds}}
         descriptors = {number: _Inherited(found) for number, found in inherited.items()}
         self.stdin = os.fdopen(write, "wb")
-        self._process = _SERVER.Process(target=_be, args=(command[2], dict(env), os.getcwd(), os.getpid(), descriptors))
+        self._process = _SERVER.Process(
+            target=_be, args=(command[2:], dict(env), os.getcwd(), os.getpid(), descriptors)
+        )
         self._process.start()
         os.close(read)
         assert self._process.pid is not None
@@ -121,8 +129,10 @@ def _detached(descriptor: Any) -> int:
     return number
 
 
-def _be(module: str, environment: Mapping[str, str], folder: str, parent: int, descriptors: Mapping[int, int]) -> None:
-    """In the rank: all that a new process has from its parent, then its program."""
+def _be(
+    words: Sequence[str], environment: Mapping[str, str], folder: str, parent: int, descriptors: Mapping[int, int]
+) -> None:
+    """In the rank: all that a new process has from its parent, then its program, a module and what that is told."""
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -136,6 +146,6 @@ def _be(module: str, environment: Mapping[str, str], folder: str, parent: int, d
         for number, mode, buffering in ((0, "r", -1), (1, "w", 1), (2, "w", 1))
     )
     os.getppid = lambda: parent  # the server; it ends when the test does, and its ranks with it
-    sys.argv = [module]
-    sys.modules.pop(module, None)
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv = [*words]
+    sys.modules.pop(words[0], None)
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
