@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Executor
 
     from pipeplan.checker import Report as Report
@@ -213,12 +213,20 @@ def search(
 def _search_training(request: Request, executor: Executor | str | None, *, within: Limit | None, **how: Any) -> Result:
     """The search of a plan that is not of decode steps."""
     found = _search_of(request)
-    if not isinstance(executor, str):
-        return found(request, executor=executor, within=within, **how)
+    with _executor(executor, within) as known:
+        return found(request, executor=known, within=within, **how)
+
+
+@contextmanager
+def _executor(named: Executor | str | None, within: Limit | None) -> Iterator[Executor | None]:
+    """The executor, which may be a name as on the command line."""
+    if not isinstance(named, str):
+        yield named
+        return
     from pipeplan.planning.workers import named_executor
 
-    with named_executor(executor, within) as named:
-        return found(request, executor=named, within=within, **how)
+    with named_executor(named, within) as found:
+        yield found
 
 
 def _search_of(request: Request) -> Callable[..., Result]:
@@ -278,8 +286,12 @@ def frontier(
     point: int | None = None,
     progress: Progress | None = None,
     within: Limit | None = None,
+    workers: int = 1,
+    executor: Executor | str | None = None,
 ) -> FrontierResult:
     """Time against memory against devices; see :func:`pipeplan.planning.frontier.search_frontier`.
+
+    An ``executor`` may be named, as on the command line.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -287,12 +299,14 @@ def frontier(
     """
     from pipeplan.planning.frontier import search_frontier
 
-    if request.spares:
-        from pipeplan.planning.spares import frontier_spared
+    how: Any = {"mode": mode, "point": point, "progress": progress, "workers": workers}
+    with _executor(executor, within) as known:
+        how["executor"] = known
+        if request.spares:
+            from pipeplan.planning.spares import frontier_spared
 
-        how: Any = {"mode": mode, "point": point, "progress": progress}
-        return frontier_spared(request, lambda asked, part: search_frontier(asked, within=part, **how), within)
-    return search_frontier(request, mode=mode, point=point, within=within, progress=progress)
+            return frontier_spared(request, lambda asked, part: search_frontier(asked, within=part, **how), within)
+        return search_frontier(request, within=within, **how)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------

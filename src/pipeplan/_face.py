@@ -370,7 +370,8 @@ def search(
         ('optimal', 0.0)
         >>> pipeplan.write(result.plan, "plan.json")
     """
-    from pipeplan.cli.search_verbs import require_one_kind_of_workers, search_request
+    from pipeplan.cli.search_verbs import search_request
+    from pipeplan.cli.shared import require_one_kind_of_workers
 
     request = search_request(_asked("search", locals()).params)
     if request.tunes and explain:
@@ -567,6 +568,8 @@ def frontier(
     time_limit: Duration | None = None,
     seed: int = 0,
     deterministic: bool = False,
+    workers: int | None = None,
+    executor: Executor | str | None = None,
     point: int | None = None,
     progress: SearchProgress | None = None,
     within: Limit | None = None,
@@ -604,6 +607,7 @@ def frontier(
         seed: with ``plans``: start value of the random choices.
         deterministic: with ``plans``: ``time_limit`` counts the work of each number of devices' search instead of
             seconds, and all else is tried to its end, so that the same seed gives the same points on any machine.
+        workers, executor: with ``plans``: what evaluates the candidates of its searches, as in :func:`search`.
         point: number of the point to choose for :meth:`FrontierResult.plan`, counted from 1.
         progress: called on the searching thread with what is tried, the least time so far in ns, its bound where a
             search on the only number of devices knows one, else 0, and the seconds so far.
@@ -622,10 +626,13 @@ def frontier(
         >>> [(point.num_devices, point.memory_bytes, point.time_ns) for point in found.points]
     """
     from pipeplan.cli.frontier_verb import frontier_request
+    from pipeplan.cli.shared import require_one_kind_of_workers
 
     context = _asked("frontier", locals())
+    request = frontier_request(context)
+    require_one_kind_of_workers(request, workers, executor)
     how: Any = {"mode": context.params["mode"], "point": point, "progress": progress, "within": within}
-    return _api.frontier(frontier_request(context), **how)
+    return _api.frontier(request, workers=workers or 1, executor=executor, **how)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------

@@ -98,7 +98,11 @@ def arguments_of(text: str) -> list[str]:
 
 
 def answer(verb: str, text: str, plans: Path | None = None) -> Answer:
-    """Exit code and message, or the masked figures and digests of the masked plan, section by section."""
+    """Exit code and message, or the masked figures and digests of the masked plan, section by section.
+
+    Raises:
+        KeyboardInterrupt: a search heard a signal and ended early, which is no answer.
+    """
     plan = Path("plan.json")
     plan.unlink(missing_ok=True)
     output = ["--deterministic", "-o", plan.name] if verb == "search" else []
@@ -106,6 +110,8 @@ def answer(verb: str, text: str, plans: Path | None = None) -> Answer:
     found: Answer = {"exit": done.code}
     if done.code:
         found["message"] = ":".join(done.err.strip().split(":")[:2])  # what would do is looked for against the clock
+    if verb == "search" and done.out and json.loads(done.out).get("interrupted"):
+        raise KeyboardInterrupt(f"{verb} {text}")
     if done.out:
         found["figures"] = _short(masked(json.loads(done.out)))
     if plan.exists():

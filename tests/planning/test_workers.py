@@ -27,6 +27,7 @@ from pipeplan.checker import check
 from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning import workers
+from pipeplan.planning.frontier import frontier_request, search_frontier
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import Trial
@@ -131,6 +132,40 @@ def test_what_dies_costs_its_candidate() -> None:
     assert found.notes == ("a candidate was lost with its worker (MemoryError: killed)",)
     assert found.candidates.left == alone.candidates.left + 1
     assert check(found.plan).valid
+
+
+FRONTIER = {"devices": (2, 4), "mini_batch": 16, "deterministic": True, "time_limit": 0.3}
+
+
+def test_a_frontier_gives_its_searches_candidates_away() -> None:
+    """The same points come out; what dies costs its candidate, and is said once."""
+    asked = frontier_request(profile((1, 2)), **FRONTIER)
+    alone, counting = search_frontier(asked), Counting(Dying(0))
+    found = search_frontier(asked, executor=counting)
+    assert counting.given > 6
+    assert found.points == alone.points
+    lost = search_frontier(asked, executor=Dying(3)).notes
+    assert [note for note in lost if "lost with its worker" in note] == [
+        "a candidate was lost with its worker (MemoryError: killed)"
+    ]
+
+
+@pytest.mark.slow
+def test_a_frontier_of_two_workers_is_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches on several numbers of devices share two processes, which end with the last."""
+    before = set(active_children())
+    asked, made = frontier_request(profile((1, 2)), **FRONTIER), list[Executor]()
+
+    class Noted(ProcessPoolExecutor):
+        def __init__(self, *how: Any, **more: Any) -> None:
+            made.append(self)
+            super().__init__(*how, **more)
+
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", Noted)
+    found = search_frontier(asked, workers=2)
+    assert len(made) == 1
+    assert found.points == search_frontier(asked).points
+    assert set(active_children()) == before
 
 
 def test_an_executor_that_is_shut_down_is_gone_on_without() -> None:

@@ -17,6 +17,7 @@ from pipeplan.cli.shared import (
     DEVICE,
     DEVICE_COUNTS,
     DURATION,
+    EXECUTOR,
     FILE,
     FOLDER,
     LARGE_NUMBER,
@@ -33,6 +34,7 @@ from pipeplan.cli.shared import (
     limited,
     recipe_options,
     require_folder,
+    require_one_kind_of_workers,
     seldom_collected,
     size_options,
     zero_options,
@@ -64,6 +66,8 @@ _ONLY_PLANS = {
     "uniform": "--uniform",
     "seed": "--seed",
     "deterministic": "--deterministic",
+    "workers": "--workers",
+    "executor": "--executor",
 }
 _PLANNING = ("uniform", "seed", "deterministic")
 """Fields of the request that are flags of whole plans, beside sizes."""
@@ -153,6 +157,12 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @SEED
 @DETERMINISTIC
 @click.option(
+    "--workers",
+    type=click.IntRange(min=1, max=1024),
+    help="With --plans: processes that evaluate the candidates of its searches.  [default: 1]",
+)
+@EXECUTOR
+@click.option(
     "--point",
     type=LARGE_NUMBER,
     metavar="N",
@@ -182,6 +192,8 @@ def frontier_command(
     svg: str | None,
     output: str | None,
     output_all: str | None,
+    workers: int | None,
+    executor: str | None,
     details: bool,
     as_json: bool,
     **_: Any,
@@ -201,11 +213,13 @@ def frontier_command(
         )
     outputs = Outputs({"-o": output, "--svg": svg}, as_json=as_json)
     request = frontier_request(ctx)
+    require_one_kind_of_workers(request, workers, executor)
+    how: Any = {"mode": mode, "point": point, "workers": workers or 1, "executor": executor}
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
     with outputs:
         with Status() as progress, limited(request.time_limit, "frontier") as limit:
-            found = _api.frontier(request, mode=mode, point=point, progress=progress, within=limit)
+            found = _api.frontier(request, progress=progress, within=limit, **how)
         if as_json or outputs.on_stdout:
             say_notes(_api.frontier_notes(request))
         if svg is not None:

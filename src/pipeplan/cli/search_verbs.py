@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import (
+    EXECUTOR,
     FILE,
     LARGE_NUMBER,
     NUM_TOKENS,
@@ -29,6 +30,7 @@ from pipeplan.cli.shared import (
     limited,
     planning_options,
     read_request,
+    require_one_kind_of_workers,
 )
 from pipeplan.errors import InfeasibleError, UsageError
 
@@ -120,11 +122,7 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1, max=1024),
     help="Processes that evaluate candidates.  [default: 1; for auto-tuning, one per core]",
 )
-@click.option(
-    "--executor",
-    metavar="NAME",
-    help="Evaluate candidates on a Dask cluster instead: dask:ADDRESS, such as dask:tcp://host:8786.",
-)
+@EXECUTOR
 @click.option(
     "--cache",
     type=FILE,
@@ -210,13 +208,6 @@ def search_command(
             written = output if output is not None and outputs.has(output) else None
             print_result(request, result, tuning, written, details=details, said=alone)
         outputs.say_written("plan", None if as_json else output)
-
-
-def require_one_kind_of_workers(request: Request, workers: int | None, executor: object) -> None:
-    """Refuse an executor where processes of ours are asked for, or where it does nothing. Raises UsageError."""
-    if executor is not None and (request.tunes or workers is not None):
-        beside = "auto-tuning, which has --workers" if request.tunes else "--workers"
-        raise UsageError(f"--executor is not for {beside}; leave one of them out")
 
 
 def search_request(flags: Mapping[str, Any]) -> Request:

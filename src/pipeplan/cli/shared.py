@@ -277,7 +277,19 @@ DETERMINISTIC = click.option(
     is_flag=True,
     help="Same seed, same plan. --time-limit then counts work instead of seconds, so a busy machine takes longer.",
 )
+EXECUTOR = click.option(
+    "--executor",
+    metavar="NAME",
+    help="Evaluate candidates on a Dask cluster instead: dask:ADDRESS, such as dask:tcp://host:8786.",
+)
 SEQUENCE = click.option("--sequence", type=LARGE_NUMBER, help="Sequence length, for zoo models and configurations.")
+
+
+def require_one_kind_of_workers(request: Request, workers: int | None, executor: object) -> None:
+    """Refuse an executor where processes of ours are asked for, or where it does nothing. Raises UsageError."""
+    if executor is not None and (request.tunes or workers is not None):
+        beside = "auto-tuning, which has --workers" if request.tunes else "--workers"
+        raise UsageError(f"--executor is not for {beside}; leave one of them out")
 
 
 def granularity(text: str) -> Callable[[_Command], _Command]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -369,11 +370,14 @@ def search_frontier(
     point: int | None = None,
     within: Limit | None = None,
     progress: Progress | None = None,
+    workers: int = 1,
+    executor: Executor | None = None,
 ) -> FrontierResult:
     """All strategies that no other one found beats in memory, time and devices, and the one that ``mode`` chooses.
 
     ``point`` chooses one of those that the mode shows instead, by its number. When time runs out, or at Ctrl-C, what
-    was found until then. ``progress`` hears of the quickest so far.
+    was found until then. ``progress`` hears of the quickest so far. Searches for whole plans may have ``workers`` or an
+    ``executor``.
 
     Raises:
         UsageError: there are fewer points than ``point``.
@@ -381,7 +385,8 @@ def search_frontier(
     """
     with request.reserve_said():
         if request.splitting is None:
-            found = _of_plans(request, within, progress, quickest=mode in ("min-time", "profile"))
+            by = {"workers": workers, "executor": executor}
+            found = _of_plans(request, within, progress, quickest=mode in ("min-time", "profile"), **by)
         else:
             found = _of_splits(request, request.splitting, within, progress)
     return _chosen(found, mode, point)
@@ -612,9 +617,9 @@ def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int 
     return text, (low, point.time_ns + sum(more) if len(more) == len(found) else None)
 
 
-def _of_plans(request: Request, within: Limit | None, progress: Progress | None, *, quickest: bool) -> FrontierResult:
-    """Whole plans, pipelines or not, for every number of devices; those that should be ``quickest`` come first."""
-    found = plan_frontier(request, quickest=quickest, within=within, progress=progress)
+def _of_plans(request: Request, within: Limit | None, progress: Progress | None, **how: Any) -> FrontierResult:
+    """Whole plans, pipelines or not, for every number of devices, as :func:`.plan_frontier` is told."""
+    found = plan_frontier(request, within=within, progress=progress, **how)
     points = [
         FrontierPoint(
             point.num_devices,
@@ -651,7 +656,8 @@ def _yardstick(profile: Profile, device: str | None) -> Yardstick:
 
 
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:
-    """On what numbers of devices nothing fits, and how much was tried."""
+    """What went wrong, on what numbers of devices nothing fits, and how much was tried."""
+    yield from found.notes
     yield from (f"{named_devices(count)}: {error}" for count, error in found.failures.items())
     note = (
         f"{found.num_tried} partitions tried with known schedules, and no plan among them beats one of these; "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -40,6 +41,7 @@ from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, least_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS, num_left, plan_of, run_search, search_of
 from pipeplan.planning.trials import FIRST_SECONDS, PlanSearch, Trial, on_cluster
+from pipeplan.planning.workers import Workers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress
 from pipeplan.sharding.cost_model import CostModel
@@ -121,7 +123,7 @@ class PlanFrontier:
 
     ``interrupted`` if there was more to try: at least ``num_untried`` partitions of the chain. ``rough`` are the
     numbers of devices for which there was no time to track all strategies of one stage, ``failures`` those without a
-    point, and why.
+    point, and why, ``notes`` what went wrong in searches.
     """
 
     points: tuple[PlanPoint, ...]
@@ -131,16 +133,24 @@ class PlanFrontier:
     num_untried: int = 0
     rough: tuple[int, ...] = ()
     failures: Mapping[int, PipeplanError] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def plan_frontier(
-    request: Request, *, quickest: bool = False, within: Limit | None = None, progress: Progress | None = None
+    request: Request,
+    *,
+    quickest: bool = False,
+    within: Limit | None = None,
+    progress: Progress | None = None,
+    workers: int = 1,
+    executor: Executor | None = None,
 ) -> PlanFrontier:
     """The frontier of a request's profile and mini-batch over its numbers of devices.
 
     The request's memory is the most that any plan may take. Ends when all partitions have been tried, at Ctrl-C, or at
     the time limit, that of ``within``, too, whatever is going on then: with what there is. Where the ``quickest`` are
     looked for, what promises least time comes first. ``progress`` hears what is tried, and of the quickest plan so far.
+    The searches give candidates to ``workers`` or an ``executor``, as :func:`pipeplan.planning.steps.search_plan` says.
 
     Raises:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
@@ -151,7 +161,8 @@ def plan_frontier(
     if request.deterministic:
         limit = Budget(math.inf, deterministic=True, whole=within)  # which only an interruption ends
     limit.wait(0.0, FIRST_SECONDS)
-    found = _searched(request, limit, quickest, progress, searches=True)
+    with workers_of(workers, executor) as by:
+        found = _searched(request, limit, quickest, progress, searches=True, workers=by)
     if not found.best:
         raise KeyboardInterrupt if limit.interrupted else _why(request, found)
     untried = _counted(found, min(_HOW.counting * request.time_limit, _HOW.most_counting)) if found.interrupted else 0
@@ -159,11 +170,17 @@ def plan_frontier(
     seconds, counts = found.limit.elapsed, {point.num_devices for point in points}
     failures = {count: error for count, error in found.failures.items() if count not in counts}
     how = found.num_tried, seconds, found.interrupted, untried, tuple(found.rough)
-    return PlanFrontier(tuple(points), *how, failures)
+    return PlanFrontier(tuple(points), *how, failures, tuple(dict.fromkeys(found.notes)))
 
 
 def _searched(
-    request: Request, limit: Limit, quickest: bool, progress: Progress | None = None, *, searches: bool = False
+    request: Request,
+    limit: Limit,
+    quickest: bool,
+    progress: Progress | None = None,
+    *,
+    searches: bool = False,
+    workers: Workers | None = None,
 ) -> _FrontierSearch:
     """Try everything in turn, until the time is up, less what counting what is left will take."""
     requests = request.by_devices
@@ -178,7 +195,7 @@ def _searched(
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     with limit.hearing_interrupts(), limit.ended():
         if searches:
-            search.search_all(requests)
+            search.search_all(requests, workers)
         search.try_all(chain.from_iterable(islice(each, 1) for each in streams[0]), _HOW.first)
         for asked in whole:
             search.one_stage(asked)
@@ -302,8 +319,9 @@ class _FrontierSearch:
     rough: list[int] = field(default_factory=list)
     progress: Progress | None = None
     unsearched: bool = False
+    notes: list[str] = field(default_factory=list)
 
-    def search_all(self, requests: Sequence[Request]) -> None:
+    def search_all(self, requests: Sequence[Request], workers: Workers | None) -> None:
         """Search on each number of devices, most first, until a share of the time is over."""
         ordered = sorted(requests, key=lambda asked: -asked.num_devices)
         for number, asked in enumerate(ordered, start=1):
@@ -312,14 +330,15 @@ class _FrontierSearch:
                 self.unsearched = True
                 return
             seconds = left if number == len(ordered) else left / 2
-            self._search(asked if asked.deterministic else replace(asked, time_limit=max(0.0, seconds)))
+            self._search(asked if asked.deterministic else replace(asked, time_limit=max(0.0, seconds)), workers)
 
-    def _search(self, request: Request) -> None:
-        """Search on one number of devices; what ends it, points are made of what was found."""
+    def _search(self, request: Request, workers: Workers | None) -> None:
+        """Search on one number of devices; whatever ends it, points are made of what was found."""
         search = search_of(request, self.limit, progress=self._heard(request), steps=_STEPS)
         try:
-            run_search(search)
+            run_search(search, workers)
         finally:
+            self.notes += search.notes
             self._keep_trials(search)
         self.num_tried += search.looked_at
         self.unsearched |= num_left(search) > 0

@@ -15,7 +15,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -1055,8 +1055,8 @@ def search_plan(
         UsageError: a request that contradicts the profile; an executor of threads.
     """
     search = search_of(request, within, progress=progress, steps=steps, explain=explain)
-    with request.reserve_said():
-        run_search(search, workers=workers, executor=executor)
+    with request.reserve_said(), workers_of(workers, executor) as by:
+        run_search(search, by)
         best = search.answer
         if best is None or (best is search.stands_in and _has_ended(search)):
             raise _nothing(search)
@@ -1120,10 +1120,10 @@ def search_of(
     return PlanSearch(request, budget, progress, steps, explains=explain)
 
 
-def run_search(search: PlanSearch, *, workers: int = 1, executor: Executor | None = None) -> None:
+def run_search(search: PlanSearch, workers: Workers | None = None) -> None:
     """Run it to its end. Every trial that it made stays in it, whatever ends it."""
     looking = named(search.steps, LookAtCandidates) or LookAtCandidates()
-    with _workers_of(search, workers, executor):
+    with _looking_ahead(search, workers):
         search.run(lambda asked: _candidates(asked, search.steps, looking))
 
 
@@ -1135,29 +1135,19 @@ def _candidates(request: Request, steps: Sequence[SearchStep], looking: LookAtCa
 
 
 @contextmanager
-def _workers_of(search: PlanSearch, count: int, executor: Executor | None) -> Iterator[None]:
-    """Workers for the candidates of a search; none for one worker and no executor."""
-    if executor is None and count == 1:
+def _looking_ahead(search: PlanSearch, workers: Workers | None) -> Iterator[None]:
+    """Workers for the candidates of a search, where there are some."""
+    if workers is None:
         yield
         return
-    if isinstance(executor, ThreadPoolExecutor):
-        raise UsageError(
-            "--executor of threads would change what the search itself works on; give one of processes or machines"
-        )
-    renew, close = processes(count) if executor is None else (lambda: executor, None)
     request, deterministic = search.request, search.budget.deterministic
     known = [each for each in (request, request.profile, request.cluster) if each is not None]
     left = (lambda: math.inf) if deterministic else search.budget.left
-    window = 2 * (count if executor is None else max(count, _AT_ONCE))
-    search.ahead = Ahead(look_at, known, left, window, renew, close, search.notes)
+    search.ahead = Ahead(look_at, known, left, workers.window, workers.renew, workers.close, search.notes)
     try:
         yield
     finally:
         search.ahead.end()
-
-
-_AT_ONCE = 8
-"""For how many workers of an executor that is given there is work, where nobody said how many there are."""
 
 
 def num_left(search: PlanSearch) -> int:

@@ -15,7 +15,7 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
@@ -241,6 +241,59 @@ def _loads(what: bytes, known: Sequence[object]) -> Any:
     return Knowing(io.BytesIO(what)).load()
 
 
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """An executor to evaluate candidates by, as ``renew`` makes it, of which ``window`` are given away at once.
+
+    ``close`` is for one that is done with, or broken; None for one that is somebody else's.
+    """
+
+    renew: Callable[[], Executor]
+    close: Callable[[Executor], None] | None
+    window: int
+
+
+@contextmanager
+def workers_of(count: int, executor: Executor | None) -> Iterator[Workers | None]:
+    """So many processes for one search after another, or an executor; None for one process, which is this one.
+
+    Raises:
+        UsageError: an executor of threads.
+    """
+    if isinstance(executor, ThreadPoolExecutor):
+        raise UsageError(
+            "--executor of threads would change what the search itself works on; give one of processes or machines"
+        )
+    if executor is not None:
+        yield Workers(lambda: executor, None, 2 * max(count, _AT_ONCE))
+        return
+    if count == 1:
+        yield None
+        return
+    made, ended = processes(count)
+    held: list[ProcessPoolExecutor] = []
+
+    def renew() -> Executor:
+        if not held:
+            held.append(made())
+        return held[0]
+
+    def close(executor: Executor) -> None:
+        """End those that broke: others are for the next search."""
+        if held and held[0] is executor and (_gone(executor) or _is_broken(executor)):
+            ended(held.pop())
+
+    try:
+        yield Workers(renew, close, 2 * count)
+    finally:
+        for executor in held:
+            ended(executor)
+
+
+_AT_ONCE = 8
+"""For how many workers of an executor that is given there is work, where nobody said how many there are."""
+
+
 def processes(
     count: int, begin: Callable[..., None] | None = None, *given: object
 ) -> tuple[Callable[[], ProcessPoolExecutor], Callable[[Executor], None]]:
@@ -278,6 +331,12 @@ def _gone(executor: Executor | None) -> bool:
     """Whether a process of an executor of ours has ended, which only its death does."""
     known = executor._processes if isinstance(executor, ProcessPoolExecutor) else None
     return any(process.exitcode is not None for process in [*(known or {}).values()])
+
+
+def _is_broken(executor: Executor) -> bool:
+    """Whether an executor of ours takes nothing any more."""
+    inside: Any = executor
+    return bool(inside._broken)
 
 
 @contextmanager
