@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import accumulate
+from random import Random
 from typing import Any
 
 import pytest
@@ -188,6 +190,21 @@ def test_programs_and_starts_in_short_are_read_whole() -> None:
     assert packed_starts([5, 3]) is None
 
 
+def test_gaps_that_come_in_turn_are_said_once() -> None:
+    """However they begin and end; and what is said so is what there was."""
+    gaps = [9, *(7, 7, 8) * 5, 7, 1, 2, 1, 2, 1]
+    starts = [0, *accumulate(gaps)]
+    short = packed_starts(starts)
+    assert short == {"first": 0, "gaps": [[9, 1], [7, 7, 8, 5], [7, 1], [1, 2, 2], [1, 1]]}
+    assert unpacked_starts({"0F": short}) == {"0F": tuple(starts)}
+    for seed in range(200):
+        random = Random(seed)
+        unit = random.choices(range(1, 4), k=random.randint(1, 9))
+        some = random.choices((1, 2), k=random.randint(0, 12))
+        starts = [3, *accumulate([*some, *unit * random.randint(1, 6), *some], initial=4)]
+        assert unpacked_starts({"0F": packed_starts(starts)}) == {"0F": tuple(starts)}
+
+
 @pytest.mark.parametrize(
     "repeats", [[[0, 99, 2]], [[0, 1, 10**9]], [[0, 1]], "no", [[1, 2, 2], [2, 1, 2]], [[0, 1, 0]]]
 )
@@ -196,7 +213,7 @@ def test_repeats_of_letters_that_are_not_there_are_refused(repeats: Any) -> None
         unpacked([{"words": ["0F", "0B"], "order": "aabb", "repeats": repeats}])
 
 
-@pytest.mark.parametrize("said", [{"first": 0, "gaps": [[1, 10**12]]}, {"first": 0}, {"first": 0, "gaps": [[1]]}])
-def test_starts_that_are_none_are_refused(said: Any) -> None:
+@pytest.mark.parametrize("gaps", [[[1, 10**12]], None, [[1]], [[1] * 18]])
+def test_starts_that_are_none_are_refused(gaps: Any) -> None:
     with pytest.raises(ValueError, match=r"starts_ns\[0F\]"):
-        unpacked_starts({"0F": said})
+        unpacked_starts({"0F": {"first": 0} | ({} if gaps is None else {"gaps": gaps})})

@@ -145,14 +145,18 @@ def _texts(said: dict[str, Any], where: str) -> Iterator[str]:
         counts[place] += 1
 
 
+MOST_IN_TURN = 16
+"""Gaps that follow each other again and again, at most."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedStarts(Element):
     """When an operation's actions start, by the time from each to the next."""
 
     first: Annotated[Nanoseconds, Meaning("when the first starts")]
     gaps: Annotated[
-        Items[Annotated[Items[Nanoseconds], MinLen(2), MaxLen(2)]],
-        Meaning("ns from one start to the next, and how many times in a row"),
+        Items[Annotated[Items[Nanoseconds], MinLen(2), MaxLen(1 + MOST_IN_TURN)]],
+        Meaning("ns from one start to the next, or several such in turn, and how many times in a row"),
     ]
 
 
@@ -165,7 +169,31 @@ def packed_starts(starts: Sequence[int]) -> dict[str, Any] | None:
     gaps = [after - before for before, after in pairwise(starts)]
     if not starts or min(gaps, default=0) < 0:
         return None
-    return {"first": starts[0], "gaps": [[gap, len(list(alike))] for gap, alike in groupby(gaps)]}
+    runs = [(gap, len(list(alike))) for gap, alike in groupby(gaps)]
+    return {"first": starts[0], "gaps": list(_in_turn(runs))}
+
+
+def _in_turn(runs: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+    """Each gap and how many times it comes in a row; several that come again and again in turn together."""
+    place = 0
+    while place < len(runs):
+        unit, times = _repeated(runs, place)
+        yield [*chain.from_iterable(repeat(*run) for run in unit), times] if len(unit) > 1 else [*unit[0]]
+        place += len(unit) * times
+
+
+def _repeated(runs: Sequence[tuple[int, int]], place: int) -> tuple[Sequence[tuple[int, int]], int]:
+    """What begins at a place and is repeated there, and how many times: that which covers most, a run alone else."""
+    best, most = (runs[place : place + 1], 1), 1
+    for size in range(2, min(MOST_IN_TURN, (len(runs) - place) // 2) + 1):
+        unit, times = runs[place : place + size], 1
+        if sum(count for _, count in unit) > MOST_IN_TURN:
+            break
+        while runs[place + times * size : place + (times + 1) * size] == unit:
+            times += 1
+        if times > 1 and times * size > most:
+            best, most = (unit, times), times * size
+    return best
 
 
 def unpacked_starts(given: object) -> object:
@@ -190,11 +218,14 @@ def _starts(said: dict[str, Any], where: str, left: int) -> tuple[int, ...]:
             f"{where} has keys {', '.join(map(str, said)) or 'none'}; give first, a number, and gaps, a list"
         )
     for number, gap in enumerate(gaps):
-        if not (
-            isinstance(gap, list | tuple) and len(gap) == 2 and all(type(each) is int and each >= 0 for each in gap)
-        ):
-            raise ValueError(f"{where}.gaps[{number}] is none of two numbers: ns, and how many times in a row")
-    count = 1 + sum(times for _, times in gaps)
+        told = isinstance(gap, list | tuple) and all(type(each) is int and each >= 0 for each in gap)
+        if not told or not 2 <= len(gap) <= 1 + MOST_IN_TURN:
+            raise ValueError(
+                f"{where}.gaps[{number}] is none of two numbers: ns, and how many times in a row; or of more, "
+                f"at most {MOST_IN_TURN} of ns, which come in turn"
+            )
+    count = 1 + sum(len(unit) * times for *unit, times in gaps)
     if count > left:
         raise ValueError(f"{where} has {count} starts, and all in short may be {MOST_STARTS} together")
-    return tuple(accumulate(chain.from_iterable(repeat(gap, times) for gap, times in gaps), initial=first))
+    every = chain.from_iterable(chain.from_iterable(repeat(unit, times)) for *unit, times in gaps)
+    return tuple(accumulate(every, initial=first))

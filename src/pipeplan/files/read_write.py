@@ -183,13 +183,18 @@ def _on_lines(value: dict[str, Any] | list[Any], depth: int, known: dict[tuple[s
     if isinstance(value, dict):
         rows = [f"{pad}{_text_of(key)}: {_layout(item, depth + 1, known)}" for key, item in value.items()]
         return "{\n" + ",\n".join(rows) + end + "}"
-    if all(isinstance(item, str | int | float) for item in value):
+    if all(isinstance(item, str | int | float) or _is_short(item) for item in value):
         return "[\n" + _wrapped([_text_of(item) for item in value], pad) + end + "]"
     return "[\n" + ",\n".join(pad + _layout(item, depth + 1, known) for item in value) + end + "]"
 
 
+def _is_short(item: object) -> bool:
+    """Whether it is a list of a few numbers: many of these share a line, as numbers do."""
+    return isinstance(item, list) and len(item) <= 4 and all(isinstance(each, int | float) for each in item)
+
+
 def _wrapped(items: list[str], pad: str) -> str:
-    """Scalars filled into lines of 110 columns."""
+    """Scalars and short lists filled into lines of 110 columns."""
     lines, line = [], pad
     for item in items:
         if len(line) + len(item) > 108 and line.strip():
