@@ -19,9 +19,9 @@ from pipeplan.planning.candidates import (
     PlacementCandidate,
     is_large,
     kept_choice,
+    likely_choices,
     placed,
     strategy_choices,
-    uniform_choices,
 )
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
@@ -132,7 +132,7 @@ class DifferentPlans(PlanStep):
 
 def _layouts(request: Request) -> Iterator[tuple[Request, Choice, float]]:
     """Layouts to look at, and ns that each should take, 0 where nobody knows; the quickest first."""
-    table = [(level, each) for level in request.levels for each in uniform_choices(level)]
+    table = [(level, each) for level in request.levels for each in likely_choices(level)]
     for level, each in sorted(table, key=lambda row: row[1].usual_ns):
         yield level, each.choice, each.usual_ns
     if not table:
@@ -369,7 +369,7 @@ def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
     nothing is recomputed that need not be."""
     seen: set[tuple[int, int, int, int, str]] = set()
     limit = min((size for size in search.request.memory if size is not None), default=None)
-    table = [each for level in search.request.levels for each in uniform_choices(level)]
+    table = [each for level in search.request.levels for each in likely_choices(level)]
     if len(search.request.levels) > 1:
         table.sort(key=lambda each: each.usual_ns)
     for each in sorted(table, key=lambda each: not _is_fsdp(each.choice)):

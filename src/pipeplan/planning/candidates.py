@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby, islice, pairwise, product
 from typing import Any, NamedTuple
@@ -328,6 +329,17 @@ def uniform_choices(request: Request) -> list[BoundedChoice]:
     return _uniform_of(_SameRequest(request.levelled)) if has_table(request) else []
 
 
+def likely_choices(request: Request) -> list[BoundedChoice]:
+    """The same; of a large request only pipelines as long as there are devices and blocks for.
+
+    Shorter ones leave devices idle, and are most of the table: of Mixtral on 512 devices it has 715,000 choices, which
+    take half a minute, and 45,000 of these.
+    """
+    if not is_large(request) or not has_table(request):
+        return uniform_choices(request)
+    return _uniform_of(_SameRequest(request.levelled), _Length.EACH_LONGEST)
+
+
 def uniform_layouts(request: Request) -> Iterator[BoundedChoice]:
     """The same where no block is split, too; a layout once for each schedule that is usual for it."""
     yield from _uniform_of(_SameRequest(request.levelled))
@@ -354,26 +366,31 @@ class _SameRequest:
         return isinstance(other, _SameRequest) and self.request is other.request
 
 
+class _Length(Enum):
+    """Which pipelines a table has: all, the longest of everything else alike, or these of one strategy alone, and then
+    without what exchanges state unless that is asked for."""
+
+    ANY, EACH_LONGEST, LONGEST = range(3)
+
+
 @lru_cache(maxsize=8)
 def _uniform_of(
-    same: _SameRequest, longest: bool = False, only: tuple[SplitSizes, ...] | None = None
+    same: _SameRequest, length: _Length = _Length.ANY, only: tuple[SplitSizes, ...] | None = None
 ) -> list[BoundedChoice]:
-    """The table of a request, which several steps of its search go through, or ``only`` that of some splits.
-
-    Of all pipelines, or of the ``longest`` alone, and then without what exchanges state unless that is asked for.
-    """
+    """The table of a request, which several steps of its search go through, or ``only`` that of some splits."""
     request = same.request
-    choices = [each for split in only or open_splits(request) for each in _uniform(request, split, longest)]
+    choices = [each for split in only or open_splits(request) for each in _uniform(request, split, length)]
     return best_first(request, choices, _blocks_of(same))
 
 
-def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Choice]:
+def _uniform(request: Request, split: SplitSizes, length: _Length) -> Iterator[Choice]:
     """With these numbers of shards and sequence parts: every number of replicas and positions, every strategy and size,
     and what is recomputed.
 
-    Only the ``longest`` pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in
+    Only the longest pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in
     one of them.
     """
+    longest = length is _Length.LONGEST
     again = _ways_again(request)
     width, blocks, uneven = split.width, len(request.profile.blocks), request.uneven
     units = len(neighbours(request.cluster, request.num_devices, width))
@@ -395,8 +412,8 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
                 continue
             for chunks in _chunks(request, strategy, units)[: 1 if longest else None]:
                 most = min(units // replicas, blocks // (chunks or 1))
-                lengths = _lengths(request, units, most)
-                for positions, (recompute, levels) in product(lengths[-1:] if longest else lengths, again):
+                lengths = _lengths(request, units, most)[0 if length is _Length.ANY else -1 :]
+                for positions, (recompute, levels) in product(lengths, again):
                     if not _allows(request, strategy, positions, batch):
                         continue
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
@@ -544,7 +561,8 @@ def _plain(request: Request) -> Iterator[Choice]:
         able, seen, same = _by_name(request), set[Choice](), _SameRequest(request)
         open_ = open_splits(request)
         many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
-        tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
+        firsts = [(one,) for one in open_] if many else [open_]
+        tables = [*((_Length.LONGEST, own) for own in firsts), (_Length.ANY, None)]
         for each in chain.from_iterable(_written_first(request, _uniform_of(same, *which)) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or _is_first(request, each.choice))
             suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS
@@ -762,12 +780,14 @@ def any_stages(request: Request) -> bool:
 
 def _chains(request: Request) -> Iterator[Proposal]:
     """Every choice with the balanced cut, and with AutoPipe's where that is for: one stage per device."""
-    uniform = uniform_choices(request)
-    for each in quick_first(uniform) if is_large(request) else uniform:
+    rows = _likely_first(request) if is_large(request) and has_table(request) else iter(uniform_choices(request))
+    some = False
+    for each in rows:
+        some = True
         yield BoundedProposal(partial(_tried, _chain, request, each.choice, "balanced", None), each.least_ns)
         if _is_for_autopipe(request, each.choice):
             yield BoundedProposal(partial(_autopipe, request, each.choice), each.least_ns)
-    if uniform:
+    if some:
         return
     for _, alike in groupby(_choices(request), lambda choice: choice.replicas if isinstance(choice, Choice) else None):
         choices = list(alike)
@@ -776,6 +796,19 @@ def _chains(request: Request) -> Iterator[Proposal]:
             yield partial(_tried, _chain, request, choice, "balanced", None)
             if _is_for_autopipe(request, choice):
                 yield partial(_autopipe, request, choice)
+
+
+def _likely_first(request: Request) -> Iterator[BoundedChoice]:
+    """The table of a large request, which takes long to make: first what of it is :func:`likely <likely_choices>`, and
+    should take no longer than the best of that by more than closed forms are off by."""
+    likely = likely_choices(request)
+    near = [each for each in checked(likely) if each.usual_ns <= _NEAR * likely[0].usual_ns]
+    yield from quick_first(near)
+    seen = {each.choice for each in near}
+    yield from (each for each in quick_first(uniform_choices(request)) if each.choice not in seen)
+
+
+_NEAR = 1.1
 
 
 def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:

@@ -15,7 +15,7 @@ from pipeplan.files import Placement
 from pipeplan.partition.strategies import SEARCHED, STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.candidates import PlacementCandidate, not_joined, uniform_choices
+from pipeplan.planning.candidates import PlacementCandidate, likely_choices, not_joined
 from pipeplan.planning.choices import OF_RULES, choices_of_known, found_as
 from pipeplan.planning.infeasibility import most_telling
 from pipeplan.planning.planners import AUTO_PLANNER, EVERY_PLANNER, PLANNERS
@@ -299,7 +299,7 @@ def _laid_out(request: Request, asked: Request) -> Request:
 
     Of one strategy alone what is not said is 1, and with one device per stage every other layout looks better.
     """
-    table = uniform_choices(request) if request.placement == "auto" else []
+    table = likely_choices(request) if request.placement == "auto" else []
     own = next((each.choice for each in table if each.choice.strategy == asked.placement), None)
     if own is None:
         return asked

@@ -35,10 +35,10 @@ from pipeplan.planning.candidates import (
     holdings_of,
     is_large,
     kept_choice,
+    likely_choices,
     open_splits,
     placed,
     sharings,
-    uniform_choices,
 )
 from pipeplan.planning.moves import levelled, may_move_blocks
 from pipeplan.planning.request import Request
@@ -114,7 +114,7 @@ def may_choose_ways(request: Request) -> bool:
 def _shapes(request: Request) -> Iterator[Choice]:
     """The best layout of each number of positions and stages, and of samples, that has several stages on one route."""
     seen = set[object]()
-    for each in checked(uniform_choices(request)):
+    for each in checked(likely_choices(request)):
         choice = each.choice
         shape = choice.strategy, choice.per_position, choice.positions, choice.replicas * choice.width, choice.batch
         alone = choice.positions == 1 or STRATEGIES[choice.strategy].two_ways

@@ -695,6 +695,9 @@ def _fitted(
     )
     positions, count = p[:, None], m[:, None]
     first, layers = first_layers_open(request), len(request.profile.blocks)
+    curves = {id(each.saved_bytes): each for each in sums}  # what replicas divide is no matter for them
+    numbers = {key: number for number, key in enumerate(curves)}
+    curve = np.array([numbers[id(each.saved_bytes)] for each in sums])[rows]
     for usual, own in checked(schedules, 1):
         one = choices[own[0]]
         chunks, routes = one.per_position, 1 + STRATEGIES[one.strategy].two_ways
@@ -712,9 +715,12 @@ def _fitted(
         left = _of_each(usual.ending, where)
         ends = np.where(there, (routes * static[own] + left * owed_bytes[own]) / places, 0.0).max(axis=1) <= limit
         short = np.where(there, (need - limit) * places / np.maximum(flight, 1e-9), 0.0)  # of all blocks
-        for place in checked(np.unique(rows[own]), 1):
-            alike = rows[own] == place
-            saved, longer = sums[place].saved_bytes, sums[place].again_ns
+        mine = curve[own]
+        order = np.argsort(mine, kind="stable")
+        each_curve = list(curves.values())
+        for alike in checked(np.split(order, np.flatnonzero(np.diff(mine[order])) + 1), 1):
+            one_of = each_curve[mine[alike[0]]]
+            saved, longer = one_of.saved_bytes, one_of.again_ns
             lacking = short[alike].clip(min=0.0)
             if first:
                 taken = _first_layers_ns(lacking, saved[-1], longer[-1], layers / (places[alike, 0] * chunks))
