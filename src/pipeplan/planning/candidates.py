@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
-from itertools import accumulate, chain, groupby, islice, pairwise, product
+from itertools import accumulate, chain, groupby, islice, pairwise, product, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -800,11 +800,12 @@ def _chains(request: Request) -> Iterator[Proposal]:
 
 def _likely_first(request: Request) -> Iterator[BoundedChoice]:
     """The table of a large request, which takes long to make: first what of it is :func:`likely <likely_choices>`, and
-    should take no longer than the best of that by more than closed forms are off by."""
+    quick to look at, or should take no longer than the best of that by more than closed forms are off by."""
     likely = likely_choices(request)
-    near = [each for each in checked(likely) if each.usual_ns <= _NEAR * likely[0].usual_ns]
-    yield from quick_first(near)
-    seen = {each.choice for each in near}
+    first = list(takewhile(lambda each: each.usual_ns <= _NEAR * likely[0].usual_ns, likely))
+    first += [each for each in quick_ones(likely) if each.usual_ns > _NEAR * likely[0].usual_ns]
+    yield from quick_first(first)
+    seen = {each.choice for each in first}
     yield from (each for each in quick_first(uniform_choices(request)) if each.choice not in seen)
 
 
@@ -819,6 +820,14 @@ def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
     four times as many, and so on; none that should take longer than the best by more than its schedule is quicker to
     make, :data:`_WORTH` for each four times as many actions.
     """
+    quick = quick_ones(rows)
+    taken = set(map(id, quick))
+    yield from quick
+    yield from (each for each in rows if id(each) not in taken)
+
+
+def quick_ones(rows: Sequence[BoundedChoice]) -> list[BoundedChoice]:
+    """Those that come first, as said there."""
     taken = dict[int, BoundedChoice]()
     all_of_them = rows[0].choice.actions_looked_at if rows else 0
     near = [
@@ -832,8 +841,7 @@ def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
         able = (each for actions, each in near if actions <= most)
         taken.update((id(each), each) for each in islice(able, _QUICK))
         most *= 4
-    yield from taken.values()
-    yield from (each for each in rows if id(each) not in taken)
+    return list(taken.values())
 
 
 _FEW_ACTIONS, _QUICK = 4_000, 3

@@ -83,7 +83,7 @@ from pipeplan.planning.trials import (
 from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.usual import USUAL
 from pipeplan.planning.widths import EveryWidth
-from pipeplan.planning.workers import Ahead, processes
+from pipeplan.planning.workers import Ahead, Workers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import MOST_ENTRIES, PLAIN, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
