@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,7 @@ import pipeplan as face
 from builders import sharded
 from builders.chains import chain_plan, chain_workload
 from builders.drawn import placed, placed_chains
+from builders.folds import plans_of
 from builders.loops import looped_plans
 from builders.orders import random_orders
 from pipeplan import Plan, UsageError
@@ -477,6 +479,17 @@ def test_loops_are_written_out_or_refused_by_size(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UsageError, match=r"loop.copies is \d+, so that programs have \d+ entries together"):
             face.export(plan, "chakra")
         monkeypatch.undo()
+
+
+def test_folded_plans_of_many_devices_are_refused_before_they_are_unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the entries of all players of a program, as those of its unfolded form are."""
+    folded, devices, _, _ = plans_of(0, monkeypatch)
+    monkeypatch.setattr(traces, "MAX_ENTRIES", 10)
+    with pytest.raises(UsageError, match="entries together") as said:
+        face.export(devices, "chakra")
+    monkeypatch.setattr(traces, "unfolded", None)
+    with pytest.raises(UsageError, match=re.escape(str(said.value))):
+        face.export(folded, "chakra")
 
 
 def test_what_traces_leave_to_the_simulator_is_said() -> None:

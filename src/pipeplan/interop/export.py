@@ -9,7 +9,6 @@ from html import escape
 from pipeplan.catalog import ExportTarget, export_target, names
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan
-from pipeplan.files.folded import unfolded
 from pipeplan.files.profile import EAGER
 from pipeplan.interop.layers import PlanLayers
 from pipeplan.interop.ranks import PlanRanks
@@ -75,7 +74,6 @@ def exported(plan: Plan, to: str, template: Sequence[str] = (), base: str | None
             f"plan {plan.name!r} is a loop of decode steps, whose tokens return to the first stage, which "
             f"{target.title} has no words for; choose vllm, sglang or tensorrt-llm, or pipeplan run --prompt-file"
         )
-    plan = unfolded(plan) if to == "chakra" else plan  # which has a trace of each device
     written = write(plan, target, Asked(template, base))
     notes = written.notes if written.ranks is None else (*written.notes, *_notes(plan, written.ranks, target))
     backends = dict.fromkeys(name for stage in plan.stages for name in stage.backends if name != EAGER)

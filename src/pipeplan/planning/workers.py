@@ -265,7 +265,8 @@ def workers_of(count: int, executor: Executor | None) -> Iterator[Workers | None
             "--executor of threads would change what the search itself works on; give one of processes or machines"
         )
     if executor is not None:
-        yield Workers(lambda: executor, None, 2 * max(count, _AT_ONCE))
+        given = executor
+        yield Workers(lambda: given, None, 2 * max(count, _AT_ONCE))
         return
     if count == 1:
         yield None

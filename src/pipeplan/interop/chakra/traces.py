@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Plan, sha256_of
+from pipeplan.files.folded import unfolded
 from pipeplan.interop.chakra.actions import Actions, micros, programs_without_exchanges
 from pipeplan.interop.chakra.collectives import TogetherNodes
 from pipeplan.interop.chakra.drafts import Drafts
@@ -40,14 +41,14 @@ class Traces:
 
 
 def traces_of(plan: Plan) -> Traces:
-    """One trace for each device, whose number is its rank; a loop is written out.
+    """One trace for each device, whose number is its rank; a loop is written out, and a folded plan on devices.
 
     Raises:
         UsageError: a trace cannot say it, with the place in the plan; it would be too large; the plan's programs are
             not orders of its actions, or wait for each other.
     """
     _require_size(plan)
-    plan = plan.unrolled()
+    plan = unfolded(plan).unrolled()
     try:
         simulation = simulate(plan)
     except InvalidPlanError as error:
@@ -66,7 +67,7 @@ def traces_of(plan: Plan) -> Traces:
 
 
 def _require_size(plan: Plan) -> None:
-    entries = sum(map(len, plan.whole_programs))
+    entries = plan.players_each * sum(map(len, plan.whole_programs))
     if entries <= MAX_ENTRIES:
         return
     place = "programs" if plan.loop is None else f"loop.copies is {plan.loop.copies}, so that programs"
