@@ -6,9 +6,9 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,14 +32,22 @@ from pipeplan.partition.chain.kernel import balanced_split
 from pipeplan.partition.chain.rebalance import even
 from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.problem import PartitionProblem
-from pipeplan.planning import uniform_space
+from pipeplan.planning import candidates, uniform_space
 from pipeplan.planning.bounds import least_state_bytes, request_bound
-from pipeplan.planning.candidates import PlacementCandidate, SplitSizes, open_splits, placed, uniform_choices
+from pipeplan.planning.candidates import (
+    BoundedProposal,
+    PlacementCandidate,
+    SplitSizes,
+    likely_choices,
+    open_splits,
+    placed,
+    uniform_choices,
+)
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.planning.trials import PlanSearch, Trial
-from pipeplan.planning.uniform_space import Blocks, longest_stages
+from pipeplan.planning.uniform_space import Blocks, Choice, longest_stages
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.simulator.simulation import simulate
 
@@ -304,6 +312,39 @@ def test_blocks_are_split_where_that_is_quicker_or_asked_for() -> None:
     asked_for = search_plan(Request.of(SPLIT, devices=4, mini_batch=8, placement="circular", shards=2, **QUICK))
     assert {stage.shards for stage in asked_for.plan.stages} == {2}
     assert asked_for.lower_bound_ns <= asked_for.plan.predicted.iteration_ns
+
+
+def test_of_large_requests_the_longest_pipelines_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For everything else alike, without a table of all; and after them every layout there is, once."""
+    request = Request.of(SPLIT, devices=8, mini_batch=8, memory_bytes=200, **QUICK)
+    every = {each.choice for each in uniform_choices(request)}
+    monkeypatch.setattr(candidates, "LARGE", 1)
+    first = {each.choice for each in likely_choices(request)}
+    assert first < every
+
+    def longest(choices: Iterable[Choice]) -> dict[Choice, int]:
+        found: dict[Choice, int] = {}
+        for each in choices:
+            like = replace(each, positions=None, usual=None)
+            found[like] = max(found.get(like, 0), each.positions or 0)
+        return found
+
+    most = longest(first)
+    assert most == longest(every)
+    assert all(each.positions == most[replace(each, positions=None, usual=None)] for each in first)
+    whole = uniform_choices
+    tables = list[int]()
+    monkeypatch.setattr(candidates, "uniform_choices", lambda asked: tables.append(1) or whole(asked))
+    found = list[Choice]()
+    for proposal in candidates._chains(request):
+        assert isinstance(proposal, BoundedProposal)
+        asked_of = proposal.propose.args if isinstance(proposal.propose, partial) else ()
+        if candidates._chain in asked_of:
+            found.append(next(each for each in asked_of if isinstance(each, Choice)))
+            assert found[-1] in first or tables, "the whole table is not made before"
+    assert found[0] in first
+    assert len(found) == len(every)
+    assert set(found) == every
 
 
 def test_virtual_stages_are_a_choice() -> None:
