@@ -799,17 +799,24 @@ def _chains(request: Request) -> Iterator[Proposal]:
 
 
 def _likely_first(request: Request) -> Iterator[BoundedChoice]:
-    """The table of a large request, which takes long to make: first what of it is :func:`likely <likely_choices>`, and
-    quick to look at, or should take no longer than the best of that by more than closed forms are off by."""
+    """The table of a large request, which takes long to make: before it what is :func:`likely <likely_choices>`.
+
+    Of that come first what is quick to look at, the best row of each strategy and schedule that should take no longer
+    than the best of all by more than ``_FAR``, as what one kind's closed form leaves out all its rows lack, and those
+    within ``_NEAR``.
+    """
     likely = likely_choices(request)
-    first = list(takewhile(lambda each: each.usual_ns <= _NEAR * likely[0].usual_ns, likely))
-    first += [each for each in quick_ones(likely) if each.usual_ns > _NEAR * likely[0].usual_ns]
-    yield from quick_first(first)
-    seen = {each.choice for each in first}
+    best = {(each.choice.strategy, each.choice.usual): each for each in reversed(likely)}
+    kinds = [each for each in best.values() if each.usual_ns <= _FAR * likely[0].usual_ns]
+    kinds.sort(key=lambda each: each.choice.actions_looked_at)
+    near = takewhile(lambda each: each.usual_ns <= _NEAR * likely[0].usual_ns, likely)
+    first = {id(each): each for each in chain(quick_ones(likely), kinds, near)}
+    yield from first.values()
+    seen = {each.choice for each in first.values()}
     yield from (each for each in quick_first(uniform_choices(request)) if each.choice not in seen)
 
 
-_NEAR = 1.1
+_NEAR, _FAR = 1.1, 1.25
 
 
 def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
