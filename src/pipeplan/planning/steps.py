@@ -84,7 +84,7 @@ from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.usual import USUAL
 from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, Workers, workers_of
-from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_RETIMING, Budget
 from pipeplan.schedule.search import MOST_ENTRIES, PLAIN, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
@@ -126,15 +126,16 @@ def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | N
     stages, work = trial.best.workload.stages, trial.best.workload.work_of_stages
     eased = False
     for index in sorted((i for i, stage in enumerate(stages) if stage.recomputes), key=lambda i: -work[i]):
-        for placement, schedule in _eased(request, trial, index, budget):
+        for placement, schedule in () if budget.expired else _eased(request, trial, index, budget):
             if schedule is not None and iteration_of(schedule) <= iteration_of(trial.best):
                 trial.candidate = replace(trial.candidate, placement=placement)
                 trial.best, trial.bounds = schedule, [schedule.bound_ns]
                 eased = True
     if eased:
         trial.begin_again(request)
-        if request.scheduler == "auto":
+        if request.scheduler == "auto" and not budget.expired:
             trial.look(thorough=True)
+            budget.charge(trial.look_seconds)
         if not budget.expired:
             with suppress(PipeplanError):  # there is a schedule
                 trial.search(request, budget, budget.remaining, progress)
@@ -149,6 +150,7 @@ def _eased(request: Request, trial: Trial, index: int, budget: Budget) -> Iterat
 
     def tried(recompute: Recompute) -> tuple[Placement, Schedule | None]:
         placement = _changed(trial.candidate.placement, {index: {"recompute": recompute}})
+        budget.charge(SECONDS_PER_RETIMING * trial.num_actions)
         return placement, _retimed(request, trial, placement, "")
 
     whole = tried(False)

@@ -13,6 +13,7 @@ from itertools import islice, product
 
 from pipeplan.graphs import connected_parts
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_RULES, SECONDS_PER_TRIALS
 from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import named_rules
@@ -336,15 +337,18 @@ class Classic:
     """A classic schedule: on which placements it has a meaning, and its orders.
 
     ``automatic`` ones try many orders and take their time, others a moment: with ``quick_tasks``, for up to that many
-    actions. One that ``splits`` runs input and weight gradients apart by its definition, the others whole backwards.
-    ``forwards`` are its orders where there are no backwards. ``strategies`` are those whose chains it may be for; none:
-    all.
+    actions. Making its orders counts ``seconds_each`` for each action, of at most ``most_counted``, where seconds are
+    deterministic. One that ``splits`` runs input and weight gradients apart by its definition, the others whole
+    backwards. ``forwards`` are its orders where there are no backwards. ``strategies`` are those whose chains it may be
+    for; none: all.
     """
 
     placed: Condition
     trained: Orderer
     automatic: bool = False
     quick_tasks: int | None = None
+    seconds_each: float = 0.0
+    most_counted: int | None = None
     splits: bool = False
     forwards: Orderer | None = None
     strategies: tuple[str, ...] = ()
@@ -352,6 +356,10 @@ class Classic:
     def is_quick(self, num_tasks: int) -> bool:
         """Whether it takes only a moment for this many actions."""
         return not self.automatic and (self.quick_tasks is None or num_tasks <= self.quick_tasks)
+
+    def seconds(self, num_tasks: int) -> float:
+        """What making its orders counts for this many actions where seconds are deterministic."""
+        return self.seconds_each * min(num_tasks, self.most_counted or num_tasks)
 
     def applies(self, problem: OneMicrobatch) -> str | None:
         """None, or why it has no meaning here: most of them are of training."""
@@ -496,9 +504,13 @@ def enough_for_dualpipe(problem: OneMicrobatch) -> str | None:
     return f"it needs at least {2 * problem.num_devices} micro-batches, two per device"
 
 
-def split(placed: Condition, orders: Orderer, *on: str, automatic: bool = False) -> Classic:
-    """A schedule that has no meaning with whole backwards, of chains of these strategies."""
-    return Classic(all_of(placed, is_split), orders, automatic, splits=True, strategies=on)
+def split(placed: Condition, orders: Orderer, *on: str, tries: float | None = None) -> Classic:
+    """A schedule that has no meaning with whole backwards, of chains of these strategies.
+
+    One that ``tries`` many orders is automatic; it counts so many seconds for each action.
+    """
+    how = all_of(placed, is_split), orders, tries is not None
+    return Classic(*how, seconds_each=tries or 0.0, splits=True, strategies=on)
 
 
 _ONE, _TURNS, _V = "one-to-one", "circular", "v-shape"
@@ -509,9 +521,9 @@ CLASSIC: dict[str, Classic] = {
     "1f1b": Classic(one_stage_each, by_rules("1f1b"), forwards=in_turn, strategies=(_ONE,)),
     "zb-h1": split(one_stage_each, by_rules("zb-h1"), _ONE),
     "zb-h2": split(one_stage_each, by_rules("zb-h2"), _ONE),
-    "zb-1p": split(one_each, automatic(1), _ONE, automatic=True),
-    "zb-2p": split(one_each, automatic(2), _ONE, automatic=True),
-    "zb-auto": split(one_each, automatic(None), _ONE, automatic=True),
+    "zb-1p": split(one_each, automatic(1), _ONE, tries=SECONDS_PER_TRIALS),
+    "zb-2p": split(one_each, automatic(2), _ONE, tries=SECONDS_PER_TRIALS),
+    "zb-auto": split(one_each, automatic(None), _ONE, tries=SECONDS_PER_TRIALS),
     "interleaved-1f1b": Classic(
         all_of(one_size, circular, joined),
         by_rules("interleaved-1f1b"),
@@ -521,13 +533,15 @@ CLASSIC: dict[str, Classic] = {
     "interleaved-zb": split(all_of(one_size, circular, joined), by_rules("interleaved-zb"), _TURNS),
     "looped-bfs": Classic(circular, by_rules("looped-bfs"), forwards=stage_by_stage, strategies=(_TURNS,)),
     "zb-v": split(v_shape, scripted(zero_bubble_v), _V),
-    "v-half": split(v_shape, repeated_block((2, 1, 2, 1)), _V, automatic=True),
-    "v-min": split(v_shape, repeated_block((1, 1, 1, 1)), _V, automatic=True),
+    "v-half": split(v_shape, repeated_block((2, 1, 2, 1)), _V, tries=SECONDS_PER_RULES),
+    "v-min": split(v_shape, repeated_block((1, 1, 1, 1)), _V, tries=SECONDS_PER_RULES),
     "dualpipe-v": Classic(all_of(v_shape, enough_for_dualpipe), scripted(dualpipe_v), splits=True, strategies=(_V,)),
     "hanayo": Classic(waves, by_rules_in_units("hanayo"), strategies=(_V,)),
     "chimera": Classic(all_of(unparted, needs_two_ways), by_rules("chimera"), strategies=("bidirectional",)),
     "kfkb": Classic(one_stage_each, as_given(best_kfkb_orders), strategies=(_ONE,)),
-    "greedy": Classic(always, as_given(greedy_orders), quick_tasks=1_500),
+    "greedy": Classic(
+        always, as_given(greedy_orders), quick_tasks=1_500, seconds_each=SECONDS_PER_TRIALS, most_counted=6_000
+    ),
     "1f1b+": Classic(needs_shared, by_rules("1f1b+")),
 }
 """Every classic schedule by the name ``--scheduler`` takes."""

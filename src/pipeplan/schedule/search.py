@@ -530,6 +530,7 @@ def _one_classic(state: SearchState, name: str) -> Schedule:
     if reason is not None:
         raise NotApplicableError(f"--scheduler {name} does not apply: {reason}; choose another, or auto")
     orders = classic.orders(state.problem, state.graph)
+    state.budget.charge(classic.seconds(state.graph.num_tasks))
     _require_room(name, LoopedOrders(state.graph, orders, [], None))
     state.offer(state.candidate(orders, name))
     return state.schedule

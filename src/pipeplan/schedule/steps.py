@@ -145,6 +145,7 @@ def _offer_classics(state: SearchState, *, quick: bool) -> None:
         useless = not quick and state.proved and not classic.automatic
         if classic.is_quick(tasks) == quick and not (late or useless) and classic.applies(state.problem) is None:
             state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
+            state.budget.charge(0.0 if quick else classic.seconds(tasks))
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,12 @@ SECONDS_PER_RULES = 3e-5
 SECONDS_PER_POLICY = 5e-6
 """Scheduling by a policy."""
 
+SECONDS_PER_TRIALS = 2.5e-4
+"""Orders that are made by trying many: the automatic zero-bubble schedules, and greedy ones."""
+
+SECONDS_PER_RETIMING = 5e-5
+"""The orders there are on stages that have changed."""
+
 SECONDS_PER_LABEL = 5e-5
 """A label of the programme that proves bounds: not per action."""
 
