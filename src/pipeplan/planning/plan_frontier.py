@@ -41,7 +41,7 @@ from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, least_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS, num_left, plan_of, run_search, search_of
 from pipeplan.planning.trials import FIRST_SECONDS, PlanSearch, Trial, on_cluster
-from pipeplan.planning.workers import Workers, workers_of
+from pipeplan.planning.workers import CandidateWorkers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress
 from pipeplan.sharding.cost_model import CostModel
@@ -180,7 +180,7 @@ def _searched(
     progress: Progress | None = None,
     *,
     searches: bool = False,
-    workers: Workers | None = None,
+    workers: CandidateWorkers | None = None,
 ) -> _FrontierSearch:
     """Try everything in turn, until the time is up, less what counting what is left will take."""
     requests = request.by_devices
@@ -321,7 +321,7 @@ class _FrontierSearch:
     unsearched: bool = False
     notes: list[str] = field(default_factory=list)
 
-    def search_all(self, requests: Sequence[Request], workers: Workers | None) -> None:
+    def search_all(self, requests: Sequence[Request], workers: CandidateWorkers | None) -> None:
         """Search on each number of devices, most first, until a share of the time is over."""
         ordered = sorted(requests, key=lambda asked: -asked.num_devices)
         for number, asked in enumerate(ordered, start=1):
@@ -332,7 +332,7 @@ class _FrontierSearch:
             seconds = left if number == len(ordered) else left / 2
             self._search(asked if asked.deterministic else replace(asked, time_limit=max(0.0, seconds)), workers)
 
-    def _search(self, request: Request, workers: Workers | None) -> None:
+    def _search(self, request: Request, workers: CandidateWorkers | None) -> None:
         """Search on one number of devices; whatever ends it, points are made of what was found."""
         search = search_of(request, self.limit, progress=self._heard(request), steps=_STEPS)
         try:

@@ -83,7 +83,7 @@ from pipeplan.planning.trials import (
 from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.usual import USUAL
 from pipeplan.planning.widths import EveryWidth
-from pipeplan.planning.workers import Ahead, Workers, workers_of
+from pipeplan.planning.workers import Ahead, CandidateWorkers, workers_of
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_RETIMING, Budget
 from pipeplan.schedule.search import MOST_ENTRIES, PLAIN, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
@@ -1122,7 +1122,7 @@ def search_of(
     return PlanSearch(request, budget, progress, steps, explains=explain)
 
 
-def run_search(search: PlanSearch, workers: Workers | None = None) -> None:
+def run_search(search: PlanSearch, workers: CandidateWorkers | None = None) -> None:
     """Run it to its end. Every trial that it made stays in it, whatever ends it."""
     looking = named(search.steps, LookAtCandidates) or LookAtCandidates()
     with _looking_ahead(search, workers):
@@ -1137,7 +1137,7 @@ def _candidates(request: Request, steps: Sequence[SearchStep], looking: LookAtCa
 
 
 @contextmanager
-def _looking_ahead(search: PlanSearch, workers: Workers | None) -> Iterator[None]:
+def _looking_ahead(search: PlanSearch, workers: CandidateWorkers | None) -> Iterator[None]:
     """Workers for the candidates of a search, where there are some."""
     if workers is None:
         yield

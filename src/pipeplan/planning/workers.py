@@ -242,7 +242,7 @@ def _loads(what: bytes, known: Sequence[object]) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class CandidateWorkers:
     """An executor to evaluate candidates by, as ``renew`` makes it, of which ``window`` are given away at once.
 
     ``close`` is for one that is done with, or broken; None for one that is somebody else's.
@@ -254,7 +254,7 @@ class Workers:
 
 
 @contextmanager
-def workers_of(count: int, executor: Executor | None) -> Iterator[Workers | None]:
+def workers_of(count: int, executor: Executor | None) -> Iterator[CandidateWorkers | None]:
     """So many processes for one search after another, or an executor; None for one process, which is this one.
 
     Raises:
@@ -266,7 +266,7 @@ def workers_of(count: int, executor: Executor | None) -> Iterator[Workers | None
         )
     if executor is not None:
         given = executor
-        yield Workers(lambda: given, None, 2 * max(count, _AT_ONCE))
+        yield CandidateWorkers(lambda: given, None, 2 * max(count, _AT_ONCE))
         return
     if count == 1:
         yield None
@@ -285,7 +285,7 @@ def workers_of(count: int, executor: Executor | None) -> Iterator[Workers | None
             ended(held.pop())
 
     try:
-        yield Workers(renew, close, 2 * count)
+        yield CandidateWorkers(renew, close, 2 * count)
     finally:
         for executor in held:
             ended(executor)
