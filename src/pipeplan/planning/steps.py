@@ -101,9 +101,13 @@ from pipeplan.workload.workload import Workload
 
 @dataclass(frozen=True)
 class EaseRecomputation(PlanStep):
-    """Blocks of stages of the best ``finalists`` that need not be recomputed after all."""
+    """Blocks of stages of the best ``finalists`` that need not be recomputed after all.
+
+    Where nothing is left of a time that counts work, it may take a part ``beyond`` of the limit all the same.
+    """
 
     finalists: int = 3
+    beyond: float = 0.1
     name = "ease recomputation"
     when = "the best {finalists} plans; recomputation is open; orders still fit"
 
@@ -112,8 +116,10 @@ class EaseRecomputation(PlanStep):
         return request.recompute is None and (request.only is None or not request.only.alike)
 
     def run(self, search: PlanSearch) -> None:
-        for trial in search.finalists[: self.finalists]:
-            _ease(search.request, trial, search.budget, search.listen(trial))
+        budget = search.budget
+        with budget.share(max(budget.remaining, self.beyond * budget.seconds)) as share:
+            for trial in search.finalists[: self.finalists]:
+                _ease(search.request, trial, share, search.listen(trial))
 
 
 def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | None) -> None:
