@@ -22,7 +22,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.browser import browser, opened
 
 GPT2 = "profiles/gpt2-124m-cpu.json"
-ASKED = ("--devices", "4", "--memory", "3GB", "--mini-batch", "16", "--deterministic", "--time-limit", "3s")
+ASKED = (
+    *("--devices", "4", "--memory", "3GB", "--mini-batch", "16", "--zero", "0"),
+    *("--deterministic", "--time-limit", "3s"),
+)
 
 
 def one_plan() -> tuple[str, ...]:

@@ -292,8 +292,8 @@ def search(
         pp: pipeline-parallel size: how many devices, or groups of ``tp`` x ``cp`` x ``replicas``, the model is spread
             over; by default searched.
         zero: sharded state: 0 none, 1 optimizer state and master weights, 2 gradients as well, 3 parameters as well, or
-            ``"auto"``. By default auto; but 0 if memory is not limited, or links are unknown, unless the profile has
-            costs of several shards, ``pp`` is given, or nothing fits otherwise.
+            ``"auto"``, with which the plan is shortest, and the default. Where links are unknown, so that messages
+            seem free, that is 1, which sends no more than sums of gradients, and more if nothing fits otherwise.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
         zero_exchange: when levels 2 and 3 exchange: ``"inside"`` of each action, block by block, as FSDP does that
             wraps each layer; by default whole stages where that is shorter and fits, for as many actions as pays.

@@ -332,8 +332,8 @@ _ZERO = (
         type=AutoOr(0, 3),
         metavar="auto|0|1|2|3",
         help="Shard state over replicas, as ZeRO and FSDP do. 1: optimizer state and master weights; 2: "
-        "gradients as well; 3: parameters as well.  [default: auto; but 0 where memory is not limited, or links are "
-        "unknown, unless blocks can be split, --pp is given, or nothing fits]",
+        "gradients as well; 3: parameters as well.  [default: auto, what makes the plan shortest; where links are "
+        "unknown, so that messages seem free, 1, which sends no more than sums of gradients, and more if nothing fits]",
     ),
     click.option(
         "--zero-group",

@@ -319,6 +319,17 @@ def sharing_left_out(request: Request, workload: Workload) -> tuple[str, ...]:
     return (text,)
 
 
+def usual_level_said(request: Request, workload: Workload) -> tuple[str, ...]:
+    """That replicas divide what costs no messages, where nothing says what those of other levels take."""
+    asked = request.zero not in (None, AUTO) or request.knows_links
+    if asked or max(stage.zero for stage in workload.stages) != 1:
+        return ()
+    return (
+        "replicas divide the optimizer's state (ZeRO 1), which sends no more than sums of gradients; without --cluster "
+        "nothing prices what levels 2 and 3 send, and they are left out unless nothing else fits, or --zero asks",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class CandidateCounts:
     """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not all looked at."""

@@ -32,10 +32,9 @@ def divides_by_default(request: Request) -> bool:
     """
     if request.zero is not None or request.least_memory is None or request.num_devices < 2 or request.replicas == 1:
         return False
-    linked = request.cluster is not None and bool(request.cluster.levels or request.cluster.measured)
     given = isinstance(request.placement, Placement) or request.placement == SUBMODULES
     own = given or request.planner != AUTO_PLANNER or request.tunes or request.num_parted or request.spread
-    return linked and not request.profile.recipe.is_custom and not own and not has_table(request)
+    return request.knows_links and not request.profile.recipe.is_custom and not own and not has_table(request)
 
 
 @dataclass(frozen=True)

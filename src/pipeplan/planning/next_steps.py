@@ -170,7 +170,7 @@ def _less_recomputation(request: Request, result: Result, simulation: Simulation
 def _sharded_state(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     """What replicas would have to spare if they divided the optimizer's state, or whether there might be some then."""
     workload = simulation.workload
-    if request.zero is not None or request.num_devices < 2:
+    if request.zero is not None or request.num_devices < 2 or not request.knows_links:
         return
     if any(stage.sharers > 1 for stage in workload.stages):
         return
@@ -221,7 +221,7 @@ def _more_sharing(request: Request, result: Result, simulation: Simulation) -> I
     """
     if request.zero is not None or request.num_devices < 2 or request.least_memory is None or has_table(request):
         return
-    if request.scheduler != "auto" or divides_by_default(request):
+    if request.scheduler != "auto" or divides_by_default(request) or not request.knows_links:
         return
     if is_large(request):
         yield NextStep("--zero auto", "looks at ZeRO 2 and 3 (FSDP) as well")

@@ -157,6 +157,7 @@ def plan_frontier(
         KeyboardInterrupt: interrupted before there was anything.
         SearchTimeoutError: time was up before there was anything.
     """
+    request = replace(request, any_level=True)  # what each level of ZeRO keeps is weighed here
     limit = Limit.part_of(within, request.time_limit)
     if request.deterministic:
         limit = Budget(math.inf, deterministic=True, whole=within)  # which only an interruption ends

@@ -22,7 +22,7 @@ from pipeplan.costs.inspection import cautions, mean_spread
 from pipeplan.costs.joining import JoinedProfile, require_kept, with_groups
 from pipeplan.costs.kinds import levelled, same_bytes
 from pipeplan.costs.launches import with_launches
-from pipeplan.costs.recipes import computing_dtype, require_recipe_of_mode
+from pipeplan.costs.recipes import computing_dtype, require_recipe_of_mode, states_of
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
 from pipeplan.costs.uniform.shares import faster_than_reached
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
@@ -50,6 +50,7 @@ from pipeplan.schedule.rules.values import evaluate
 from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
 from pipeplan.workload.elements import MAX_DEVICES, Again, ContextExchange
+from pipeplan.workload.kinds import MASTER, OPTIMIZER
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +229,11 @@ class Request:
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``profile`` has ``launch_overhead_ns`` in every action
     of every block beside what is ``stated`` (None: nothing). ``replicas`` is how many copies of the whole pipeline
-    share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
-    and then what may be shorter (:mod:`pipeplan.planning.divided_state`), in a table of uniform layouts any, and AUTO
-    where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
+    share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`. None is what is
+    shortest: level 0, and then what may be shorter (:mod:`pipeplan.planning.divided_state`), in a table of uniform
+    layouts any, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``. Where links are unknown
+    messages take no time, and those of levels 2 and 3 would seem free: there both are level 1, which sends as much as
+    sums of gradients, and the others only with ``any_level``: where nothing fits, or memory is weighed against time.
     ``zero_group`` is how many of them have one copy of that, None all; ``zero_exchange`` that levels 2 and 3 exchange
     inside of actions (None: where that is better, :mod:`pipeplan.planning.exchanging`). ``shards`` is how many devices
     split each block of a chain, ``context`` how many of them, or groups, share each sequence, ``context_exchange`` how
@@ -281,6 +284,7 @@ class Request:
     zero_group: int | None = None
     zero_exchange: Literal["inside"] | None = None
     auto_level: int = 1
+    any_level: bool = False
     shards: int | None = None
     context: int | None = None
     context_exchange: ContextExchange | None = None
@@ -416,18 +420,35 @@ class Request:
         """The request with each level that replicas may have, where that is open."""
         if self.zero != AUTO:
             return (self,)
-        most = 1 if shared_in(self.profile) else GATHERED
+        most = GATHERED if (self.knows_links or self.any_level) and not shared_in(self.profile) else 1
         if self.only is not None:
             able = [level for level in self.only.zero if self.auto_level <= level <= most] or [0]
             return tuple(replace(self, auto_level=level) if level else replace(self, zero=0) for level in able)
         return (self, *(replace(self, auto_level=level) for level in range(self.auto_level + 1, most + 1)))
 
+    def with_any_level(self) -> Request:
+        """The request that tries all levels, whatever their messages take: nothing fits otherwise."""
+        return replace(self, zero=AUTO, any_level=True)
+
+    @property
+    def knows_links(self) -> bool:
+        """Whether messages take time, on the links of a cluster."""
+        return self.cluster is not None and bool(self.cluster.levels or self.cluster.measured)
+
+    @property
+    def _usual_level(self) -> int:
+        """The level where nobody has said one: without links 1, where that divides something."""
+        if self.knows_links or (self.only is not None and 1 not in self.only.zero):
+            return 0
+        kept = states_of(self.profile).values()
+        return int(self.profile.once("divided", lambda: any(state[OPTIMIZER] + state[MASTER] for state in kept)))
+
     def sharing(self, replicas: int) -> Zero | None:
         """What this many replicas of a stage share out; None if groups do not divide their number."""
-        if replicas == 1 or self.zero in (None, 0):
+        level = self.auto_level if self.zero == AUTO else self._usual_level if self.zero is None else self.zero
+        if replicas == 1 or not level:
             return WHOLE
         group = self.zero_group or replicas
-        level = self.auto_level if self.zero == AUTO else int(self.zero or 0)
         return None if replicas % group else Zero(level, group) if group > 1 else WHOLE
 
     @classmethod

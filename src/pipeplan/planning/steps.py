@@ -36,7 +36,14 @@ from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of, first_counts
 from pipeplan.planning.alternatives import DifferentPlans, explained, kept_alternatives, tied_with, too_few
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
-from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
+from pipeplan.planning.build_plan import (
+    CandidateCounts,
+    Result,
+    planned,
+    sharing_left_out,
+    slices_left_out,
+    usual_level_said,
+)
 from pipeplan.planning.candidates import (
     LARGE,
     UNDIVIDED,
@@ -655,7 +662,7 @@ class EvenCut(PlanStep):
                 return
             short = self._look(search, search.request, begin)
             if search.answer is None and search.may_divide:
-                levels = replace(search.request, zero=AUTO).levels  # the table has the first by default
+                levels = search.request.with_any_level().levels  # the table has the first by default
                 for level in levels[1:] if has_table(search.request) else levels:
                     if search.answer is None and not telling.told:
                         self._look(search, level, begin)
@@ -1097,6 +1104,7 @@ def search_plan(
             *_standing_in(search, last),
             *slices_left_out(request, schedule.workload, "what was found does not fit so"),
             *sharing_left_out(request, schedule.workload),
+            *usual_level_said(request, schedule.workload),
             *(gain_said(search.start_ns, plan.predicted.iteration_ns) if request.only is None else ()),
         ),
         start_ns=search.start_ns,

@@ -534,7 +534,7 @@ class PlanSearch:
                 self._try_all(candidates, in_turn)
             short = unfit is None and self.best is None and self.may_divide
             if short and any(isinstance(e, InfeasibleError) for e in self.failures):
-                self.request, self.begun = replace(self.request, zero=AUTO), (self.spare or self.stands_in) is not None
+                self.request, self.begun = self.request.with_any_level(), (self.spare or self.stands_in) is not None
                 self.trials += [] if self.spare is None else [self.spare]
                 self._try_all(candidates, in_turn)
             self.finalists = sorted(self.done, key=cmp_to_key(_compared))
@@ -592,9 +592,10 @@ class PlanSearch:
 
     @property
     def may_divide(self) -> bool:
-        """Whether there may be replicas, in limited memory, and nobody has said what they divide."""
+        """Whether there may be replicas, in limited memory, that may divide more than has been looked at."""
         request = self.request
-        if request.zero is not None or request.least_memory is None:
+        seen = request.zero is not None and (request.zero != AUTO or request.knows_links or request.any_level)
+        if seen or request.least_memory is None:
             return False
         if isinstance(request.placement, Placement):
             return any(stage.copies > 1 and not stage.zero for stage in request.placement.stages)

@@ -23,7 +23,14 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
+from pipeplan.planning.build_plan import (
+    CandidateCounts,
+    Result,
+    planned,
+    sharing_left_out,
+    slices_left_out,
+    usual_level_said,
+)
 from pipeplan.planning.candidates import PlacementCandidate, grid
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
@@ -441,6 +448,7 @@ class _Tuner:
             notes=(
                 *slices_left_out(self.request, schedule.workload, "rules are tuned for whole forwards"),
                 *sharing_left_out(self.request, schedule.workload),
+                *usual_level_said(self.request, schedule.workload),
             ),
             request=self.request,
         )
