@@ -110,9 +110,8 @@ class Position:
 class Board:
     """One :class:`Position` per rank in an open file of :meth:`size` bytes, mapped by all processes.
 
-    ``programs`` are what this process knows of the ranks' programs, as texts, and ``machines`` the names of theirs;
-    ``meeting`` that of the one where ranks meet; ``silent`` are ranks of other machines of which nothing was heard when
-    the others had failed.
+    ``programs`` are what this process knows of the ranks' programs, as texts, ``machines`` the names of theirs, and
+    ``meeting`` of that where ranks meet; ``silent`` ranks of others were not heard of when those here had failed.
     """
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
