@@ -437,16 +437,25 @@ def test_a_device_keeps_its_order_and_messages_their_names() -> None:
 
 
 def test_gradients_are_summed_where_links_of_the_plan_are_free() -> None:
-    """Two replicas of two stages, of a machine without links: their gradients, and the shared table, are summed."""
+    """Two replicas of two stages, of a machine without links, which divide the optimizer's state (ZeRO 1).
+
+    Gradients are reduced and scattered, those of the shared table summed, and each has half of what a step changes.
+    """
     plan = shipped("gpt2-124m-cpu")
     groups, ranks = ranks_of(plan)
     sums = [node for own in ranks for node in own if node.type is NodeType.COLLECTIVE]
     assert groups == {"1": [0, 1], "2": [2, 3]}
     table = sum(each.gradient_bytes for each in plan.tied)
-    sizes = {(node.attribute("pg_name"), node.attribute("comm_size")) for node in sums}
+    sizes = {each: set[tuple[str, int]]() for each in CollectiveType}
+    for node in sums:
+        sizes[node.attribute("comm_type")].add((node.attribute("pg_name"), node.attribute("comm_size")))
     own = [stage.gradient_bytes - table * (number in plan.tied[0].stages) for number, stage in enumerate(plan.stages)]
-    assert sizes == {("1", own[0]), ("1", own[3]), ("1", table), ("2", own[1]), ("2", own[2])}
-    assert {node.attribute("comm_type") for node in sums} == {CollectiveType.ALL_REDUCE}
+    half = [stage.parameter_bytes // 2 for stage in plan.stages]
+    assert {kind: found for kind, found in sizes.items() if found} == {
+        CollectiveType.ALL_REDUCE: {("1", table)},
+        CollectiveType.REDUCE_SCATTER: {("1", own[0]), ("1", own[3]), ("2", own[1]), ("2", own[2])},
+        CollectiveType.ALL_GATHER: {("1", half[0]), ("1", half[3]), ("2", half[1]), ("2", half[2])},
+    }
 
 
 def test_what_a_trace_cannot_say_is_refused_with_its_place() -> None:
