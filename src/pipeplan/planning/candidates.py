@@ -476,7 +476,7 @@ def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
     """
     asked, only = request.sharing(replicas), request.only
     weighed = request.knows_links or request.any_level
-    if request.zero is not None or replicas == 1 or request.least_memory is None or not weighed:
+    if request.zero is not None or replicas == 1 or not weighed:
         return [] if asked is None else [asked]
     near = math.gcd(replicas, request.unit // shards)
     groups = dict.fromkeys(group for group in (replicas, near) if group > 1)

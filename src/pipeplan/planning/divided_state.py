@@ -30,7 +30,7 @@ def divides_by_default(request: Request) -> bool:
 
     Not of stages that are given or a planner's, of submodules, or for forwards in parts.
     """
-    if request.zero is not None or request.least_memory is None or request.num_devices < 2 or request.replicas == 1:
+    if request.zero is not None or request.num_devices < 2 or request.replicas == 1:
         return False
     given = isinstance(request.placement, Placement) or request.placement == SUBMODULES
     own = given or request.planner != AUTO_PLANNER or request.tunes or request.num_parted or request.spread
