@@ -45,7 +45,7 @@ def rows(profile: Profile, split: int = 1) -> dict[tuple[int, int, int], CostRow
 @pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks of")
 def test_rows_are_of_own_words_with_fewer_weights_and_longer_products() -> None:
     parted = rows(pipeplan.estimate(CONFIG, context=(2,), expert=(8,), cluster=FAST, **HOW))
-    found = parted | rows(pipeplan.estimate(CONFIG, shards=(2,), expert=(8,), cluster=FAST, **HOW))
+    found = parted | rows(pipeplan.estimate(CONFIG, shards=(2,), context=(1,), expert=(8,), cluster=FAST, **HOW))
     assert found.keys() == {(1, 1, 1), (1, 1, 8), (1, 2, 1), (1, 2, 8), (2, 1, 1), (2, 1, 8)}
     half, own = found[1, 2, 1], found[2, 1, 8]
     assert own == found[1, 2, 8].model_copy(update={"shards": 2, "context": 1, "sequence_parallel": True})
