@@ -45,10 +45,10 @@ def test_what_is_found_is_never_longer_than_with_all_state_whole(sizes: list[int
 def test_state_stays_whole_where_dividing_it_would_be_free_or_is_not_open() -> None:
     request = asked([20, 20, 20], 1300)
     assert divides_by_default(request)
+    assert divides_by_default(asked([20, 20, 20], None)), "for the optimizer's step is shared out, too"
     custom = request.profile.model_copy(update={"recipe": Recipe()})
     for other in (
         asked([20, 20, 20], 1300, devices=2),  # messages take no time
-        asked([20, 20, 20], None),
         replace(request, profile=custom),  # as papers print bytes, which may not be apart
         replace(request, zero=0),
         replace(request, replicas=1),

@@ -454,7 +454,7 @@ def test_the_table_knows_what_sharing_a_sequence_takes() -> None:
     blocks = tuple(block.model_copy(update={"parameter_bytes": 1000}) for block in SHARED.blocks)
     cluster = Cluster.of("one", 2, levels=[("all", 2, "10ns", "100GB")])
     known = SHARED.model_copy(update={"blocks": blocks})
-    request = Request.of(known, cluster=cluster, mini_batch=2, shards=1, context=2, **QUICK)
+    request = Request.of(known, cluster=cluster, mini_batch=2, shards=1, context=2, zero=0, **QUICK)
     table = [each for each in uniform_choices(request) if each.choice.positions == 1]
     plan = search_plan(request).plan
     assert [(stage.context, stage.sync_ns > 0) for stage in plan.stages] == [(2, True)]

@@ -469,7 +469,7 @@ def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]
 
 
 def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
-    """What replicas may divide of what they keep: as asked; or where memory is limited nothing, or by any level.
+    """What replicas may divide of what they keep: as asked; or nothing, or by any level where links are known.
 
     What levels 2 and 3 exchange with each micro-batch is for groups of all replicas, or of as many as a node has; not
     where blocks share parameters.

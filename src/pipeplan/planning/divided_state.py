@@ -25,8 +25,8 @@ from pipeplan.time_limit import checkpoint
 
 
 def divides_by_default(request: Request) -> bool:
-    """Whether levels are tried that nobody asked for: where memory is limited and messages take time, and the profile's
-    recipe says what a parameter takes, which blocks with bytes of their own (as papers print them) do not.
+    """Whether levels are tried that nobody asked for: where messages take time, and the profile's recipe says what a
+    parameter takes, which blocks with bytes of their own (as papers print them) do not.
 
     Not of stages that are given or a planner's, of submodules, or for forwards in parts.
     """
