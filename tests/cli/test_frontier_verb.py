@@ -195,7 +195,7 @@ def test_stages_that_are_split_by_block_say_how(profile_path: Path) -> None:
 def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeplan.planning.too_large._EXPLAINING", 0.2)  # what else would do is not what is tried here
     with_little = run(profile_path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
-    assert all(said in str(with_little.exception) for said in ("on 2 devices", "4 samples", "raise --memory to 639MB"))
+    assert all(said in str(with_little.exception) for said in ("on 2 devices", "4 samples", "raise --memory to 645MB"))
     assert "--devices" in str(run(profile_path, fails=UsageError).exception)
     every = json.loads(run(profile_path, "--devices", "1,2,4", "--mini-batch", 4, "--json").stdout)["points"]
     least = [min(each["memory_bytes"] for each in every if each["num_devices"] == count) for count in (1, 2, 4)]
