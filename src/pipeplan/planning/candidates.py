@@ -469,13 +469,14 @@ def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]
 
 
 def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
-    """What replicas may divide of what they keep: as asked; or nothing, or by any level where links are known.
+    """What replicas may divide of what they keep: as asked; or nothing, or by any level: where links are known, and
+    without them where memory is limited and nothing else fits, or is weighed against time.
 
     What levels 2 and 3 exchange with each micro-batch is for groups of all replicas, or of as many as a node has; not
     where blocks share parameters.
     """
     asked, only = request.sharing(replicas), request.only
-    weighed = request.knows_links or request.any_level
+    weighed = request.knows_links or (request.any_level and request.least_memory is not None)
     if request.zero is not None or replicas == 1 or not weighed:
         return [] if asked is None else [asked]
     near = math.gcd(replicas, request.unit // shards)
