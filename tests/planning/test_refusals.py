@@ -209,7 +209,7 @@ def test_more_workers_than_any_machine_starts_are_refused(profile_path: str) -> 
 def test_a_clusters_limit_is_refused_as_one_that_is_given(profile_path: str) -> None:
     """What needs least recomputes, whoever says the limit: without one nothing would."""
     profile, limit = read_profile(profile_path), 10**9
-    how: dict[str, Any] = {"placement": "one-to-one", "replicas": 2, "mini_batch": 8, "scheduler": "1f1b"}
+    how: dict[str, Any] = {"placement": "one-to-one", "replicas": 2, "mini_batch": 8, "scheduler": "1f1b", "zero": 0}
     given = Request.of(profile, devices=2, memory_bytes=limit, **how)
     cluster = Request.of(profile, cluster=cluster_of(2, memory_bytes=limit), **how)
     wanted, found = (shortage(each, InfeasibleError("no"), 60, ExplainShortage()) for each in (given, cluster))

@@ -47,14 +47,23 @@ def plan_for(
     replicas: int = 1,
     shards: int = 1,
     sequence: int | None = None,
+    *,
+    whole: bool = True,
 ) -> Plan:
-    """Two stages, the second with several devices, from a profile with the model's true sizes."""
+    """Two stages, the second with several devices, from a profile with the model's true sizes.
+
+    Or, if not ``whole``, from one that does not say what devices that split a block have whole.
+    """
     model = load_model(name, sequence)
     rows = [CostRow(microbatch_size=n, shards=s, forward_ns=1, backward_ns=2) for n in (1, 2, 4) for s in (1, 2)]
     names = [block.id for block in model.blocks]
     format_, recipe = profiled_recipe(MEASURED, str(dtype).removeprefix("torch."))
     source = Source(method="estimated", dtype=format_)
     profile = profile_of(model, block_graph_of(model, dtype), dict.fromkeys(names, rows), source, recipe)
+    if not whole:
+        blocks = tuple(block.model_copy(update={"whole_parameters": 0}) for block in profile.blocks)
+        assert blocks != profile.blocks
+        profile = profile.model_copy(update={"blocks": blocks})
     devices = tuple(range(1, 1 + replicas * shards))
     half = len(names) // 2
     stages = (
@@ -88,6 +97,11 @@ def test_nothing_is_told_of_the_same_model(name: str, replicas: int, shards: int
     plan = plan_for(name, replicas=replicas, shards=shards)
     assert any(hop.bytes for dependency in plan.dependencies for hop in dependency.hops)
     assert told(plan, name) is None
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "mmt-tiny"])
+def test_nothing_is_told_where_a_profile_divides_what_devices_have_whole(name: str) -> None:
+    assert told(plan_for(name, shards=2, whole=False), name) is None
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -33,6 +33,19 @@ class ShapedBlock:
     outputs: tuple[Tensor, ...]
 
 
+def num_whole(spec: BlockSpec, name: str, count: int) -> int:
+    """How many of a parameter's ``count`` numbers each device that splits the block has: all that its cut leaves out.
+
+    Of a block that does not say how it is split it is not known, and taken to be none.
+    """
+    if spec.split is None:
+        return 0
+    if (cut := spec.split.cuts.get(name)) is None:
+        return count
+    ratio = (1,) * cut.parts if isinstance(cut.parts, int) else cut.parts
+    return count * sum(ratio[len(ratio) - cut.whole :]) // sum(ratio)  # the last of its parts
+
+
 def shaped_blocks(
     model: Model, num_samples: int, dtype: torch.dtype = torch.float32, autocast: Autocast | None = None
 ) -> Iterator[ShapedBlock]:

@@ -26,9 +26,8 @@ from pipeplan.costs.recipes import unnamed_bytes
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Source, TiedParameter
 from pipeplan.files.profile import COUNTS, NEEDS, Saved, SavedBySource
-from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_per_sample
+from pipeplan.runtime.models.shapes import ShapedBlock, num_whole, shaped_blocks, tokens_per_sample
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
-from pipeplan.runtime.parallel.sharding import Cut
 from pipeplan.runtime.profiling.flops import ProductCounter
 from pipeplan.runtime.profiling.measured_shares import measured_share
 from pipeplan.runtime.profiling.ring_rows import MeasuredRing
@@ -194,23 +193,11 @@ def _own_parameters(step: ShapedBlock, model: Model) -> dict[str, nn.Parameter]:
 
 
 def _whole_on_shards(spec: BlockSpec, parameters: Mapping[str, nn.Parameter]) -> tuple[int, int]:
-    """How many numbers each device that splits the block has of what none of them cuts: trained, and frozen.
-
-    Of a block that does not say how it is split it is not known, and taken to be none.
-    """
+    """How many numbers each device that splits the block has of what none of them cuts: trained, and frozen."""
     found = {True: 0, False: 0}
-    if spec.split is None:
-        return 0, 0
     for name, each in parameters.items():
-        cut = spec.split.cuts.get(name)
-        found[each.requires_grad] += each.numel() if cut is None else _whole_numbers(cut, each)
+        found[each.requires_grad] += num_whole(spec, name, each.numel())
     return found[True], found[False]
-
-
-def _whole_numbers(cut: Cut, parameter: nn.Parameter) -> int:
-    """How many numbers of a parameter that is cut are nevertheless on every device: its last parts."""
-    ratio = (1,) * cut.parts if isinstance(cut.parts, int) else cut.parts
-    return parameter.numel() * sum(ratio[len(ratio) - cut.whole :]) // sum(ratio)
 
 
 def _in_experts(spec: BlockSpec, parameters: Iterable[nn.Parameter]) -> int:

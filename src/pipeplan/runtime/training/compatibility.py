@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -23,7 +23,7 @@ from pipeplan.runtime.executor.process_groups import require_alike
 from pipeplan.runtime.executor.rank_program import Program
 from pipeplan.runtime.executor.tensors import TensorSpec, spec_of
 from pipeplan.runtime.launch.status import warn
-from pipeplan.runtime.models.shapes import output_shapes
+from pipeplan.runtime.models.shapes import num_whole, output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.agreement import all_alike
 from pipeplan.runtime.parallel.device import gathered
@@ -32,7 +32,7 @@ from pipeplan.runtime.training.options import DTYPES, FORWARDS_IN, MASTERED, RUN
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MASTER, Role, role_of
-from pipeplan.workload.mesh import COPIES, EXPERTS, PLACES, SAMPLES, Mesh
+from pipeplan.workload.mesh import COPIES, EXPERTS, PLACES, SAMPLES, SHARDS, Mesh
 
 _PLANNED_IN = {**RUNNABLE, **FORWARDS_IN}
 """The format of parameters, by recipe."""
@@ -201,35 +201,50 @@ def _parameters(plan: Plan, model: Model, dtype: torch.dtype) -> Iterator[tuple[
     """Bytes on each device of a stage, by the plan and by the model.
 
     What blocks of a stage share counts once; with each of them, if only then it is what the plan has: profiles of
-    version 1 do not say what is shared.
+    version 1 do not say what is shared. In the same way what devices that split a block do not cut is whole on each of
+    them, or cut as all else, as profiles have it that do not say.
     """
     shapes = model.parameter_shapes()
     sizes = {holder: math.prod(shape) * dtype.itemsize for holder, shape in shapes.items()}
-    counts = dict.fromkeys((block.id for block in model.blocks), 0)
-    for (block, _), size in sizes.items():
-        counts[block] += size
     for stage in plan.stages:
-        parts = {block: _num_parts(stage.mesh_of(n)) for n, block in enumerate(stage.blocks)}
-        experts = {block: _in_experts(block, model, sizes) for block in parts if stage.expert > 1}
-        every = sum(counts[block] / count for block, count in parts.items())
-        every += sum(size / stage.expert - size / parts[block] for block, size in experts.items())
-        own = [[holder for holder in group if holder[0] in parts] for group in model.tied]
-        again = sum(sizes[holder] / parts[holder[0]] for holders in own for holder in holders[1:])
+        meshes = {block: stage.mesh_of(n) for n, block in enumerate(stage.blocks)}
+        parts = {block: _num_parts(mesh) for block, mesh in meshes.items()}
+        even = {holder: size / parts[holder[0]] for holder, size in sizes.items() if holder[0] in parts}
+        held = {holder: size + _beyond(model, holder, sizes[holder], meshes) for holder, size in even.items()}
         planned = plan.held_parameters(stage)
-        yield (
-            planned,
-            next((size for size in (every - again, every) if _agree((planned, size), _FORMATS)), every - again),
-        )
+        found = [size for each in (held, even) for size in _of_stage(stage, model, sizes, each)]
+        yield planned, next((size for size in found if _agree((planned, size), _FORMATS)), found[0])
 
 
-def _in_experts(block: str, model: Model, sizes: Mapping[tuple[str, str], int]) -> int:
-    """Of a block's parameters, what devices can share as experts."""
+_Holder: TypeAlias = tuple[str, str]
+"""A block and the name of a parameter in it."""
+
+
+def _of_stage(
+    stage: Stage, model: Model, sizes: Mapping[_Holder, int], held: Mapping[_Holder, float]
+) -> tuple[float, float]:
+    """Bytes on each of a stage's devices, of what each has of every parameter: shared ones once, and as often."""
+    every = sum(held.values())
+    for block in stage.blocks if stage.expert > 1 else ():
+        every += sum(sizes[block, name] / stage.expert - held[block, name] for name in _in_experts(block, model))
+    own = [[holder for holder in group if holder in held] for group in model.tied]
+    return every - sum(held[holder] for holders in own for holder in holders[1:]), every
+
+
+def _beyond(model: Model, holder: _Holder, size: int, meshes: Mapping[str, Mesh]) -> float:
+    """Bytes of a parameter that each device of its block's mesh has beyond its even part, where shards alone split."""
+    parts, shards = _num_parts(meshes[holder[0]]), meshes[holder[0]].size_of(SHARDS)
+    return num_whole(model.block(holder[0]), holder[1], size) * (1 - 1 / parts) if parts == shards else 0.0
+
+
+def _in_experts(block: str, model: Model) -> tuple[str, ...]:
+    """Of a block's parameters those that devices can share as experts."""
     split = model.block(block).splits.get(EXPERTS)
-    return 0 if split is None else sum(sizes[block, name] for name in split.cuts)
+    return () if split is None else tuple(split.cuts)
 
 
 def _num_parts(mesh: Mesh) -> int:
-    """Into how many parts a block's parameters are cut; plans count all of them as cut."""
+    """Into how many parts a block's parameters are cut."""
     parts, _ = mesh.plane_without((SAMPLES, PLACES, COPIES), 0)
     return parts.size
 
