@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from builders.clusters import cluster_of
 from builders.profiles import joined
 from pipeplan.costs import build_workload
 from pipeplan.files import Block, CostRow, Profile
@@ -144,8 +145,9 @@ def test_ten_plans_are_explained_where_a_schedule_is_asked_for_too() -> None:
 @pytest.mark.slow
 def test_common_layouts_are_of_all_levels_where_these_are_open() -> None:
     """With --zero auto levels are tried one after another: FSDP is among what is explained all the same."""
-    more = {"devices": 4, "mini_batch": 8, "memory_bytes": 2000, "time_limit": 0.3, "deterministic": True}
-    found = search_plan(Request.of(chain(8, (1, 2)), zero="auto", **more), explain=True)
+    more = {"mini_batch": 8, "time_limit": 0.3, "deterministic": True}
+    quick = cluster_of(4, memory_bytes=2000, latency_ns=1, bandwidth=10**13)
+    found = search_plan(Request.of(chain(8, (1, 2)), cluster=quick, zero="auto", **more), explain=True)
     assert found.explanation is not None
     assert any(each.what.endswith(", FSDP") for each in found.explanation.common)
 
@@ -170,7 +172,8 @@ def test_devices_that_run_nothing_are_at_no_position() -> None:
 
 @pytest.mark.slow
 def test_reasons_do_not_refute_themselves_and_fsdp_is_a_common_layout() -> None:
-    request = Request.of(chain(8, (1, 2)), devices=4, mini_batch=8, memory_bytes=2000)
+    quick = cluster_of(4, memory_bytes=2000, latency_ns=1, bandwidth=10**13)
+    request = Request.of(chain(8, (1, 2)), cluster=quick, mini_batch=8)
     table = uniform_choices(request)
     named = {choice_words(each.choice).rpartition(", ")[2] for each in table if _is_fsdp(each.choice)}
     assert named == {"FSDP"}

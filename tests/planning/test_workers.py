@@ -326,7 +326,7 @@ def test_a_dask_cluster_of_which_one_process_is_killed_gives_the_same_plan() -> 
 
         found = search_plan(request, executor=Killing(executor))
     assert killed
-    assert (found.plan, found.candidates, found.notes) == (alone.plan, alone.candidates, ())
+    assert (found.plan, found.candidates, found.notes) == (alone.plan, alone.candidates, alone.notes)
 
 
 def test_threads_are_refused() -> None:

@@ -411,7 +411,11 @@ def test_what_is_measured_here_is_nearer_by_what_was_fitted_to_it() -> None:
 def test_one_model_tells_another() -> None:
     measured = {name: read_profile(str(ROOT / "profiles" / f"{name}-cpu.json")) for name in ("gpt2-124m", "gpt2-345m")}
     told = estimate(
-        load_model("gpt2-345m"), (1, 2, 4), calibration=measured["gpt2-124m"], reference=load_model("gpt2-124m")
+        load_model("gpt2-345m"),
+        (1, 2, 4),
+        device=device_preset("cpu"),
+        calibration=measured["gpt2-124m"],
+        reference=load_model("gpt2-124m"),
     )
     for size in (1, 2, 4):
         assert total(told, size) == pytest.approx(total(measured["gpt2-345m"], size), rel=0.2)

@@ -12,7 +12,7 @@ QUICK = ("clip", "vit")
 
 
 @pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks", "ignore:Dropout x")
-@slow_but("name", (*NAMES, *FURTHER), lambda name: name in QUICK)
+@slow_but("name", (*NAMES, *FURTHER), lambda name: name in QUICK, "flava".__eq__)  # which takes 50 s
 @pytest.mark.filterwarnings("ignore:dropout.. x:UserWarning")  # of OPT, in evaluation mode
 def test_estimates_are_searched(name: str) -> None:
     """Whatever is left open, and for two stages of two devices that split all blocks."""
