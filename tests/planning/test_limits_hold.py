@@ -1178,6 +1178,7 @@ def taking_long(scheduler: str) -> Request:
     return replace(asked, scheduler=scheduler, rules=named_rules("1f1b") if scheduler == "rules" else None)
 
 
+@pytest.mark.slow  # 3 to 6 s each
 @pytest.mark.filterwarnings("ignore:--(scheduler repetend|rules 1f1b) had no plan")
 @pytest.mark.parametrize(("scheduler", "flag"), [("repetend", "--scheduler repetend"), ("rules", "--rules 1f1b")])
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -1211,6 +1212,7 @@ def test_a_schedule_that_has_no_time_leaves_a_plain_one_that_says_so(
     assert check(found.plan, asked.profile, asked.cluster).valid
 
 
+@pytest.mark.slow
 def test_what_rules_order_is_the_answer_once_it_is_there() -> None:
     found = search_plan(taking_long("rules"), within=Limit(20.0, clock=Hand()))
     assert not found.stands_in

@@ -143,6 +143,7 @@ def test_replicas_lie_along_the_tree_as_is_quickest(sent: int, parameters: int, 
         "split_backward": False,
         "time_limit": "10s",
         "deterministic": True,
+        "zero": 0,
     }
     profile, cluster = split_line(sent, parameters), racks_of_16(4.0)
     plan = pipeplan.search(profile, cluster=cluster, tp=2, pp=2, dp=8, **asked).plan
@@ -167,6 +168,7 @@ def replicas_beside(number: int) -> Placement:
     return Placement(strategy="one-to-one", num_devices=32, stages=tuple(stages))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_plans_whose_sums_slow_compute_pass_check(chunks: int) -> None:
     """Positions with one stage, or with two, on a cluster whose exchanges slow what is computed beside them."""

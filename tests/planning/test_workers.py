@@ -138,6 +138,7 @@ def test_what_dies_costs_its_candidate() -> None:
 FRONTIER = {"devices": (2, 4), "mini_batch": 16, "deterministic": True, "time_limit": 0.3}
 
 
+@pytest.mark.slow
 def test_a_frontier_gives_its_searches_candidates_away() -> None:
     """The same points come out; what dies costs its candidate, and is said once."""
     asked = frontier_request(profile((1, 2)), **FRONTIER)

@@ -34,6 +34,7 @@ from pipeplan.workload.kinds import PREFILL
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.workload import Workload
 from references.decode_loops import least_repetend, least_repetend_in_memory
+from support.marks import slow_but
 
 Devices = Sequence[tuple[int, ...]]
 
@@ -358,7 +359,7 @@ def test_a_chunk_takes_its_tokens_and_their_attention_to_all_before() -> None:
         chunk_costs(profile, stages, 400, 500)
 
 
-@pytest.mark.parametrize(("groups", "chunk"), [(1, 10), (2, 100), (3, 400)])
+@slow_but("groups, chunk", [(1, 10), (2, 100), (3, 400)], lambda case: case[0] > 1)
 def test_prompts_join_in_chunks_or_whole(groups: int, chunk: int) -> None:
     """Beside one group they run in what its way round leaves idle; of many they add to the busiest device's work."""
     profile = with_prompts(drawn_decoder(2, 3))

@@ -8,7 +8,7 @@ import pipeplan
 from runtime_support.hugging_face import FURTHER, NAMES, SEQUENCE, text
 from support.marks import slow_but
 
-QUICK = ("clip", "vit")
+QUICK = ("vit",)
 
 
 @pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks", "ignore:Dropout x")
