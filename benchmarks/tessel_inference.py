@@ -29,7 +29,7 @@ from tables import machine, markdown, note
 import pipeplan
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.examples.models import MODELS, profile_of_size
+from pipeplan.examples.models import MODELS, model
 from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile
 
 SIDES: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ class World(NamedTuple):
         shards = [number for number in (1, 2, 4, 8, 16, 32) if number <= cluster.num_devices]
         paper = replace(usual, dimensions={**usual.dimensions, **own})
         how: dict[str, Any] = {"microbatch_sizes": (size,), "shards": shards, "cluster": cluster}
-        return profile_of_size(paper, device="v100-32gb", inference=True, **how)
+        return model(paper, device="v100-32gb", inference=True, **how)
 
 
 def searched(devices: int, side: str, size: int, count: int, seconds: float, world: World) -> dict[str, float] | None:

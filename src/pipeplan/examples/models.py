@@ -8,7 +8,7 @@ with the papers'.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
@@ -416,7 +416,7 @@ def _family_of(size: ModelSize) -> Family:
 
 
 def model(
-    name: str,
+    name: str | ModelSize,
     *,
     device: str | None = None,
     microbatch_sizes: Sequence[int] | None = None,
@@ -424,7 +424,7 @@ def model(
     cluster: Cluster | None = None,
     inference: bool = False,
 ) -> Profile:
-    """The profile of a paper's model, with a cost row per number of shards and micro-batch size.
+    """The profile of a paper's model, or of one with such dimensions: a row per number of shards and micro-batch size.
 
     Costs are for a ``device`` preset, by default the one that the catalog says. Of ``inference`` they are of forwards
     alone (:func:`pipeplan.costs.forwards.as_inference`).
@@ -435,22 +435,9 @@ def model(
     Raises:
         UsageError: an unknown model or device, no or unusable micro-batch sizes or shards, or too small a cluster.
     """
-    if name not in MODELS:
+    if isinstance(name, str) and name not in MODELS:
         raise UsageError(f"there is no model {name!r}; {choose_from(name, list(MODELS))}")
-    how: Any = {"device": device, "microbatch_sizes": microbatch_sizes, "shards": shards, "cluster": cluster}
-    return profile_of_size(MODELS[name], inference=inference, **how)
-
-
-def profile_of_size(
-    paper: ModelSize,
-    *,
-    device: str | None = None,
-    microbatch_sizes: Sequence[int] | None = None,
-    shards: Sequence[int] = (1,),
-    cluster: Cluster | None = None,
-    inference: bool = False,
-) -> Profile:
-    """The profile of a model with these dimensions, as :func:`model` makes it of a paper's."""
+    paper = MODELS[name] if isinstance(name, str) else name
     preset = device_preset(device or paper.device)
     sizes = sorted(set(paper.microbatch_sizes if microbatch_sizes is None else microbatch_sizes))
     if not sizes or sizes[0] < 1 or sizes[-1] > _MOST_SAMPLES:

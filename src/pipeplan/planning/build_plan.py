@@ -286,7 +286,13 @@ def number(value: Fraction) -> float:
     return int(value) if value.denominator == 1 else float(value)
 
 
-def slices_left_out(request: Request, workload: Workload, why: str) -> tuple[str, ...]:
+def said_of_choices(request: Request, workload: Workload, why: str) -> tuple[str, ...]:
+    """What a plan leaves out of what was asked for, and has by default; ``why`` if no micro-batch is sliced."""
+    sliced, shared = _slices_left_out(request, workload, why), _sharing_left_out(request, workload)
+    return (*sliced, *shared, *_usual_level_said(request, workload))
+
+
+def _slices_left_out(request: Request, workload: Workload, why: str) -> tuple[str, ...]:
     """A warning that fewer micro-batches are sliced than requested; ``why`` if none is."""
     count = num_sliced(workload)
     least = int(len(workload.stages) > 1)  # by AutoPipe's formula; of one stage there is nothing to halve
@@ -297,11 +303,11 @@ def slices_left_out(request: Request, workload: Workload, why: str) -> tuple[str
     rest = "no other has a forward in the warm-up of the first stage"
     some = f"only {are} sliced: {rest if count < workload.num_microbatches else 'there are no more'}"
     text = f"--slices {request.num_parted}: {some if count else f'no micro-batch is sliced: {why}'}"
-    warnings.warn(text, stacklevel=2)
+    warnings.warn(text, stacklevel=3)
     return (text,)
 
 
-def sharing_left_out(request: Request, workload: Workload) -> tuple[str, ...]:
+def _sharing_left_out(request: Request, workload: Workload) -> tuple[str, ...]:
     """That replicas of the plan divide nothing, where a level of ``--zero`` was asked for, which is warned of."""
     group, devices = request.zero_group, request.num_devices
     if request.zero in (None, 0, AUTO) or any(stage.zero for stage in workload.stages):
@@ -315,11 +321,11 @@ def sharing_left_out(request: Request, workload: Workload) -> tuple[str, ...]:
         factor = next(each for each in range(2, devices + 1) if devices % each == 0)
         remedy = f"choose a --zero-group that divides {devices} devices, such as {factor}"
     text = f"{asked} divides nothing: the best plan that was found has {has}; {remedy}"
-    warnings.warn(text, stacklevel=2)
+    warnings.warn(text, stacklevel=3)
     return (text,)
 
 
-def usual_level_said(request: Request, workload: Workload) -> tuple[str, ...]:
+def _usual_level_said(request: Request, workload: Workload) -> tuple[str, ...]:
     """That replicas divide what costs no messages, where nothing says what those of other levels take."""
     asked = request.zero not in (None, AUTO) or request.knows_links
     if asked or max(stage.zero for stage in workload.stages) != 1:

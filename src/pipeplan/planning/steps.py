@@ -36,14 +36,7 @@ from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of, first_counts
 from pipeplan.planning.alternatives import DifferentPlans, explained, kept_alternatives, tied_with, too_few
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
-from pipeplan.planning.build_plan import (
-    CandidateCounts,
-    Result,
-    planned,
-    sharing_left_out,
-    slices_left_out,
-    usual_level_said,
-)
+from pipeplan.planning.build_plan import CandidateCounts, Result, planned, said_of_choices
 from pipeplan.planning.candidates import (
     LARGE,
     UNDIVIDED,
@@ -1102,9 +1095,7 @@ def search_plan(
         notes=(
             *dict.fromkeys(notes),
             *_standing_in(search, last),
-            *slices_left_out(request, schedule.workload, "what was found does not fit so"),
-            *sharing_left_out(request, schedule.workload),
-            *usual_level_said(request, schedule.workload),
+            *said_of_choices(request, schedule.workload, "what was found does not fit so"),
             *(gain_said(search.start_ns, plan.predicted.iteration_ns) if request.only is None else ()),
         ),
         start_ns=search.start_ns,

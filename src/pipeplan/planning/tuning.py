@@ -23,14 +23,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.build_plan import (
-    CandidateCounts,
-    Result,
-    planned,
-    sharing_left_out,
-    slices_left_out,
-    usual_level_said,
-)
+from pipeplan.planning.build_plan import CandidateCounts, Result, planned, said_of_choices
 from pipeplan.planning.candidates import PlacementCandidate, grid
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
@@ -445,11 +438,7 @@ class _Tuner:
             placement_lower_bound_ns=proved,
             candidates=CandidateCounts(self.num_done + self.num_skipped, self.num_skipped, num_open),
             timed_out=num_open > 0 and not self.workers.interrupted,
-            notes=(
-                *slices_left_out(self.request, schedule.workload, "rules are tuned for whole forwards"),
-                *sharing_left_out(self.request, schedule.workload),
-                *usual_level_said(self.request, schedule.workload),
-            ),
+            notes=said_of_choices(self.request, schedule.workload, "rules are tuned for whole forwards"),
             request=self.request,
         )
 
