@@ -230,7 +230,7 @@ class _Rank:
             )
             for index, part in program.stages.items()
         }
-        progress = Progress(_board(), 0)
+        progress = Progress(board_of_one(), 0)
         progress.board.programs = [program.texts]
         channels = MailChannels(program, specs, mail)
         self._mail = mail
@@ -274,7 +274,7 @@ def _summed(ranks: Sequence[dict[Share, nn.Module]], model: Model) -> dict[str, 
     return found
 
 
-def _board() -> Board:
+def board_of_one() -> Board:
     with tempfile.TemporaryFile() as file:
         file.truncate(Board.size(1))
         return Board(file.fileno(), 1)

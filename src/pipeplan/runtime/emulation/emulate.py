@@ -118,6 +118,7 @@ class _Emulation:
         clock = self.all_ranks.clock
         self._executor = Executor(
             *(self._program, runners, channels, specs, progress, clock, options.blocking),
+            receives_first=True,
             traced=options.trace,
             exchange=lambda step: network.ask(StateAction(step.action.stage, step.action.kind, step.action.part)),
         )

@@ -66,7 +66,9 @@ class Executor:
 
     ``specs`` are shape and format of the block outputs that leave their stage. If ``blocking``, every SEND and RECV
     waits until its message is there, as without transfers beside computing (Tessel IV-D, Fig. 7a): for comparison.
-    What is not ``traced`` keeps no time for every action. ``exchange`` runs what exchanges the state of stages.
+    Else, with ``receives_first``, the RECVs that follow a SEND are posted before it: gloo's word that a receiver is
+    ready waits behind all that the receiver is sending to that peer. What is not ``traced`` keeps no time for every
+    action. ``exchange`` runs what exchanges the state of stages.
     """
 
     program: Program
@@ -76,6 +78,7 @@ class Executor:
     progress: Progress
     clock: Clock
     blocking: bool = False
+    receives_first: bool = False
     traced: bool = True
     exchange: Callable[[ProgramStep], None] | None = None
     _steps: list[_Prepared] = field(init=False)
@@ -83,6 +86,7 @@ class Executor:
     _slots_per_copy: list[int] = field(init=False, default_factory=list)
     _slots: dict[int, Made] = field(default_factory=dict)
     _posted: dict[int, ProgramStep] = field(default_factory=dict)
+    _unsent: list[tuple[ProgramStep, Taking]] = field(default_factory=list)
     _begun: Mark | None = None
     _spans: list[Span] = field(default_factory=list)
 
@@ -128,6 +132,7 @@ class Executor:
             for action in self._actions:
                 action(samples)
             self._repeat(samples, repeats)
+            self._send_all()
             self._finish_sends()
         except TransferError as error:
             raise self._transfer_failed(error) from error
@@ -153,11 +158,14 @@ class Executor:
         if step.message is None:
             return lambda samples: self._compute(step, takes, gives, samples)
         if step.action.sends:
-            return lambda _: self._send(step, takes[0][2])
+            later = self.receives_first and not self.blocking
+            sent = step, takes[0][2]
+            return lambda _: self._unsent.append(sent) if later else self._send(*sent)
         slot = gives[0][2]
         return lambda _: self._receive(step, slot)
 
     def _compute(self, step: ProgramStep, takes: Sequence[_Taken], gives: Sequence[_Given], samples: MiniBatch) -> None:
+        self._send_all()
         self.progress.begin(Phase.RUNNING, step.counter)
         inputs: dict[Numbers, list[tuple[TensorKey, Tensor]]] = defaultdict(list)
         for own, names, taking in takes:
@@ -169,6 +177,7 @@ class Executor:
 
     def _exchange(self, step: ProgramStep) -> None:
         """Begin to gather or to reduce a stage's state; what needs that waits for it."""
+        self._send_all()
         self.progress.begin(Phase.RUNNING, step.counter)
         if self.exchange is not None:
             self.exchange(step)
@@ -181,6 +190,12 @@ class Executor:
             self._slots[slot] = self._awaited(step)
         else:
             self._posted[slot] = step
+
+    def _send_all(self) -> None:
+        """SEND what was put off for the RECVs after it."""
+        for step, taking in self._unsent:
+            self._send(step, taking)
+        self._unsent.clear()
 
     def _send(self, step: ProgramStep, taking: Taking) -> None:
         """SEND what its producer made; it waits for the other side only if it is blocking."""

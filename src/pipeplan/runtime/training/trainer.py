@@ -586,6 +586,7 @@ class Trainer:
             self.progress,
             self.all_ranks.clock,
             self.options.blocking,
+            self.options.transport == "gloo",
             traced=self.options.trace,
             exchange=self._exchange,
         )
