@@ -115,7 +115,7 @@ class StateUnit(SummedOnce):
 
     def gather(self) -> None:
         """Begin to gather what ranks have of whole parameters."""
-        flat = self.rows[0].own.new_zeros(self._size)
+        flat = self.rows[0].own.new_empty(self._size)  # of smaller shares nobody reads the rest
         for each, at in self._places():
             flat[at : at + each.own.numel()] = each.own.data.reshape(-1)
         self._gathering = self._group.start_gather(flat)
@@ -137,12 +137,14 @@ class StateUnit(SummedOnce):
         if not trained:
             return
         format_ = gradient_format(trained[0].own)
-        flat = trained[0].own.new_zeros(self._count, self._size + len(self.rows), dtype=format_)
+        flat = trained[0].own.new_empty(self._count, self._size + len(self.rows), dtype=format_)
         for number, (each, at) in enumerate(self._places()):
-            gradient = each.whole.grad
-            if gradient is not None:
-                each.put(gradient, flat[:, at : at + each.size])
-                flat[:, self._size + number] = 1
+            gradient, parts = each.whole.grad, flat[:, at : at + each.size]
+            flat[:, self._size + number] = gradient is not None
+            if gradient is None:  # others may have one
+                parts.zero_()
+            else:
+                each.put(gradient, parts)
             each.whole.grad = None
         self._reducing = self._group.start_scatter(flat)
 
