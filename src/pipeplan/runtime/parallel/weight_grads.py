@@ -29,6 +29,7 @@ class WeightGradQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Callable[[], None], tuple[Tensor, ...]]] = deque()
+        self._copies: dict[object, tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def active(cls) -> WeightGradQueue | None:
@@ -42,6 +43,7 @@ class WeightGradQueue:
 
     def __exit__(self, *error: object) -> None:
         WeightGradQueue._active = None
+        self._copies.clear()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -49,6 +51,13 @@ class WeightGradQueue:
     def put(self, work: Callable[[], None], held: tuple[Tensor, ...]) -> None:
         """Queue a gradient's computation and the tensors it holds until then."""
         self._waiting.append((work, held))
+
+    def own(self, gradient: Tensor) -> Tensor:
+        """What may wait: it, or where it is a view of more, as of a concatenation's, one copy for all that ask."""
+        if gradient.untyped_storage().nbytes() <= gradient.nbytes:
+            return gradient
+        key = gradient.data_ptr(), gradient.shape, gradient.stride()  # of memory that is in use until backward ends
+        return self._copies.setdefault(key, (gradient, gradient.clone()))[1]
 
     @property
     def held(self) -> tuple[Tensor, ...]:
@@ -176,11 +185,9 @@ class _LinearFunction(torch.autograd.Function):
         whole: Callable[[Tensor], Tensor],
     ) -> Tensor:
         needs_input, needs_weight, *_ = ctx.needs_input_grad
-        ctx.transposed, ctx.whole = transposed, whole
         saved = input if kept is None else kept
         ctx.save_for_backward(saved if needs_weight else None, weight if needs_input else None)
-        ctx.parameters = (weight, bias)
-        ctx.input_dtype = input.dtype
+        ctx.parameters, ctx.how = (weight, bias), (transposed, whole, input.dtype)
         return F.linear(input, weight.t() if transposed else weight, bias)
 
     @staticmethod
@@ -188,13 +195,12 @@ class _LinearFunction(torch.autograd.Function):
         (gradient,) = gradients
         input, saved_weight = ctx.saved_tensors
         weight, bias = ctx.parameters
-        transposed: bool = ctx.transposed  # what waits must not hold on to ctx, which has the graph
-        whole: Callable[[Tensor], Tensor] = ctx.whole
+        transposed, whole, input_dtype = ctx.how  # what waits must not hold on to ctx, which has the graph
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         input_grad = None
         if needs_input:  # under autocast the gradient has another type than input and weight
             factor = saved_weight.t() if transposed else saved_weight
-            input_grad = _in(ctx.input_dtype, gradient @ _in(gradient.dtype, factor))
+            input_grad = _in(input_dtype, gradient @ _in(gradient.dtype, factor))
 
         def weight_grad() -> Tensor:
             taken = whole(input)
@@ -202,7 +208,7 @@ class _LinearFunction(torch.autograd.Function):
             return _in(weight.dtype, _weight_grad(*pair))
 
         def bias_grad() -> Tensor:
-            return _in(bias.dtype, _bias_grad(gradient))
+            return _in(bias.dtype, gradient.reshape(-1, gradient.shape[-1]).sum(0))
 
         queue = WeightGradQueue.active()
         if queue is None or not weight.is_leaf or (bias is not None and not bias.is_leaf):
@@ -215,6 +221,7 @@ class _LinearFunction(torch.autograd.Function):
             if needs_bias:
                 _accumulate(bias, bias_grad())
 
+        gradient = queue.own(gradient)
         if needs_weight:
             input = input.detach()  # with its graph it would keep the gradient of the stage's input, too
         if needs_weight or needs_bias:
@@ -228,8 +235,7 @@ class _EmbeddingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(indices)
-        ctx.parameter = weight
-        ctx.padding_idx = -1 if padding_idx is None else padding_idx
+        ctx.parameter, ctx.padding_idx = weight, -1 if padding_idx is None else padding_idx
         return F.embedding(indices, weight, padding_idx)
 
     @staticmethod
@@ -247,6 +253,7 @@ class _EmbeddingFunction(torch.autograd.Function):
         queue = WeightGradQueue.active()
         if queue is None or not parameter.is_leaf:
             return None, weight_grad(), None
+        gradient = queue.own(gradient)
         queue.put(lambda: _accumulate(parameter, weight_grad()), (indices, gradient))
         return None, None, None
 
@@ -261,10 +268,6 @@ def _weight_grad(input: Tensor, gradient: Tensor) -> Tensor:
     return left @ _in(left.dtype, right)
 
 
-def _bias_grad(gradient: Tensor) -> Tensor:
-    return gradient.reshape(-1, gradient.shape[-1]).sum(0)
-
-
 def _kept(input: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
     """What to keep in place of an input, and what makes that of it again."""
     found = kept_for(input)
@@ -273,7 +276,7 @@ def _kept(input: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
     shown = input._base
     found = kept_for(shown) if shown is not None and shown.numel() == input.numel() else None
     if found is None or not input.is_contiguous():
-        return None, _same
+        return None, lambda kept: kept
     gather, shape = found.gather, input.shape
     return found.share, lambda share: gather(share).view(shape)
 
@@ -291,10 +294,6 @@ def accumulate_later(weight: Tensor, gradient: Callable[[], Tensor], held: tuple
         return False
     queue.put(lambda: _accumulate(weight, gradient()), held)
     return True
-
-
-def _same(input: Tensor) -> Tensor:
-    return input
 
 
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
