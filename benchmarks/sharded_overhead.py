@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -219,8 +219,8 @@ def groups_of(module: Any) -> Sequence[Any]:
     return groups
 
 
-def beside_fully_shard(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
-    """How long steps of both took, and how far gradients are apart."""
+def sides_of(job: Mapping[str, Any], context: RankContext) -> tuple[Trainer, Sharded, dict[str, Callable[[], None]]]:
+    """pipeplan's side, torch's, and a step of each."""
     model, plan = model_of(job), parse(job["plan"], Plan)
     trainer = Trainer(plan, model, TrainOptions(model.name, num_threads=1, timeout_ns=TIMEOUT_NS), context.progress)
     batch = model.mini_batch(plan.mini_batch, 0, 0)
@@ -248,7 +248,12 @@ def beside_fully_shard(job: Mapping[str, Any], context: RankContext) -> dict[str
     def theirs_once() -> None:
         theirs.step(mine, samples.num_predictions)
 
-    steps = {"pipeplan": ours_once, "torch": theirs_once}
+    return trainer, theirs, {"pipeplan": ours_once, "torch": theirs_once}
+
+
+def beside_fully_shard(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
+    """How long steps of both took, and how far gradients are apart."""
+    trainer, theirs, steps = sides_of(job, context)
     for run in steps.values():
         run()
     pairs = zip(trainer.unique_parameters(), theirs.gradients(), strict=True)

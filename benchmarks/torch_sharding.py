@@ -1,19 +1,22 @@
 """What torch's own classes for sharded state and shards keep, when they reduce, and what they take.
 
-    python benchmarks/torch_sharding.py         # prints the tables of docs/benchmarks/runs.md; a minute
+    python benchmarks/torch_sharding.py         # prints the tables of docs/benchmarks/runs.md; two minutes
 
 *State*: two processes on gloo; four linear layers, and a table with a head that share their weight, under
 ``fully_shard``; ``ZeroRedundancyOptimizer`` on a table and a linear layer; a chain of blocks under pipeplan. Bytes,
-elements and reductions are counted. What ``fully_shard`` takes as a program runs it is in ``sharded_overhead.py
---driven``. *Operators*: one process with one thread, two devices of which the other
-sends nothing (torch's ``fake`` backend, and a device of :class:`~pipeplan.runtime.parallel.sharding.Shards` alone), so
-that what is left is the work of classes; medians of processor time.
+elements and reductions are counted. *Exchanges*: two processes on gloo, a step of ``sharded_overhead.py`` at level 3 by
+pipeplan and by ``fully_shard``, as a program runs them and without: what is gathered and reduced, what runs meanwhile,
+what is held, and how many operators run. Times of that are in ``sharded_overhead.py``. *Operators*: one process with
+one thread, two devices of which the other sends nothing (torch's ``fake`` backend, and a device of
+:class:`~pipeplan.runtime.parallel.sharding.Shards` alone), so that what is left is the work of classes; medians of
+processor time.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import ctypes
 import gc
 import statistics
 import time
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from beside import TIMEOUT_NS, told_by
 from executor_overhead import chain
-from sharded_overhead import plan_of, reduce_grad
+from sharded_overhead import model_of, plan_of, reduce_grad, sides_of
 from tables import machine, markdown
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,8 +37,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeplan.files import Plan, parse
+from pipeplan.runtime.executor import process_groups
 from pipeplan.runtime.launch.job import RankContext
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
@@ -43,6 +48,9 @@ from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Trainer
 
 WIDTH, LAYERS = 256, 4
+STEPS = 10
+EXCHANGED = ["who", "width", "gathers, MB", "beside, products", "reductions, MB", "beside, products"]
+EXCHANGED += ["MB held", "operators", "processor time, ms"]
 
 
 # State ------------------------------------------------------------------------------------------------------------
@@ -195,6 +203,118 @@ def elements_of_ranks() -> list[int]:
     ]
 
 
+# Exchanges --------------------------------------------------------------------------------------------------------
+
+
+class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has it without types
+    """How many operators have run, how many of them multiply matrices, and the most that the process had in use."""
+
+    operators, products, most = 0, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self.operators += 1
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        self.most = max(self.most, in_use())
+        return found
+
+
+class _Allocated(ctypes.Structure):
+    """What glibc's ``mallinfo2`` gives."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "used", "fordblks", "keepcost")
+    _fields_ = [*zip(_names, (ctypes.c_size_t,) * len(_names), strict=True)]
+
+
+MALLINFO = ctypes.CDLL(None).mallinfo2
+MALLINFO.restype = _Allocated
+
+
+def in_use() -> int:
+    """Bytes that this process has of the C library, in which tensors of CPUs and buffers of gloo are."""
+    found = MALLINFO()
+    return int(found.used + found.hblkhd)
+
+
+class Begun(dist.Work):
+    """A collective under way: how many products run until somebody waits for it."""
+
+    def __init__(self, work: dist.Work, counting: Counting, meanwhile: list[int]) -> None:
+        super().__init__()
+        self.work, self.counting, self.meanwhile = work, counting, meanwhile
+        self.products: int | None = counting.products
+
+    def wait(self, *given: Any) -> Any:
+        if self.products is not None:
+            self.meanwhile.append(self.counting.products - self.products)
+            self.products = None
+        return self.work.wait(*given)
+
+
+def exchanges(job: Mapping[str, Any], context: RankContext) -> dict[str, Any]:
+    """[side] of a step: bytes and products meanwhile of each gather and reduction, bytes held, operators."""
+    trainer, _, steps = sides_of(job, context)
+    found = {name: of_a_step(run) for name, run in steps.items()}
+    trainer.close()
+    return found
+
+
+def of_a_step(run: Callable[[], None]) -> dict[str, Any]:
+    """What one step exchanges, once two have run."""
+    found: dict[str, Any] = {"gather": [], "reduce": []}
+    meanwhile: dict[str, list[int]] = {"gather": [], "reduce": []}
+    counting = Counting()  # type: ignore[no-untyped-call]
+
+    def noted(kind: str, function: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            tensors = [each for each in (*given, *named.values()) if isinstance(each, Tensor)]
+            found[kind].append(tensors[1].nbytes)
+            work = function(*given, **named)
+            if work is None:
+                meanwhile[kind].append(0)
+                return None
+            return Begun(work, counting, meanwhile[kind])
+
+        return call
+
+    gather, reduce = noted("gather", dist.all_gather_single), noted("reduce", dist.reduce_scatter_single)
+    run()
+    run()
+    before = in_use()  # the last step's gradients are there, as they are on both sides
+    with (
+        patch("torch.distributed.all_gather_single", gather),
+        patch("torch.distributed.reduce_scatter_single", reduce),
+        patch.object(process_groups, "_all_gather", gather),
+        patch.object(process_groups, "_reduce_scatter", reduce),
+        counting,
+    ):
+        run()
+    since = time.thread_time_ns()
+    for _ in range(STEPS):
+        run()
+    spent = (time.thread_time_ns() - since) / STEPS / 1e6
+    held = counting.most - before
+    return {**found, "meanwhile": meanwhile, "held": held, "operators": counting.operators, "spent": spent}
+
+
+def rows_of_exchanges(width: int) -> list[list[str]]:
+    """Of both sides, and of ``fully_shard`` as its hooks run it."""
+    rows = []
+    for driven in (True, False):
+        how = {"model": "", "width": width, "length": 64, "layers": 2, "driven": driven, "level": 3}
+        plan = plan_of(model_of(how), 3, 4, driven=driven)
+        told = told_by("torch_sharding:exchanges", {"plan": plan.model_dump_json(), **how}, plan.programs)
+        for side, each in told.items():
+            name = "pipeplan" if side == "pipeplan" else "`fully_shard`"
+            cells = [f"{name}, {'program' if driven else 'in actions' if side == 'pipeplan' else 'hooks'}", str(width)]
+            for kind in ("gather", "reduce"):
+                during = each["meanwhile"][kind]
+                cells += [f"{len(each[kind])}, {sum(each[kind]) / 1e6:.2f}"]
+                cells += [f"{sum(map(bool, during))}, {sum(during)}"]
+            rows.append([*cells, f"{each['held'] / 1e6:.2f}", str(each["operators"]), f"{each['spent']:.1f}"])
+    return rows
+
+
 # Operators --------------------------------------------------------------------------------------------------------
 
 
@@ -264,11 +384,25 @@ def shown(numbers: Iterable[int]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=300)
+    parser.add_argument("--what", default="state,exchanges,operators")
     given = parser.parse_args()
+    what = given.what.split(",")
+    if "state" in what:
+        print(markdown(["class", "what", "found"], rows_of_state()))
+    if "exchanges" in what:
+        print("\n" + markdown(EXCHANGED, [row for width in (64, 256) for row in rows_of_exchanges(width)]))
+    if "operators" in what:
+        header = ["forward and backward", "pipeplan, us", "DTensor, us", "ratio"]
+        print("\n" + markdown(header, operators(given.repeats)))
+    print(f"\n{machine()}, torch {torch.__version__}.")
+
+
+def rows_of_state() -> list[list[str]]:
+    """What classes keep and when they reduce."""
     told = told_by("torch_sharding:counted", {})
     own = [held_by_pipeplan(level) for level in (1, 2, 3)]
     sharded = "`fully_shard`"
-    rows = [
+    return [
         [sharded, "held of parameters while they are whole, in their own bytes", f"{told['held']:.2f}"],
         ["pipeplan", "the same, ZeRO 1, 2, 3", ", ".join(f"{each:.2f}" for each in own)],
         [sharded, "split backward, hooks: reductions begun by I, by W; gradients in the end", shown(told["hooks"])],
@@ -281,9 +415,6 @@ def main() -> None:
         [sharded, "parameters of two modules with one weight: plain, one by one, as a group", shown(told["ties"])],
         ["`ZeroRedundancyOptimizer`", "elements that each rank updates", shown(told["elements"])],
     ]
-    print(markdown(["class", "what", "found"], rows))
-    print("\n" + markdown(["forward and backward", "pipeplan, us", "DTensor, us", "ratio"], operators(given.repeats)))
-    print(f"\n{machine()}, torch {torch.__version__}.")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.executor.rank_program import Division
+from pipeplan.runtime.executor.rank_program import Division, StagePart
 from pipeplan.runtime.executor.shared_parameters import Divided
-from pipeplan.runtime.training.sharded_state import StateUnit
+from pipeplan.runtime.training.sharded_state import ShardedStage, StateUnit
 
 SHAPES = [(5, 3), (2, 2), (4,)]
 """Two ranks have three and two rows of the first, and gradients of the second only on one of them, of the last none."""
@@ -34,6 +34,7 @@ class _Group:
 
     rank: int
     begun: list[Tensor]
+    waits: list[str] = field(default_factory=list)
 
     def start_gather(self, own: Tensor) -> str:
         self.begun.append(own)
@@ -44,6 +45,7 @@ class _Group:
         return "scatter"
 
     def finish(self, what: str, device: torch.device) -> Tensor:
+        self.waits.append(what)
         return torch.cat(self.begun) if what == "gather" else torch.stack(self.begun).sum(0)[self.rank]
 
 
@@ -94,3 +96,25 @@ def test_parameters_are_gathered_whole() -> None:
         torch.manual_seed(1)
         for each, shape in zip(unit.rows, SHAPES, strict=True):
             assert torch.equal(each.whole.data, torch.rand(shape))
+
+
+def test_backward_waits_for_parameters_when_it_comes_to_their_block() -> None:
+    """Of two blocks that are gathered before a backward the second one's are waited for first, and alone."""
+    groups = [_Group(0, []) for _ in "ab"]
+    units = []
+    for name, group in zip("ab", groups, strict=True):
+        parameter = nn.Parameter(torch.rand(4, 2))
+        units.append(StateUnit([Divided(parameter, (name,), Division((name,), (0,), 3), True)], group, 0))
+    part = StagePart(0, ("a", "b"), (), True, {}, {}, frozenset(), frozenset(), block_groups=(1, 1))
+    stage = ShardedStage(part, [[unit] for unit in units], [[], []], 1)
+    seen = []
+    made = torch.rand(3, 2, requires_grad=True)
+    for number in range(2):
+        made = stage.watch(number, made * 2)
+        made.register_hook(lambda _: seen.append([len(group.waits) for group in groups]))
+    for unit in units:
+        unit.unshard()
+    stage.begin_backward(adds=False)
+    assert not any(group.waits for group in groups)
+    made.sum().backward()
+    assert seen == [[0, 1], [1, 1]]

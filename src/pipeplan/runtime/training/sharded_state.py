@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import sub
@@ -64,14 +64,21 @@ class _Rows:
 
     def put(self, gradient: Tensor, parts: Tensor) -> None:
         """Fill ``parts`` [rank, size] with each rank's rows."""
-        for (begin, end), part in zip(self.ranges, parts, strict=True):
-            part[: (end - begin) * self.width] = gradient[begin:end].reshape(-1)
+        for own, part in self._views(gradient.contiguous(), parts):
+            part.copy_(own)
 
     def take(self, parts: Tensor) -> None:
         """Fill the whole parameter from such parts."""
-        whole = self.whole.data
+        for own, part in self._views(self.whole.data, parts):
+            own.copy_(part)
+
+    def _views(self, whole: Tensor, parts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of both the same rows, one rank's after another's, or all at once where each has as many."""
+        if whole.shape[0] % len(self.ranges) == 0:
+            yield whole.view(parts.shape), parts
+            return
         for (begin, end), part in zip(self.ranges, parts, strict=True):
-            whole[begin:end] = part[: (end - begin) * self.width].view(whole[begin:end].shape)
+            yield whole[begin:end].view(-1), part[: (end - begin) * self.width]
 
 
 class StateUnit(SummedOnce):
@@ -329,12 +336,10 @@ class ShardedStage:
         return made
 
     def begin_backward(self, *, adds: bool) -> None:
-        """Gradients are added to, and have to be reduced before; parameters that were gathered must be there."""
+        """Gradients are added to, and have to be reduced before; it waits for parameters when it comes to them."""
         self._added += adds
-        for unit in _once(self.units):
-            unit.ready()
-            if self.part.block_groups:
-                unit.reduced()
+        for unit in _once(self.units) if self.part.block_groups else ():
+            unit.reduced()
 
     def end_backward(self) -> None:
         """A backward is done with its last block."""
@@ -373,6 +378,8 @@ class ShardedStage:
         """It comes to a block, where actions exchange."""
         self._leave_backward(number + 1)
         self._at = number
+        for unit in self.units[number]:
+            unit.ready()
 
     def _enter_backward(self, number: int, _: Tensor) -> None:
         if self._at != number:
