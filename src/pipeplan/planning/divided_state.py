@@ -50,7 +50,7 @@ class DivideState(PlanStep):
     share: float = 0.2
     name = "divide state"
     when = (
-        "in turn with the search, once all else is looked at or half the time is over; --zero is open, memory limited, "
+        "in turn with the search, once all else is looked at or half the time is over; --zero is open, "
         "links known, state by a recipe; no table of layouts; up to {most} that may be shorter than the best plan"
     )
     of = "what is left"
