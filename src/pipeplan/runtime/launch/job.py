@@ -66,7 +66,7 @@ class RunOptions:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
-_FINDING_OUT, _MOST_FINDING_OUT_NS = 4, 10 * 10**9
+_FINDING_OUT, _MOST_FINDING_OUT_NS = 2, 10 * 10**9
 
 
 def finding_out_ns(timeout_ns: int) -> int:
