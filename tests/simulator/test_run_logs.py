@@ -174,6 +174,122 @@ def test_what_megatron_times_after_the_last_actions(simulation: Simulation, tmp_
     assert "gradients summed, most of all ranks" in text.getvalue()
 
 
+BY_SRUN = """
+1:  iteration       10/    1000 | consumed samples:     80 | elapsed time per iteration (ms): 99.5 | lm loss: 7 |
+1: time (ms) | forward-compute: 30.50 | forward-recv: 1.25 | backward-compute: 60.25 | optimizer: 1.50
+0: [Rank 0] (after 10 iterations) memory (MB) | allocated: 100.25 | max allocated: 512.5 | reserved: 700.0
+1:  iteration       20/    1000 | consumed samples:    160 | elapsed time per iteration (ms): 42.5 | lm loss: 6 |
+1: time (ms) | forward-compute: 9.50 | forward-recv: 1.25 | backward-compute: 25.25 | optimizer: 1.50
+"""
+
+
+def test_megatrons_former_line_of_times_is_of_the_last_rank(simulation: Simulation, tmp_path: Path) -> None:
+    """Before 2022, and in BigScience's; with the number of the task that ``srun --label`` puts before lines."""
+    found = _compared(simulation, _written(tmp_path, BY_SRUN))
+    assert found.iterations_ns == (42.5 * MS,)
+    assert [(each.device, each.forward_ns, each.backward_ns, each.peak_bytes) for each in found.devices] == [
+        (0, None, None, round(512.5 * 2**20)),
+        (1, 9.5 * MS, 25.25 * MS, None),
+    ]
+
+
+@pytest.mark.parametrize("log", [MEGATRON, ACROSS, ALL])
+@pytest.mark.parametrize("before", ["[default0]:", "[rank1]: ", "3: ", "job/0 "])
+def test_what_launchers_put_before_lines_changes_nothing(
+    simulation: Simulation, tmp_path: Path, before: str, log: str
+) -> None:
+    """torchrun's ``--tee``, ``srun --label`` and others."""
+    labelled = "\n".join(before + line for line in log.splitlines())
+    plain = _compared(simulation, _written(tmp_path, log))
+    assert _compared(simulation, _written(tmp_path, labelled)) == plain
+
+
+def test_megatron_bridges_memory(simulation: Simulation, tmp_path: Path) -> None:
+    """In decimal gigabytes."""
+    line = (
+        "[Rank 1] (after 2 iterations) memory (GB) | mem-allocated-gigabytes: 1.5 | mem-max-allocated-gigabytes: 2.5 |"
+    )
+    found = _compared(simulation, _written(tmp_path, MEGATRON.partition("[Rank 1]")[0] + line))
+    assert [(each.device, each.peak_bytes) for each in found.devices] == [(1, 2_500_000_000)]
+
+
+def test_validation_is_no_step(simulation: Simulation, tmp_path: Path) -> None:
+    line = "[rank0]: 2030-01-01 10:00:03,000 - INFO - validate step:  9  loss:  7.6  memory:  9.0GiB(9%)  tps: 9,000\n"
+    place = TITAN.index("[rank0]: 2030-01-01 10:00:05")
+    with_it = _compared(simulation, _written(tmp_path, TITAN[:place] + line + TITAN[place:]))
+    assert with_it == _compared(simulation, _written(tmp_path, TITAN))
+
+
+OTHERS = {
+    "NeMo AutoModel": """
+2030-01-01 07:00:01 | INFO | root | step 1 | epoch 0 | loss 9.5 | mem 1.25 GiB | tps 20.00(10.00/gpu) | num 5
+2030-01-01 07:00:02 | INFO | root | step 2 | epoch 0 | loss 9.1 | mem 1.50 GiB | tps 20000.00(10000.00/gpu) | num 5
+""",
+    "NeMo": """
+Training epoch 0, iteration 0/99 | lr: 1e-06 | global_step: 0 | reduced_train_loss: 9.5 | train_step_timing in s: 7.25
+Training epoch 0, iteration 1/99 | lr: 2e-06 | global_step: 1 | reduced_train_loss: 9.1 | train_step_timing in s: 0.04
+""",
+    "NeMo's bar": """
+Epoch 0: 1% 1/99 [00:09<01:00, global_step=1.000, train_step_timing in s=7.250]\r\
+Epoch 0: 2% 2/99 [00:10<01:00, global_step=2.000, train_step_timing in s=0.040]\r\
+Epoch 0: 2% 2/99 [00:11<01:00, global_step=2.000, train_step_timing in s=0.040]
+""",
+    "DeepSpeed": """
+steps: 10 loss: 9.5000 iter time (s): 7.250 samples/sec: 1.103
+steps: 20 loss: 9.1000 iter time (s): 0.040 samples/sec: 200.000
+""",
+    "DeepSpeed's timer": """
+[2030-01-01 01:00:00,000] [INFO] [timer.py:260:stop] epoch=0/micro_step=40/global_step=10, \
+RunningAvgSamplesPerSec=150.5, CurrSamplesPerSec=200.0, MemAllocated=1.0GB, MaxMemAllocated=1.5GB
+""",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others(simulation: Simulation, tmp_path: Path, name: str) -> None:
+    """8 samples of 100 tokens on two devices in 0.04 s: 10,000 tokens a second and device, 200 samples a second."""
+    found = _compared(simulation, _written(tmp_path, OTHERS[name]))
+    assert found.tool == name.partition("'")[0]
+    assert found.iterations_ns == (0.04e9,)
+    expected = [(0, round(1.5 * 2**30))] if "1.5" in OTHERS[name] else []
+    assert [(each.device, each.peak_bytes) for each in found.devices] == expected
+
+
+@pytest.mark.parametrize(
+    ("log", "good", "bad"),
+    [
+        (TITAN, "tps: 1,000", "tps: 0"),
+        (TITAN, "10.50GiB", "1e999GiB"),
+        (TITAN, "tps: 2,000", "tps: " + "9" * 400),
+        (MEGATRON, "(ms): 41.5", "(ms): 0.0"),
+        (MEGATRON, "(ms): 41.5", "(ms): 1e999"),
+        (MEGATRON, "max allocated: 1024.5", "max allocated: 1e999"),
+        (MEGATRON, "0: 8.25", "0: 1e400"),
+        (ACROSS, "(8.25, 9.75)", "(1e400, 1e400)"),
+        (OTHERS["DeepSpeed's timer"], "150.5", "1e999"),
+        (OTHERS["NeMo"], "global_step: 0", "global_step: 1e999"),
+    ],
+)
+def test_figures_that_no_run_has_are_passed_over(
+    simulation: Simulation, tmp_path: Path, log: str, good: str, bad: str
+) -> None:
+    assert good in log
+    found = _compared(simulation, _written(tmp_path, log.replace(good, bad)))
+    print_measured(simulation, found, io.StringIO(), 100)
+    json.dumps(found.figures(), allow_nan=False)
+
+
+@pytest.mark.parametrize("number", ["1e308", "9" * 400, "NaN", "Infinity", "-5"])
+def test_numbers_that_no_trace_has_are_passed_over(tmp_path: Path, number: str) -> None:
+    names = {"ProfilerStep#1": "5", "PP:0F0": number, "PP:0F1": "3"}
+    events = [f'{{"ph": "X", "name": "{name}", "ts": 5, "dur": {lasts}}}' for name, lasts in names.items()]
+    events.append(f'{{"name": "[memory]", "args": {{"Device Type": 1, "Total Reserved": {number}}}}}')
+    text = f'{{"schemaVersion": 1, "traceEvents": [{", ".join(events)}]}}'
+    found = read_run([str(_written(tmp_path, text))], 1)
+    assert isinstance(found, RunLog)
+    assert (found.actions_ns, found.peak_bytes) == ({"0F1": [3000.0]}, {})
+
+
 def _trace(rank: int, steps: int, actions: list[tuple[str, float, float]], **more: Any) -> str:
     """What torch.profiler exports, in microseconds; every step has the same actions."""
     events: list[dict[str, Any]] = []
@@ -236,7 +352,7 @@ def test_ranges_of_a_device_go_before_those_of_its_host(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("loss 3.2 after 10 steps\n", "neither lines of torchtitan's or Megatron-LM's log"),
+        ("loss 3.2 after 10 steps\n", "no lines with the time or speed of a step as Megatron-LM, torchtitan"),
         ('{"schemaVersion": 1}', "it has no list traceEvents"),
         ('{"schemaVersion": 1, "traceEvents": [7]}', "no range ProfilerStep#N"),
         ('{"schemaVersion": 1, "traceEvents": ', "not readable as JSON"),
@@ -262,7 +378,7 @@ def test_runs_of_other_plans_are_refused(simulation: Simulation, tmp_path: Path)
 
 
 @given(
-    st.text(max_size=60) | st.sampled_from((TITAN, MEGATRON, _trace(0, 2, []))),
+    st.text(max_size=60) | st.sampled_from((TITAN, MEGATRON, BY_SRUN, *OTHERS.values(), _trace(0, 2, []))),
     st.integers(0, 900),
     st.text(max_size=9),
 )

@@ -100,8 +100,8 @@ if TYPE_CHECKING:
     type=FILE,
     multiple=True,
     metavar="FILE",
-    help="Compare with a run: the trace that run --trace wrote, a log of torchtitan or Megatron-LM, or "
-    "torch.profiler traces (repeat it for each rank).",
+    help="Compare with a run: the trace that run --trace wrote, a log of torchtitan, Megatron-LM, NeMo or "
+    "DeepSpeed, or torch.profiler traces (repeat it for each rank).",
 )
 @click.option("--svg", "svg_path", type=FILE, metavar="FILE", help="Write the timeline as SVG; - for stdout.")
 @click.option(

@@ -1,7 +1,7 @@
-"""What a run of another trainer says of itself: logs of torchtitan and Megatron-LM, traces of ``torch.profiler``.
+"""What a run of another trainer says of itself: logs of Megatron-LM, torchtitan, NeMo and DeepSpeed, profilers' traces.
 
-Each is read by what it is known to print; other lines are passed over, and what is not there is not known. Rank ``r``
-of such a run is device ``r`` of a plan. Durations are ns, sizes bytes.
+Each is read by what it is known to print; other lines, and figures that no run can have, are passed over, and what is
+not there is not known. Rank ``r`` of such a run is device ``r`` of a plan. Durations are ns, sizes bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pipeplan.errors import FileError
 from pipeplan.files.read_write import read_bytes
 from pipeplan.files.trace import MeasuredTrace, TimedText, parse_trace
 from pipeplan.texts import of_json, shown
+from pipeplan.units import MAX_BYTES, MAX_NS
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import MAX_DEVICES
 from pipeplan.workload.kinds import Role
@@ -30,16 +31,18 @@ class RunLog:
     """What a run says of itself.
 
     ``steps_ns`` {rank: times of its steps, the first left out where there are several}. ``tokens_per_s`` {rank: tokens
-    per second and device of those steps}, where times are not printed. ``forward_ns`` and ``backward_ns`` {rank: of one
-    step}; ``across_ns`` {"forward" or "backward": the least and the most of all ranks}, where it is not said by rank;
-    ``actions_ns`` {text of an action: its times}; ``timeline`` {rank: its steps, of ranges of a pipeline: their
-    names, starts and ends in ns of some clock}; ``peak_bytes`` {rank: most memory}, of the ``memory`` that is
-    counted. Times of actions are of the device where the trace has them, and include waiting for their inputs.
+    per second and device of those steps}, where times are not printed, ``samples_per_s`` likewise of all devices
+    together. ``forward_ns`` and ``backward_ns`` {rank: of one step}; ``across_ns`` {"forward" or "backward": the least
+    and the most of all ranks}, where it is not said by rank; ``actions_ns`` {text of an action: its times};
+    ``timeline`` {rank: its steps, of ranges of a pipeline: their names, starts and ends in ns of some clock};
+    ``peak_bytes`` {rank: most memory}, of the ``memory`` that is counted. Times of actions are of the device where the
+    trace has them, and include waiting for their inputs.
     """
 
     tool: str
     steps_ns: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     tokens_per_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    samples_per_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     forward_ns: dict[int, float] = field(default_factory=dict)
     backward_ns: dict[int, float] = field(default_factory=dict)
     across_ns: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -56,6 +59,7 @@ class RunLog:
         parts: Sequence[Mapping[int, object]] = (
             self.steps_ns,
             self.tokens_per_s,
+            self.samples_per_s,
             self.forward_ns,
             self.backward_ns,
             self.peak_bytes,
@@ -64,7 +68,8 @@ class RunLog:
 
     def holds(self, rank: int, size: float) -> None:
         """A rank had this much memory at one time."""
-        self.peak_bytes[rank] = max(self.peak_bytes.get(rank, 0), round(size))
+        if 0 < size <= MAX_BYTES:
+            self.peak_bytes[rank] = max(self.peak_bytes.get(rank, 0), round(size))
 
 
 def read_load_factor(path: str) -> float:
@@ -110,13 +115,13 @@ def read_run(paths: Sequence[str], num_devices: int) -> MeasuredTrace | RunLog:
             "in several files"
         )
     where, text = texts[0]
-    for tool, reads in _LOGS.items():
-        found = reads(text.splitlines(), RunLog(tool))
-        if any(found.steps_ns.values()) or any(found.tokens_per_s.values()):
+    for tool, reads in _LOGS:
+        found = reads(text.splitlines(), RunLog(tool), num_devices)
+        if any(any(part.values()) for part in (found.steps_ns, found.tokens_per_s, found.samples_per_s)):
             return found
     raise FileError(
-        f"{where}: has neither lines of torchtitan's or Megatron-LM's log with the time of a step, nor is it a trace; "
-        "give what pipeplan run --trace or torch.profiler's export_chrome_trace wrote, or such a log"
+        f"{where}: has no lines with the time or speed of a step as {', '.join(dict(_LOGS))} print them, nor is it a "
+        "trace; give such a log, or what pipeplan run --trace or torch.profiler's export_chrome_trace wrote"
     )
 
 
@@ -134,45 +139,100 @@ _PROFILERS = (b'"distributedInfo"', b'"schemaVersion"', b'"deviceProperties"', b
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _NUMBER = r"([0-9][0-9,]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)"
 _RANK = re.compile(r"\[\s*rank\s*([0-9]{1,5})\s*\]", re.IGNORECASE)
-_TIME = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})[,.]([0-9]{3})")
-_TITAN_STEP = re.compile(r"step:\s*([0-9]{1,9})\s")
-_TITAN_SPEED = re.compile(rf"tps:\s*{_NUMBER}")
-_TITAN_MEMORY = re.compile(rf"memory:\s*{_NUMBER}\s*GiB")
+_TIME = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2})(?:[,.]([0-9]{3}))?")
 
 
 def _number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def _of_torchtitan(lines: Iterable[str], log: RunLog) -> RunLog:
-    """Lines of ``step: ... memory: 66.91GiB(37.51%) tps: 10,050``: per rank, of all steps since the line before.
+def _possible(figure: float) -> bool:
+    """Whether a run can have this as ns of a step, or as a speed."""
+    return 1e-6 <= figure <= MAX_NS
 
-    ``tps`` are a device's tokens per second, of its share of the batch; memory is what the allocator had reserved at
-    most.
+
+@dataclass(frozen=True, slots=True)
+class _StepLine:
+    """What a trainer prints of a step in one line: its number, a speed or a time, memory.
+
+    ``said`` is which field of ``RunLog`` the figure is for, in ``unit`` of it; ``memory`` has GiB, of what ``holds``.
     """
-    log.memory = "reserved"
-    seen: dict[int, tuple[int, datetime | None]] = {}
-    for line in lines:
-        plain = _COLOUR.sub("", line)
-        step, speed = _TITAN_STEP.search(plain), _TITAN_SPEED.search(plain)
-        if step is None or speed is None:
-            continue
-        rank, memory, now = _rank(plain), _TITAN_MEMORY.search(plain), _moment(plain)
-        if memory is not None:
-            log.holds(rank, _number(memory[1]) * _GIB)
-        before = seen.get(rank)
-        if before is not None and int(step[1]) <= before[0]:
-            continue  # printed twice
-        seen[rank] = int(step[1]), now
-        if before is None and int(step[1]) == 1:
-            log.left_out = 1  # compiled and warmed up in it
-            continue
-        log.tokens_per_s[rank].append(_number(speed[1]))
-        if before is not None and before[1] is not None and now is not None:
-            passed = (now - before[1]).total_seconds() / (int(step[1]) - before[0])
-            if passed > 0:
-                log.steps_ns[rank].append(passed * 1e9)
-    return log
+
+    step: re.Pattern[str]
+    figure: re.Pattern[str]
+    said: str
+    unit: float = 1.0
+    memory: re.Pattern[str] | None = None
+    holds: str = "allocated"
+
+
+_TORCHTITAN = _StepLine(
+    re.compile(r"(?<!validate )step:\s*([0-9]{1,9})\s"),
+    re.compile(rf"tps:\s*{_NUMBER}"),
+    "tokens_per_s",
+    memory=re.compile(rf"memory:\s*{_NUMBER}\s*GiB"),
+    holds="reserved",
+)
+_AUTOMODEL = _StepLine(
+    re.compile(r"\bstep ([0-9]{1,9}) \| epoch"),
+    re.compile(rf"tps [^(|]*\({_NUMBER}/gpu\)"),
+    "tokens_per_s",
+    memory=re.compile(rf"\bmem {_NUMBER} GiB"),
+)
+_NEMO = _StepLine(
+    re.compile(rf"global_step(?:=|: ){_NUMBER}"),
+    re.compile(rf"train_step_timing in s(?:=|: ){_NUMBER}"),
+    "steps_ns",
+    1e9,
+)
+_DEEPSPEED_PIPELINE = _StepLine(
+    re.compile(r"\bsteps: ([0-9]{1,9}) loss:"), re.compile(rf"iter time \(s\): {_NUMBER}"), "steps_ns", 1e9
+)
+_DEEPSPEED = _StepLine(
+    re.compile(r"global_step=([0-9]{1,9}),"),
+    re.compile(rf"CurrSamplesPerSec={_NUMBER}"),
+    "samples_per_s",
+    memory=re.compile(rf"MaxMemAllocated={_NUMBER}GB"),
+)
+
+
+def _by_lines(form: _StepLine) -> Callable[[Iterable[str], RunLog, int], RunLog]:
+    """A reader of lines of one form: per rank, each of all steps since the line before.
+
+    The first line of a rank that has several is left out where it has the first step in it, which compiled and warmed
+    up: its number is 0 or 1, or it has a time, which is a mean since the line before.
+    """
+
+    def read(lines: Iterable[str], log: RunLog, num_devices: int) -> RunLog:
+        log.memory = form.holds
+        found: defaultdict[int, list[tuple[int, float, datetime | None]]] = defaultdict(list)
+        for line in lines:
+            plain = _COLOUR.sub("", line)
+            step, figure = form.step.search(plain), form.figure.search(plain)
+            if step is None or figure is None or not _possible(value := _number(figure[1]) * form.unit):
+                continue
+            number, rank = _number(step[1]), _rank(plain)
+            if form.memory is not None and (memory := form.memory.search(plain)) is not None:
+                log.holds(rank, _number(memory[1]) * _GIB)
+            if number <= MAX_NS and (not found[rank] or number > found[rank][-1][0]):  # else printed twice
+                found[rank].append((int(number), value, _moment(plain)))
+        for rank, said in found.items():
+            warm_up = int(len(said) > 1 and (said[0][0] <= 1 or form.said == "steps_ns"))
+            log.left_out = max(log.left_out, warm_up)
+            figures: dict[int, list[float]] = getattr(log, form.said)
+            figures[rank] += [value for _, value, _ in said[warm_up:]]
+            if form.said != "steps_ns":
+                log.steps_ns[rank] += _by_the_clock(said)
+        return log
+
+    return read
+
+
+def _by_the_clock(said: Sequence[tuple[int, float, datetime | None]]) -> Iterator[float]:
+    """Ns of a step between two lines, by the times that they begin with."""
+    for (before, _, begin), (number, _, end) in zip(said, said[1:], strict=False):
+        if begin is not None and end is not None and (passed := (end - begin).total_seconds()) > 0:
+            yield passed * 1e9 / (number - before)
 
 
 def _rank(line: str) -> int:
@@ -183,49 +243,56 @@ def _rank(line: str) -> int:
 def _moment(line: str) -> datetime | None:
     found = _TIME.search(line)
     try:
-        return datetime.fromisoformat(f"{found[1]}.{found[2]}") if found else None
+        return datetime.fromisoformat(f"{found[1]}.{found[2] or '000'}") if found else None
     except ValueError:
         return None
 
 
-_MEGATRON_STEP = re.compile(rf"iteration\s+([0-9]{{1,12}})\s*/.*?elapsed time per iteration \(ms\):\s*{_NUMBER}")
-_MEGATRON_MEMORY = re.compile(rf"\[Rank\s+([0-9]{{1,5}})\].*memory \(MB\).*?max allocated:\s*{_NUMBER}")
+_BEGIN = r"(?:^|[\s:])"
+"""What goes before a line of a timer: launchers put ``[default0]:`` or ``3: `` before all lines."""
 _AFTER = {"all-grads-sync": "sums", "params-all-gather": "gather", "optimizer": "step"}
-_MEGATRON_TIMER = re.compile(r"^\s*(forward-compute|backward-compute|" + "|".join(_AFTER) + r")[\s.]*:\s*$")
-_MEGATRON_TIME_OF_RANK = re.compile(rf"^\s*rank\s+([0-9]{{1,5}}):\s*{_NUMBER}\s*$")
-_MEGATRON_ACROSS = re.compile(
-    rf"^\s*(forward-compute|backward-compute|{'|'.join(_AFTER)})[\s.]*:\s*(?:\(\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)|{_NUMBER})\s*$"
+_TIMER = rf"(forward-compute|backward-compute|{'|'.join(_AFTER)})"
+_MEGATRON_STEP = re.compile(rf"iteration\s+([0-9]{{1,12}})\s*/.*?elapsed time per iteration \(ms\):\s*{_NUMBER}")
+_MEGATRON_MEMORY = re.compile(
+    r"\[Rank\s+([0-9]{1,5})\].*?memory \((?:MB\).*?\bmax allocated|GB\).*?mem-(max)-allocated-gigabytes):\s*" + _NUMBER
 )
+"""Of Megatron-LM, and of Megatron Bridge, whose gigabytes are decimal."""
+_MEGATRON_TIMER = re.compile(rf"{_BEGIN}([a-z][\w/-]*)[\s.]*:\s*$")
+_MEGATRON_TIME_OF_RANK = re.compile(rf"{_BEGIN}rank\s+([0-9]{{1,5}}):\s*{_NUMBER}\s*$")
+_MEGATRON_ACROSS = re.compile(rf"{_BEGIN}{_TIMER}[\s.]*:\s*(?:\(\s*{_NUMBER}\s*,\s*{_NUMBER}\s*\)|{_NUMBER})\s*$")
 """Of ``(min, max) time across ranks (ms):``, its default, and of ``max time across ranks (ms):``."""
+_MEGATRON_OF_LAST = re.compile(rf"time \(ms\) \|.*?\bforward-compute:\s*{_NUMBER}.*?\bbackward-compute:\s*{_NUMBER}")
+"""Before 2022, and its descendants: one line, by the last rank, of its own times."""
 
 
-def _of_megatron(lines: Iterable[str], log: RunLog) -> RunLog:
+def _of_megatron(lines: Iterable[str], log: RunLog, num_devices: int) -> RunLog:
     """Lines of ``elapsed time per iteration (ms)``, of memory, of timers by any ``--timing-log-option``."""
     log.memory = "allocated"
-    timer: dict[int, float] | None = None
+    timer: dict[int, float] = {}
     by_timer: dict[str, dict[int, float]] = {each: {} for each in _AFTER}
     by_timer |= {"forward-compute": log.forward_ns, "backward-compute": log.backward_ns}
     steps: list[float] = []
     for line in lines:
         plain = _COLOUR.sub("", line)
-        step, memory = _MEGATRON_STEP.search(plain), _MEGATRON_MEMORY.search(plain)
-        if step is not None:
-            steps.append(_number(step[2]) * _MS)
-        elif memory is not None:
-            log.holds(int(memory[1]), _number(memory[2]) * _MIB)
-        if (across := _MEGATRON_ACROSS.match(plain)) is not None:
-            least, most = (_number(across[2] or across[4]) * _MS, _number(across[3] or across[4]) * _MS)
+        if (step := _MEGATRON_STEP.search(plain)) is not None:
+            timer = {}
+            if _possible(lasts := _number(step[2]) * _MS):
+                steps.append(lasts)
+        elif (memory := _MEGATRON_MEMORY.search(plain)) is not None:
+            log.holds(int(memory[1]), _number(memory[3]) * (_MIB if memory[2] is None else 1e9))
+        elif (last := _MEGATRON_OF_LAST.search(plain)) is not None:
+            log.forward_ns[num_devices - 1], log.backward_ns[num_devices - 1] = (_ms(last[1]), _ms(last[2]))
+        elif (across := _MEGATRON_ACROSS.search(plain)) is not None:
+            least, most = _ms(across[2] or across[4]), _ms(across[3] or across[4])
             if across[1] in _AFTER:
                 log.after_ns[_AFTER[across[1]]] = most
             else:
                 log.across_ns[across[1].partition("-")[0]] = least, most
-        if (begins := _MEGATRON_TIMER.match(plain)) is not None:
-            timer = by_timer[begins[1]]
+        elif (own := _MEGATRON_TIME_OF_RANK.search(plain)) is not None:
+            timer[int(own[1])] = _ms(own[2])
+        elif (begins := _MEGATRON_TIMER.search(plain)) is not None:
+            timer = by_timer.get(begins[1], {})
             timer.clear()  # those of the last step
-        elif (own := _MEGATRON_TIME_OF_RANK.match(plain)) is not None and timer is not None:
-            timer[int(own[1])] = _number(own[2]) * _MS
-        else:
-            timer = None
     log.after_ns |= {_AFTER[each]: max(by_timer[each].values()) for each in _AFTER if by_timer[each]}
     log.left_out = int(len(steps) > 1)
     if steps:
@@ -233,10 +300,20 @@ def _of_megatron(lines: Iterable[str], log: RunLog) -> RunLog:
     return log
 
 
-_LOGS: Mapping[str, Callable[[Iterable[str], RunLog], RunLog]] = {
-    "Megatron-LM": _of_megatron,
-    "torchtitan": _of_torchtitan,
-}
+def _ms(text: str) -> float:
+    """Ns of what is printed in ms, at most what a plan's times can be."""
+    return min(_number(text) * _MS, float(MAX_NS))
+
+
+_LOGS: Sequence[tuple[str, Callable[[Iterable[str], RunLog, int], RunLog]]] = (
+    ("Megatron-LM", _of_megatron),
+    ("torchtitan", _by_lines(_TORCHTITAN)),
+    ("NeMo AutoModel", _by_lines(_AUTOMODEL)),
+    ("NeMo", _by_lines(_NEMO)),
+    ("DeepSpeed", _by_lines(_DEEPSPEED_PIPELINE)),
+    ("DeepSpeed", _by_lines(_DEEPSPEED)),
+)
+"""Tried in this order: Megatron-LM under DeepSpeed prints lines of both."""
 
 
 # Traces of torch.profiler -------------------------------------------------------------------------------------------
@@ -246,6 +323,8 @@ _PIPELINE = re.compile(r"PP:(\S+)|(Forward|Backward) [0-9]+")
 """Names of ranges of ``torch.distributed.pipelining``: an action, or only its kind where a rank has one stage."""
 
 
+_MOST = 2.0**63
+"""Of a number in a trace: microseconds since 1970 are below, and what is not a number is not."""
 _Range = tuple[float, float, str]
 """Start and duration in ns, and the name."""
 
@@ -342,11 +421,11 @@ def _ranges(events: Iterable[Mapping[str, Any]], wanted: Callable[[str], bool]) 
         name, start, lasts = str(event.get("name")), event.get("ts"), event.get("dur")
         if event.get("ph") != "X" or not wanted(name):
             continue
-        if _is_number(start) and _is_number(lasts) and lasts >= 0:
+        if _is_number(start) and _is_number(lasts) and 0 <= lasts * 1000 <= MAX_NS:
             kept = of_device if "gpu" in str(event.get("cat")) else of_host
             kept.append((start * 1000, lasts * 1000, name))
     yield from of_device or of_host
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MOST

@@ -94,10 +94,12 @@ def compared_with_log(simulation: Simulation, log: RunLog) -> LoggedComparison:
 
 def _logged_steps(simulation: Simulation, log: RunLog) -> tuple[tuple[float, ...], str]:
     """Ns of each step, of the rank that says it of most steps, and what they were read from."""
-    tokens = simulation.yardstick.tokens_per_sample
+    tokens, samples = simulation.yardstick.tokens_per_sample, simulation.workload.mini_batch
     if log.tokens_per_s and tokens is not None:
-        whole = simulation.workload.mini_batch * tokens / len(simulation.plan.devices)
+        whole = samples * tokens / len(simulation.plan.devices)
         return tuple(1e9 * whole / rate for rate in _longest(log.tokens_per_s)), "tokens per second"
+    if log.samples_per_s:
+        return tuple(1e9 * samples / rate for rate in _longest(log.samples_per_s)), "samples per second"
     if not any(log.steps_ns.values()):
         raise UsageError(
             "--measured: the log says how many tokens a device works on in a second, and the plan not how many a "
