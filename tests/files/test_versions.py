@@ -490,3 +490,12 @@ def test_blocks_of_version_1_that_mean_several_recipes_keep_their_bytes() -> Non
     profile = parse(json.dumps(content), Profile)
     assert profile.recipe.is_custom
     assert [block.optimizer_bytes for block in profile.blocks] == [0, 40, 80]
+
+
+def test_a_number_of_an_old_plan_that_is_none_is_refused() -> None:
+    """NaN is not even equal to itself."""
+    plan = copy.deepcopy(next(row["file"] for row in READ if row["file"]["kind"] == "plan"))
+    plan["operations"][0]["attributes"] = {"part": float("nan")}
+    with pytest.raises(FileError) as caught:
+        parse(json.dumps(plan), Plan, "old.json")
+    assert any("attributes.part" in problem for problem in caught.value.problems)

@@ -39,7 +39,7 @@ from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import place
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning import steps as planning_steps
-from pipeplan.planning import uniform_space
+from pipeplan.planning import tuning, uniform_space
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.candidates import PlacementCandidate, even_cuts, fitting_chain, placed, uniform_choices
 from pipeplan.planning.comparison import compare
@@ -637,6 +637,40 @@ def test_tuning_and_frontiers_have_something_however_late_it_is() -> None:
     asked = Request.of(chain(12), devices=4, num_microbatches=8, placement="one-to-one", time_limit=1.0)
     assert tune(asked, within=limit).rows
     assert plan_frontier(Request(chain(12), 4, Batch(2, 4), device_counts=(4,), sizes=(1, 2)), within=limit).points
+
+
+def test_tuning_a_large_request_has_a_row_before_it_places_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of points with few micro-batches, which come first in the grid, none would fit."""
+    placing, placed_before = tuning.cell_of, []
+
+    def count(*given: Any) -> Any:
+        placed_before.append(given[1])
+        return placing(*given)
+
+    monkeypatch.setattr(tuning, "cell_of", count)
+    asked = of(260, 16, 300_000, mini_batch=32, time_limit=1000.0)
+    limit = Limit(1000.0, clock=Calls())
+    found = tune(asked, within=limit, progress=lambda *_: limit.interrupt())
+    assert len(placed_before) == 1
+    assert check(found.result.plan, asked.profile, asked.cluster).valid
+    assert len(found.rows) >= 1
+
+
+def test_a_tuning_that_is_late_does_not_look_long_for_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def shortage(request: Request, error: InfeasibleError, seconds: float, *_: object) -> InfeasibleError:
+        given.append(seconds)
+        return error
+
+    monkeypatch.setattr(tuning, "shortage", shortage)
+    for late in (0.0, 1000.0):
+        limit = Limit(20.0, clock=Hand())
+        limit.started -= late
+        asked = Request.of(chain(12), devices=4, num_microbatches=8, memory_bytes=1000, time_limit=20.0)
+        with pytest.raises(PipeplanError):
+            tune(asked, within=limit)
+    assert given == [5.0, 0.5]
 
 
 def test_very_long_runs_are_tuned_as_short_ones() -> None:

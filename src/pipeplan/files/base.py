@@ -230,7 +230,7 @@ def completed(content: Any, form: Form, place: _Place = ()) -> Any:
     form = next((each for each in choices if _has_type(content, each)), {})
     if not form:
         raise _problem(_JSON_TYPES[choices[0]["type"]][1], place, content)
-    if content != form.get("const", content):
+    if "const" in form and content != form["const"]:
         raise _problem("literal_error", place, content, {"expected": repr(form["const"])})
     if "properties" in form:
         return _completed_object(content, form, place)

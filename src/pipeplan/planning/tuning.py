@@ -24,7 +24,7 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import Placement
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, said_of_choices
-from pipeplan.planning.candidates import PlacementCandidate, grid
+from pipeplan.planning.candidates import PlacementCandidate, even_cuts, grid, is_large
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
@@ -288,6 +288,7 @@ class _Tuner:
         self.limit.wait(0.0, FIRST_SECONDS)
         try:
             with self.limit.ended():
+                self._begin()
                 self._look_into(waiting)
         finally:
             if self.limit.interrupted:
@@ -306,6 +307,16 @@ class _Tuner:
             num_known=self.num_known,
             num_open=num_open,
         )
+
+    def _begin(self) -> None:
+        """Of a large request even cuts come first, until one has a row: placing a point of the grid takes seconds."""
+        if isinstance(self.request.placement, Placement) or not is_large(self.request):
+            return
+        for cut in even_cuts(self.request):
+            candidate = replace(cut, given=None, usual=None)  # what the cache can keep
+            self._round(self._placed(deque([_GridPoint(candidate, repr(candidate))]), self._elapsed))
+            if self.found or self.workers.stopped:
+                return self._report()
 
     def _look_into(self, waiting: deque[_GridPoint]) -> None:
         """Place points and try their cells, in turn, until all are done or time is up.
@@ -458,8 +469,8 @@ class _Tuner:
         if self.workers.interrupted:
             return SearchTimeoutError(f"interrupted before any schedule was found; {self._kept}let it run longer")
         error = next((each for each in self.failures if isinstance(each, InfeasibleError)), None)
-        step = ExplainShortage(seconds=5.0)
-        why = error and shortage(self.request, error, step.seconds, step)
+        step = ExplainShortage()
+        why = error and shortage(self.request, error, min(5.0, max(step.seconds, self.limit.remaining)), step)
         if self.workers.stopped:
             enough = f", or --memory to {format_bytes(why.enough_bytes)}" if why and why.enough_bytes else ""
             limit = self.request.time_limit

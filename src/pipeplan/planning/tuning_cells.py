@@ -304,12 +304,13 @@ def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow)
 
 
 def _rules(workload: Workload) -> list[Rules]:
-    """The rules to try on a workload: where that is much work, those of the paper's search, gradients separated."""
+    """The rules to try on a workload: where that is much work, 1F1B's, and then those of the paper's own search."""
     rules = built_in_rules(workload)
     started = len(rules) * workload.num_microbatches * len(workload.operations)
     if started <= _MOST_STARTED:
         return rules
-    return built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))
+    plain = built_in_rules(workload, limits=("S - s",), times=("unit",), separate=(False,))
+    return [*plain[:1], *built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))]
 
 
 def _problem(workload: Workload) -> OneMicrobatch:
