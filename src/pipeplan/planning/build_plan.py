@@ -253,6 +253,7 @@ def provenance_of(
     profile: Profile, cluster: Cluster | None, options: Mapping[str, Any], seed: int = 0, **versions: str
 ) -> Provenance:
     """What a plan was made from, and by what."""
+    unlike_run = {} if cluster is None or cluster.overlap == "sums" else {"overlap": cluster.overlap}
     return Provenance(
         profile=profile.name,
         profile_sha256=sha256_of(profile),
@@ -267,7 +268,7 @@ def provenance_of(
             kind: KindSource(sha256=sha256_of(own), device=own.source.device, dtype=own.source.dtype)
             for kind, own in profile.of_kinds.items()
         },
-        options={**options, "recipe": str(profile.recipe)},
+        options={**options, "recipe": str(profile.recipe), **unlike_run},
         seed=seed,
         versions={"pipeplan": __version__, "python": platform.python_version(), **versions},
     )

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from builders.chains import chain_plan
+from pipeplan import example, example_cluster, search
 from pipeplan import run as pipeplan_run
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, write_file
 from pipeplan.runtime.models.given_names import require_importable
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import tokens_per_sample
-from pipeplan.runtime.training.compatibility import warning_of_format
+from pipeplan.runtime.training.compatibility import warning_of_format, warning_of_overlap
 from pipeplan.runtime.training.options import IS_RANK, TrainOptions
 from pipeplan.runtime.training.trainer import dtype_of, model_of
 from runtime_support.plans import model_plan
@@ -100,6 +101,16 @@ def test_another_format_is_a_warning(planned: str, asked: dict[str, str], told: 
     said = warning_of_format(plan, TrainOptions("gpt2-tiny", **asked).by_plan(plan)) or ""
     assert said.startswith("warning: ") == bool(told)
     assert re.search(told, said)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "zero", "warned"), [("all", 1, True), ("all", 0, False), ("sums", 1, False), ("none", 1, False)]
+)
+def test_exchanges_that_a_run_does_not_hide_are_a_warning(overlap: str, zero: int, warned: bool) -> None:
+    cluster = example_cluster("cluster-h100", devices=2).model_copy(update={"overlap": overlap})
+    asked = {"dp": 2, "zero": zero, "mini_batch": 4, "time_limit": 1, "deterministic": True}
+    plan = search(example("gpt2-124m", microbatch=[1]), cluster=cluster, **asked).plan
+    assert ("gather parameters beside the next forward" in (warning_of_overlap(plan) or "")) == warned
 
 
 CONFIGURATION = "GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, n_positions=8)"

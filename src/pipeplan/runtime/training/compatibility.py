@@ -121,6 +121,18 @@ def warning_of_format(plan: Plan, options: TrainOptions) -> str | None:
     )
 
 
+def warning_of_overlap(plan: Plan) -> str | None:
+    """A warning if the plan hides exchanges that a run waits for: its cluster's ``overlap`` is ``all``."""
+    stages = [number for number, stage in enumerate(plan.stages) if stage.zero]
+    if plan.provenance.options.get("overlap") != "all" or not stages:
+        return None
+    return (
+        f"warning: the plan's cluster has overlap all: stages that divide their state ({stages[0]} is the first) "
+        "gather parameters beside the next forward, and sum gradients between groups beside backward, while a run does "
+        "both by themselves and takes that much longer; for a run's times search with overlap sums in the cluster"
+    )
+
+
 class _Formats(NamedTuple):
     """What has as many bytes in a run as in its plan: parameters, what blocks make, and the recipe of master copies."""
 

@@ -77,6 +77,7 @@ from pipeplan.runtime.training.compatibility import (
     require_splittable,
     warn_of_waiting,
     warning_of_format,
+    warning_of_overlap,
     warning_of_sizes,
 )
 from pipeplan.runtime.training.data import digest_of, num_mini_batches, require_mini_batches, with_data
@@ -261,7 +262,7 @@ class Trainer:
             if self.rank == 0:
                 sizes = warning_of_sizes(on_device(plan, self.rank), programs, run_as, specs, dtype)
                 self.as_planned = sizes is None
-                self.remarks += filter(None, (warning_of_format(plan, options), sizes))
+                self.remarks += filter(None, (warning_of_format(plan, options), warning_of_overlap(plan), sizes))
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
             self.tokens_per_sample, self.as_planned = of_first((self.tokens_per_sample, self.as_planned))
             self.all_ranks = AllRanks(self.device, progress, timeout)
