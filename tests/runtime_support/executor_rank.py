@@ -18,6 +18,7 @@ from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.launch.status import Phase
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.expert_loads import expert_loads
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Trainer, losses_of, model_of
@@ -143,20 +144,36 @@ def _watched(trainer: Trainer) -> list[int]:
     return found
 
 
-def _begun_inside(trainer: Trainer) -> list[str]:
-    """Gets where sums of gradients have begun that are summed once in an iteration, while programs run."""
-    found = list[str]()
+def _begun_inside(trainer: Trainer) -> list[tuple[str, bool]]:
+    """Gets where sums of gradients have begun that are summed once in an iteration, while programs run.
+
+    And whether more of the action was to come, of its backward, or of what waits for W.
+    """
+    found = list[tuple[str, bool]]()
 
     def watched(reduce: Callable[[], None]) -> None:
         at = trainer.progress.board.read(trainer.rank)
         if at.phase in (Phase.RUNNING, Phase.WAITING):
-            found.append(trainer.program.texts[at.counter])
+            more = torch._C._current_graph_task_id() != -1 or any(map(len, _RUNNING))
+            found.append((trainer.program.texts[at.counter], more))
         reduce()
 
     for each in (*(bucket for _, bucket in trainer.shared.buckets), *trainer.sharded.units):
         if each.level < 2:
             each.reduce = partial(watched, each.reduce)  # type: ignore[method-assign]
     return found
+
+
+_RUNNING: list[WeightGradQueue] = []
+
+
+def _noted(self: WeightGradQueue, run: Callable[[WeightGradQueue], None] = WeightGradQueue.run) -> None:
+    _RUNNING.append(self)
+    run(self)
+    _RUNNING.remove(self)
+
+
+WeightGradQueue.run = _noted  # type: ignore[method-assign]
 
 
 def _state_of(trainer: Trainer, gradients: Sequence[int]) -> dict[str, int]:
