@@ -650,8 +650,16 @@ def test_tuning_a_large_request_has_a_row_before_it_places_the_grid(monkeypatch:
     monkeypatch.setattr(tuning, "cell_of", count)
     asked = of(260, 16, 300_000, mini_batch=32, time_limit=1000.0)
     limit = Limit(1000.0, clock=Calls())
+    making, made_late = tuning.planned, []
+
+    def make(*given: Any) -> Any:
+        made_late.append(limit.interrupted)
+        return making(*given)
+
+    monkeypatch.setattr(tuning, "planned", make)
     found = tune(asked, within=limit, progress=lambda *_: limit.interrupt())
     assert len(placed_before) == 1
+    assert made_late == [False]
     assert check(found.result.plan, asked.profile, asked.cluster).valid
     assert len(found.rows) >= 1
 

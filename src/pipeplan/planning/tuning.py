@@ -21,7 +21,7 @@ from typing import Protocol, Self, TypeVar
 
 from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
-from pipeplan.files import Placement
+from pipeplan.files import Placement, Plan
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, said_of_choices
 from pipeplan.planning.candidates import PlacementCandidate, even_cuts, grid, is_large
@@ -33,7 +33,7 @@ from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cel
 from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.workers import deaf, processes
 from pipeplan.schedule.rules import Rules
-from pipeplan.schedule.state import Progress
+from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes
 
@@ -264,6 +264,18 @@ def _ranked(found: Sequence[tuple[Cell, TuningRow]]) -> list[tuple[Cell, TuningR
     return list(unique.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _TunedPlan:
+    """A row as a plan, and the seconds that took."""
+
+    cell: Cell
+    row: TuningRow
+    rules: Rules
+    schedule: Schedule
+    plan: Plan
+    seconds: float
+
+
 @dataclass(slots=True)
 class _Tuner:
     """What a tuning knows: the rows of each cell that it has evaluated."""
@@ -280,6 +292,7 @@ class _Tuner:
     num_skipped: int = 0
     num_known: int = 0
     num_done: int = 0
+    made: _TunedPlan | None = None
     partition_seconds: float = 0.0
 
     def run(self) -> Tuning:
@@ -309,14 +322,20 @@ class _Tuner:
         )
 
     def _begin(self) -> None:
-        """Of a large request even cuts come first, until one has a row: placing a point of the grid takes seconds."""
+        """Of a large request even cuts come first, until one has a row: placing a point of the grid takes seconds.
+
+        That row is made a plan at once, which an interruption leaves; as long as it took is kept for the last one.
+        """
         if isinstance(self.request.placement, Placement) or not is_large(self.request):
             return
         for cut in even_cuts(self.request):
             candidate = replace(cut, given=None, usual=None)  # what the cache can keep
             self._round(self._placed(deque([_GridPoint(candidate, repr(candidate))]), self._elapsed))
+            if self.found:
+                self.limit.reserved = self._made_of(*min(self.found, key=lambda pair: pair[1].rank)).seconds
+                self._report()
             if self.found or self.workers.stopped:
-                return self._report()
+                return
 
     def _look_into(self, waiting: deque[_GridPoint]) -> None:
         """Place points and try their cells, in turn, until all are done or time is up.
@@ -432,16 +451,16 @@ class _Tuner:
         """
         if not ranked:
             raise self._failure()
-        cell, row = ranked[0]
-        assert cell.candidate is not None
-        rules, schedule = schedule_of(self.request, cell.candidate, row)
-        schedule = of_blocks(self.request, schedule)
-        plan = planned(self.request, cell.candidate, schedule, schedule.workload)
+        waits = self.made is None or not self.workers.interrupted or self.made.seconds <= _MOMENT
+        made = self._made_of(*ranked[0]) if self.made is None or waits else self.made
         chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
-        proved = min(cell.bound_ns, plan.predicted.iteration_ns)
-        return rules, Result(
-            plan,
-            schedule,
+        proved = min(made.cell.bound_ns, made.plan.predicted.iteration_ns)
+        notes = said_of_choices(self.request, made.schedule.workload, "rules are tuned for whole forwards")
+        if made.row != ranked[0][1]:
+            notes = (*notes, "there was no time to make a plan of the first row: this is the plan of another")
+        return made.rules, Result(
+            made.plan,
+            made.schedule,
             self._elapsed,
             chosen,
             self.workers.interrupted,
@@ -449,9 +468,20 @@ class _Tuner:
             placement_lower_bound_ns=proved,
             candidates=CandidateCounts(self.num_done + self.num_skipped, self.num_skipped, num_open),
             timed_out=num_open > 0 and not self.workers.interrupted,
-            notes=said_of_choices(self.request, schedule.workload, "rules are tuned for whole forwards"),
+            notes=notes,
             request=self.request,
         )
+
+    def _made_of(self, cell: Cell, row: TuningRow) -> _TunedPlan:
+        """The plan of a row, kept."""
+        if self.made is None or self.made.row != row:
+            begun = self._elapsed
+            assert cell.candidate is not None
+            rules, schedule = schedule_of(self.request, cell.candidate, row)
+            schedule = of_blocks(self.request, schedule)
+            plan = planned(self.request, cell.candidate, schedule, schedule.workload)
+            self.made = _TunedPlan(cell, row, rules, schedule, plan, self._elapsed - begun)
+        return self.made
 
     @property
     def _bound_ns(self) -> int:
