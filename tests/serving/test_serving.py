@@ -16,13 +16,15 @@ from pipeplan.catalog import read_table
 from pipeplan.costs.cache_volumes import KEPT, Kept
 from pipeplan.costs.communication import LAUNCH_NS, LINK_CEILING, STEP_NS, Exchange, prices_of
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.uniform.shares import shares_reached
 from pipeplan.errors import InfeasibleError
-from pipeplan.serving.course import ServingResult
+from pipeplan.serving.course import MovedCache, ServingResult
 from pipeplan.serving.engine import course, serve
 from pipeplan.serving.paged_cache import PagedCache, blocks_of
 from pipeplan.serving.requests import ServedRequest, about, always, between, drawn
 from pipeplan.serving.steps import ServedLayer, StepCosts, engine_constants, share_at
 from references.serving import token_by_token
+from support.paths import ROOT
 
 CONSTANTS = engine_constants()
 LAYER = ServedLayer(hidden=4096, heads=32, kv_heads=32, feed_forward=11008)
@@ -61,6 +63,16 @@ def test_some_of_these_cases_evict() -> None:
     found = serve(costs, requests, 6)
     assert found.evictions == token_by_token(costs, requests, 6, 20).evictions > 0
     assert found.moved_ns > 0
+    moves = [each for each in course(costs, requests, 6).events if isinstance(each, MovedCache)]
+    out, back = (sorted(each.tokens for each in moves if each.evicted == evicted) for evicted in (True, False))
+    assert out == back
+    assert min(out) > 300
+
+
+def test_the_page_has_the_speed_that_its_figures_are_of() -> None:
+    """A device's share is fitted anew from time to time, and then the page's benchmarks are run again."""
+    page = (ROOT / "docs" / "papers" / "cache-parallelism.md").read_text()
+    assert f"at {100 * shares_reached(DEVICE).bandwidth:.1f} % of the memory's bandwidth" in page
 
 
 def test_requests_that_come_later_wait_for_nobody() -> None:
@@ -166,7 +178,8 @@ def test_steps_are_as_quick_as_in_estimated_profiles(kept: Kept, shards: int, to
     found = StepCosts(kept, LAYER, shards, DEVICE, even).step([tokens] * 32)
     rows = [row for block in estimated_layer().blocks if block.id.startswith("layers.") for row in block.phases]
     estimated = sum(row.forward_ns for row in rows if (row.shards, row.context_tokens) == (shards, tokens))
-    device = replace(DEVICE, link_bytes_per_s=round(DEVICE.link_bytes_per_s * 0.883 / LINK_CEILING))
+    share = shares_reached(DEVICE).bandwidth / LINK_CEILING
+    device = replace(DEVICE, link_bytes_per_s=round(DEVICE.link_bytes_per_s * share))
     summed = prices_of(device)(Exchange("all_reduce", 32 * 4096 * 2), shards) if shards > 1 else 0
     small = 25_000  # kernels of few bytes that the simulation leaves out: positions, and what is written to the cache
     assert found.compute_ns <= estimated - 2 * summed <= 1.01 * found.compute_ns + small

@@ -308,7 +308,8 @@ class DecodeSearch:
             return UsageError(f"--dcp {self.asked.dcp} does not divide any group of {self.devices} devices; lower it")
         known = sorted({row.shards for block in self.profile.kinds for row in block.phases if row.phase == "decode"})
         given, wanted = (",".join(map(str, each)) for each in (known, sorted({*known, *self.sizes})))
-        why = f": the profile has those of --shards {given}; profile the model with --shards {wanted}"
+        remedy = f"profile the model with --shards {wanted} if its heads can be shared so, or give other --devices"
+        why = f": the profile has those of --shards {given}; {remedy}"
         why = f": {self.failures[0]}" if self.failures else why
         return UsageError(
             f"no stages of {self.devices} devices have costs of decode steps{self.asked.words} for {self.batch} "
