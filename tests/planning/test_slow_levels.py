@@ -169,7 +169,7 @@ def replicas_beside(number: int) -> Placement:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_plans_whose_sums_slow_compute_pass_check(chunks: int) -> None:
     """Positions with one stage, or with two, on a cluster whose exchanges slow what is computed beside them."""
     asked: dict[str, Any] = {"mini_batch": 64, "microbatch_size": 8, "time_limit": "10s", "deterministic": True}

@@ -180,7 +180,7 @@ def holding(profile: Profile, activation_bytes: int) -> Profile:
     return profile.model_copy(update={"blocks": tuple(blocks)})
 
 
-@pytest.mark.parametrize("together", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("together", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.long])])
 def test_megatron_recomputes_the_first_layers_that_it_must(together: int) -> None:
     """Also where several are kept together, of which none recomputes alone."""
     profile = holding(layered(5, 6 * together, split=False), 400)

@@ -60,7 +60,7 @@ def frontier_of(name: str, memory_bytes: int | None = None) -> tuple[Request, Pl
     return request, plan_frontier(request)
 
 
-@slow_but("name", [SHORT, "tensoropt-transformer", "mmt-2"], lambda name: name == SHORT)
+@slow_but("name", [SHORT, "tensoropt-transformer", "mmt-2"], SHORT.__eq__, "tensoropt-transformer".__eq__)
 def test_every_point_is_a_plan_that_is_what_it_says(name: str) -> None:
     request, found = frontier_of(name)
     assert len(found.points) >= 8  # with one size and few devices; asked as by default, it is far more than ten
@@ -147,6 +147,7 @@ def test_stages_of_plans_run_profiled_sizes_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_memory_is_a_limit_for_all_points() -> None:
     _, free = frontier_of(SHORT)
     limit = sorted(point.memory_bytes for point in free.points)[len(free.points) // 2]

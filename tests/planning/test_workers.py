@@ -139,6 +139,7 @@ FRONTIER = {"devices": (2, 4), "mini_batch": 16, "deterministic": True, "time_li
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_frontier_gives_its_searches_candidates_away() -> None:
     """The same points come out; what dies costs its candidate, and is said once."""
     asked = frontier_request(profile((1, 2)), **FRONTIER)

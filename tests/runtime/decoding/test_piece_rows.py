@@ -105,6 +105,7 @@ def test_steps_that_so_many_devices_share_are_those_of_rows() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_processes_measure_at_once_and_in_step_with_each_other() -> None:
     """What links are said to take is left out of rows of pieces, to which searches add it; those of heads have all."""
     endless = MeasuredCurve(operation="all_to_all", level="wire", num_devices=2, points=((1, 10**9),))

@@ -181,6 +181,8 @@ def test_ranks_die_with_their_parent(sent: int, status: int, mark: str, tmp_path
         f"{MODELS}:sleeping",
         "--local",
     ]
+    while left_over(mark):  # forked ranks of tests before this
+        time.sleep(0.05)
     with tempfile.TemporaryFile() as sink:
         parent = subprocess.Popen([*command, "--dtype", "float64"], stdout=sink, stderr=sink)
         while len(left_over(mark)) < 3:  # this and what follows would last until the test's time-out

@@ -81,7 +81,9 @@ def test_ranks_that_a_program_starts_end_as_it_is_asked_to(heard: list[int], tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.long)]
+)
 def test_a_local_run_ends_with_a_checkpoint(number: int, code: int, tmp_path: Path) -> None:
     two, saved = model_plan(load_model("gpt2-tiny"), [0, 1], num_microbatches=2), tmp_path / "saved"
     (tmp_path / "plan.json").write_text(two.model_dump_json())
