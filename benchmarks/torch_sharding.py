@@ -15,6 +15,7 @@ processor time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import ctypes
 import gc
@@ -263,7 +264,7 @@ def of_a_step(run: Callable[[], None]) -> dict[str, Any]:
     """What one step exchanges, once two have run."""
     found: dict[str, Any] = {"gather": [], "reduce": []}
     meanwhile: dict[str, list[int]] = {"gather": [], "reduce": []}
-    counting = Counting()  # type: ignore[no-untyped-call]
+    counting = Counting()  # type: ignore[no-untyped-call]  # torch has its base without types
 
     def noted(kind: str, function: Any) -> Any:
         def call(*given: Any, **named: Any) -> Any:
@@ -277,17 +278,16 @@ def of_a_step(run: Callable[[], None]) -> dict[str, Any]:
 
         return call
 
-    gather, reduce = noted("gather", dist.all_gather_single), noted("reduce", dist.reduce_scatter_single)
+    begins = {"_all_gather": "gather", "_reduce_scatter": "reduce"}  # both sides call what this torch names so
     run()
     run()
     before = in_use()  # the last step's gradients are there, as they are on both sides
-    with (
-        patch("torch.distributed.all_gather_single", gather),
-        patch("torch.distributed.reduce_scatter_single", reduce),
-        patch.object(process_groups, "_all_gather", gather),
-        patch.object(process_groups, "_reduce_scatter", reduce),
-        counting,
-    ):
+    with contextlib.ExitStack() as stack:
+        for name, kind in begins.items():
+            function = getattr(process_groups, name)
+            for module, called in ((process_groups, name), (dist, function.__name__)):
+                stack.enter_context(patch.object(module, called, noted(kind, function)))
+        stack.enter_context(counting)
         run()
     since = time.thread_time_ns()
     for _ in range(STEPS):

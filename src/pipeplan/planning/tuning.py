@@ -451,8 +451,8 @@ class _Tuner:
         """
         if not ranked:
             raise self._failure()
-        waits = self.made is None or not self.workers.interrupted or self.made.seconds <= _MOMENT
-        made = self._made_of(*ranked[0]) if self.made is None or waits else self.made
+        takes_long = self.made is not None and self.made.seconds > _MOMENT
+        made = (self.workers.interrupted and takes_long and self.made) or self._made_of(*ranked[0])
         chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
         proved = min(made.cell.bound_ns, made.plan.predicted.iteration_ns)
         notes = said_of_choices(self.request, made.schedule.workload, "rules are tuned for whole forwards")

@@ -221,10 +221,10 @@ class _LinearFunction(torch.autograd.Function):
             if needs_bias:
                 _accumulate(bias, bias_grad())
 
-        gradient = queue.own(gradient)
         if needs_weight:
             input = input.detach()  # with its graph it would keep the gradient of the stage's input, too
         if needs_weight or needs_bias:
+            gradient = queue.own(gradient)
             queue.put(work, (input, gradient) if needs_weight else (gradient,))
         return input_grad, None, None, None, None, None
 
