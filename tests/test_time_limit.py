@@ -17,8 +17,11 @@ import pytest
 from ortools.sat.python import cp_model
 
 from builders.chains import chain_workload
+from pipeplan.costs.blocks import StageCost
+from pipeplan.partition import recomputation
 from pipeplan.partition.chain.costs import Array
 from pipeplan.partition.chain.kernel import least_split
+from pipeplan.partition.recomputation import FittingChain, Holding
 from pipeplan.schedule.cpsat.solver import Budget, solve
 from pipeplan.schedule.search import search_schedule
 from pipeplan.time_limit import INTERRUPTS, Limit, TimeUpError, checked, checkpoint, shielded
@@ -279,3 +282,21 @@ def test_cuts_into_many_stages_may_end_between_any_of_them() -> None:
         return ends - begins
 
     assert looks(lambda: least_split(cost, 512, [0] * 256)) > 256 // 16 + 256 // 64
+
+
+def test_what_long_chains_recompute_is_looked_up_a_part_of_their_ranges_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each range's least time for each of four stages, of unlike speeds; some fit only where all is recomputed."""
+    stages = [Holding(at, at, 4 - at, at, 60, 1 - at / 8) for at in range(4)]
+    kept = [StageCost(100 + at, 200, activation_bytes=1) for at in range(64)]
+    again = [StageCost(100 + at, 300 + at) for at in range(64)]
+    chain = FittingChain([(False, kept), (True, again)], [False] * 64, stages)
+    whole = chain._table(2**40)
+    monkeypatch.setattr(recomputation, "_AT_ONCE", 2**9)
+    assert looks(lambda: chain._table(2**40)) >= 64 * 65 // 2 * 4 // 2**9
+    parts = chain._table(2**40)
+    assert whole is not None
+    assert parts is not None
+    assert np.array_equal(whole.times, parts.times)
+    assert len(set(map(tuple, whole.times))) == 4
