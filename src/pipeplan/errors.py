@@ -172,3 +172,7 @@ class SearchTimeoutError(PipeplanError):
     """The time limit passed before any valid plan was found."""
 
     exit_code = 3
+
+
+class TooLargeError(SearchTimeoutError):
+    """A planner's tables of a request would take too much memory, and no limit would be long enough."""

@@ -40,7 +40,7 @@ from pipeplan.partition.placement import place
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning import steps as planning_steps
 from pipeplan.planning import tuning, uniform_space
-from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.bounds import request_bound, rows_bound
 from pipeplan.planning.candidates import PlacementCandidate, even_cuts, fitting_chain, placed, uniform_choices
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.plan_frontier import plan_frontier
@@ -354,6 +354,21 @@ def test_a_search_that_ends_does_not_wait_for_a_bound_it_has_begun(monkeypatch: 
     assert found.interrupted
     assert found.lower_bound_ns == 17
     assert begun == [True, True]
+
+
+def test_a_bound_that_takes_too_long_is_one_by_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand blocks that all differ took 4.5 s after a signal."""
+
+    def endless(_: Request) -> int:
+        while True:
+            clock.now += 0.01
+            checkpoint()
+
+    clock = Hand()
+    asked = of(8, 8, time_limit=20.0)
+    monkeypatch.setattr("pipeplan.planning.trials.request_bound", endless)
+    found = search_plan(asked, within=Limit(20.0, clock=clock))
+    assert 1 < found.lower_bound_ns == rows_bound(asked) <= request_bound(asked)
 
 
 def test_stages_of_different_widths_take_no_more_for_more_microbatches() -> None:

@@ -15,7 +15,7 @@ from builders.requests import request_of
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
-from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.bounds import request_bound, rows_bound
 from pipeplan.planning.candidates import PlacementCandidate, candidates
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.request import Batch, Request
@@ -45,7 +45,9 @@ def chains(draw: st.DrawFn) -> Profile:
 @given(chains(), st.integers(1, 3), st.sampled_from(["auto", "one-to-one", "circular"]))
 def test_no_plan_is_quicker(profile: Profile, num_devices: int, wanted: str) -> None:
     """Every cut, with every number of replicas and every size, against the bound over all of them."""
-    bound = request_bound(request_of(profile, "auto", Batch(2, 4), num_devices=num_devices, sizes=(1, 2, 4)))
+    left_open = request_of(profile, "auto", Batch(2, 4), num_devices=num_devices, sizes=(1, 2, 4))
+    bound = request_bound(left_open)
+    assert rows_bound(left_open) <= bound
     for placement, (count, size) in itertools.product(every_placement(profile, num_devices), [(8, 1), (4, 2), (2, 4)]):
         try:
             found = search_plan(request_of(profile, placement, Batch(count, size), **QUICK))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from pipeplan.costs.communication import transfer_time
 from pipeplan.costs.messages import distinct, edge_bytes
 from pipeplan.files import Cluster, Edge
 from pipeplan.partition.chain.costs import Array
+from pipeplan.time_limit import checked
 
 Passing = tuple[Array, Array]
 """[cut] bytes that pass it on their way forward, or back, and the ns that tensors with a time of their own take."""
@@ -46,8 +48,14 @@ class CountedLinks:
         """What passes each cut of blocks in this order, forward and back, for so many samples."""
         place = {block: index for index, block in enumerate(order)}
         forth, back = (np.zeros((2, len(order) + 1), dtype=np.int64) for _ in range(2))
-        for cut in range(1, len(order)):
-            over = distinct(edge for edge in self.edges if place[edge.source] < cut <= place[edge.target])
+        begun: list[list[tuple[int, Edge]]] = [[] for _ in order]
+        for number, edge in enumerate(self.edges):
+            begun[place[edge.source]].append((number, edge))
+        across: list[tuple[int, Edge]] = []
+        for cut in checked(range(1, len(order)), 256):
+            still = (each for each in across if cut <= place[each[1].target])
+            across = sorted([*still, *begun[cut - 1]], key=itemgetter(0))
+            over = distinct(edge for _, edge in across)
             for found, edges in ((forth, over), (back, [edge for edge in over if edge.gradient])):
                 found[0, cut] = sum(edge_bytes(edge, samples) for edge in edges if edge.transfer_ns is None)
                 found[1, cut] = max((edge.transfer_ns or 0 for edge in edges), default=0)

@@ -46,6 +46,25 @@ def request_bound(request: Request) -> int:
     return min((bound for bound in bounds if bound is not None), default=1)
 
 
+def rows_bound(request: Request) -> int:
+    """The same by the quickest row of each block alone: no better, and at once however many blocks there are.
+
+    Between two sizes a block takes no less for a sample than at one of them, but for what rounding takes off.
+    """
+    profile, splits = request.levelled.profile, _may_split(request)
+    others = [exchanged_as(profile, split, each) for split, each in open_exchanges(profile).items()]
+    sizes = math.lcm(*(row.microbatch_size for block in profile.blocks for row in block.costs))
+    work = 0
+    for block in profile.blocks:
+        rows = [row for each in (profile, *others) for row in each.by_id[block.id].costs]
+        work += min(
+            row.shards * row.context * (_compute_ns(splits, row) * (sizes // row.microbatch_size) - 2 * sizes)
+            for row in rows
+        )
+    total = Fraction(max(0, work) * request.batch.mini_batch, sizes) + least_steps_ns(profile)
+    return max(1, math.ceil(total / sum(map(exactly, request.speeds))))
+
+
 def open_bound(request: Request, plan: Plan) -> int | None:
     """The same for a search that starts from a plan with all else open; None if the profile fixes the placement."""
     opened = Request.of(

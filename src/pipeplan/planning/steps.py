@@ -27,6 +27,7 @@ from pipeplan.errors import (
     NotApplicableError,
     PipeplanError,
     SearchTimeoutError,
+    TooLargeError,
     TooLongError,
     UsageError,
 )
@@ -1195,7 +1196,8 @@ def _nothing(search: PlanSearch) -> BaseException:
 
 def _has_ended(search: PlanSearch) -> bool:
     """Whether a planner by name has said why it has no plan, and not only had no time for one."""
-    return bool(search.failures) and not (search.budget.expired or search.budget.interrupted)
+    said = any(not isinstance(why, SearchTimeoutError) for why in search.failures)
+    return said and not (search.budget.expired or search.budget.interrupted)
 
 
 def _standing_in(search: PlanSearch, made: MadePlan) -> tuple[str, ...]:
@@ -1203,7 +1205,8 @@ def _standing_in(search: PlanSearch, made: MadePlan) -> tuple[str, ...]:
     if not made.stands_in:
         return ()
     asked, how = takes_long(search.request), "" if _by_planner(search.request) else " with GPipe or 1F1B"
-    text = f"{asked} had no plan when the search ended: this is an even cut{how} instead; raise --time-limit"
+    remedy = next((str(why) for why in search.failures if isinstance(why, TooLargeError)), "raise --time-limit")
+    text = f"{asked} had no plan when the search ended: this is an even cut{how} instead; {remedy}"
     warnings.warn(text, stacklevel=3)
     return (text,)
 

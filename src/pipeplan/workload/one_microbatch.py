@@ -394,21 +394,29 @@ class Reduction:
         """Orders of the workload's devices as those of the reduced workload's."""
         where = self._tasks()
         members = [self.groups.index(group) for group in range(len(self.reduced.devices))]
-        return [[where[task] for task in orders[device]] for device in members]
+        return [where[np.array(orders[device], dtype=np.int64)].tolist() for device in checked(members, 16)]
 
     def from_reduced(self, orders: Orders) -> list[list[int]]:
         """Orders of the reduced workload's devices as those of the workload's."""
-        back = {reduced: task for task, reduced in enumerate(self._tasks())}
-        return [[] if group == IDLE else [back[task] for task in orders[group]] for group in self.groups]
+        tasks = self._tasks()
+        back = np.empty_like(tasks)
+        back[tasks] = np.arange(len(tasks))
+        return [
+            [] if group == IDLE else back[np.array(orders[group], dtype=np.int64)].tolist()
+            for group in checked(self.groups, 16)
+        ]
 
-    def _tasks(self) -> list[int]:
+    def _tasks(self) -> NDArray[np.int64]:
         """[task of the workload] the task of the reduced workload that it is."""
         count = self.reduced.num_microbatches
-        return [
-            (first + m % copies) * count + m // copies
-            for first, copies in zip(self.firsts, self.copies, strict=False)
-            for m in range(count * copies)
-        ]
+        numbers = {copies: np.arange(count * copies) for copies in {*self.copies}}
+        found: NDArray[np.int64] = np.concatenate(
+            [
+                (first + numbers[copies] % copies) * count + numbers[copies] // copies
+                for first, copies in zip(self.firsts, self.copies, strict=False)
+            ]
+        )
+        return found
 
 
 IDLE = -1
