@@ -282,6 +282,8 @@ def test_cuts_into_many_stages_may_end_between_any_of_them() -> None:
         return ends - begins
 
     assert looks(lambda: least_split(cost, 512, [0] * 256)) > 256 // 16 + 256 // 64
+    assert looks(lambda: least_split(cost, 4096, [0, 0])) > 2 * 4096 * 2048 // 2**20
+    assert least_split(cost, 4096, [0]) == (0,)
 
 
 def test_what_long_chains_recompute_is_looked_up_a_part_of_their_ranges_at_a_time(

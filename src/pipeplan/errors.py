@@ -141,6 +141,10 @@ class TooLongError(NotApplicableError):
     """A schedule that was asked for, of which nothing repeats, and which written out is more than a plan may be."""
 
 
+class TooLargeError(UsageError):
+    """A planner whose tables of a request would take too much memory: no limit would be long enough."""
+
+
 class InfeasibleError(PipeplanError):
     """The question is valid and has no answer, for instance too little memory.
 
@@ -172,7 +176,3 @@ class SearchTimeoutError(PipeplanError):
     """The time limit passed before any valid plan was found."""
 
     exit_code = 3
-
-
-class TooLargeError(SearchTimeoutError):
-    """A planner's tables of a request would take too much memory, and no limit would be long enough."""

@@ -349,7 +349,8 @@ def test_a_search_that_ends_does_not_wait_for_a_bound_it_has_begun(monkeypatch: 
         return 17
 
     limit = Limit(20.0, clock=Hand())
-    monkeypatch.setattr("pipeplan.planning.trials.request_bound", ended)
+    for module in ("trials", "bounds"):
+        monkeypatch.setattr(f"pipeplan.planning.{module}.request_bound", ended)
     found = search_plan(of(8, 8, time_limit=20.0), within=limit)
     assert found.interrupted
     assert found.lower_bound_ns == 17
@@ -366,9 +367,19 @@ def test_a_bound_that_takes_too_long_is_one_by_rows_alone(monkeypatch: pytest.Mo
 
     clock = Hand()
     asked = of(8, 8, time_limit=20.0)
-    monkeypatch.setattr("pipeplan.planning.trials.request_bound", endless)
+    for module in ("trials", "bounds"):
+        monkeypatch.setattr(f"pipeplan.planning.{module}.request_bound", endless)
     found = search_plan(asked, within=Limit(20.0, clock=clock))
     assert 1 < found.lower_bound_ns == rows_bound(asked) <= request_bound(asked)
+
+
+def test_a_first_plan_is_of_a_pipeline_that_is_filled_once() -> None:
+    """The longest one, filled again for each few micro-batches, took 2.5 times as long here, and 13 of large chains."""
+    asked = Request.of(split(256, 10**6), devices=256, cluster=cluster(256, 10**8), mini_batch=1024)
+    trial = Trial.of(asked, next(even_cuts(asked)))
+    trial.look_plainly()
+    assert trial.best is not None
+    assert trial.best.scheduler == "1f1b"
 
 
 def test_stages_of_different_widths_take_no_more_for_more_microbatches() -> None:

@@ -17,7 +17,8 @@ def runs_of(stage: Stage) -> list[tuple[str, ...]]:
     backend = {block: each.backend for each in stage.segments for block in each.blocks}
     whole = [each.blocks for each in stage.segments if each.backend != EAGER]
     alone = [(block,) for block in stage.blocks if backend.get(block, EAGER) == EAGER]
-    return sorted([*whole, *alone], key=lambda blocks: stage.blocks.index(blocks[0]))
+    place = {block: at for at, block in enumerate(stage.blocks)}
+    return sorted([*whole, *alone], key=lambda blocks: place[blocks[0]])
 
 
 def segment_rows(

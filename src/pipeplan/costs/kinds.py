@@ -173,7 +173,7 @@ def _together(profiles: Sequence[Profile], joined: _Joined, rate: Callable[[Iter
             known[alike] = tuple(joined([row for row in own if row]) for own in each if None not in own)
         return known[alike]
 
-    columns = zip(*(profile.blocks for profile in profiles), strict=True)
+    columns = checked(zip(*(profile.blocks for profile in profiles), strict=True))
     blocks = tuple(own[0].model_copy(update={"costs": rows(own)}) for own in columns)
     rates = [profile.step_bytes_per_s for profile in profiles]
     step = None if None in rates else rate([each for each in rates if each is not None])
@@ -214,7 +214,11 @@ def levelled(profile: Profile, cluster: Cluster, num_devices: int, *, roomy: boo
 def same_bytes(profile: Profile) -> bool:
     """Whether blocks hold the same on every kind of device."""
     sizes = [
-        [tuple(getattr(row, key) for key in _SIZES) for block in each.blocks for row in _common(profile, block)]
+        [
+            tuple(getattr(row, key) for key in _SIZES)
+            for block in checked(each.blocks)
+            for row in _common(profile, block)
+        ]
         for each in (profile, *profile.of_kinds.values())
     ]
     return all(own == sizes[0] for own in sizes)

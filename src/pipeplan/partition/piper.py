@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.costs.messages import edge_bytes
-from pipeplan.errors import UsageError
+from pipeplan.errors import TooLargeError
 from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck
 from pipeplan.partition.chain.costs import Array, ChainCosts, Place
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, Recompute, recompute_of
 
 Mask = NDArray[np.bool_]
@@ -48,7 +49,7 @@ def piper(
     devices stands for so many.
 
     Raises:
-        UsageError: the graph has more downsets than ``max_downsets``.
+        TooLargeError: the graph has more downsets than ``max_downsets``.
         NoPartitionError: no partition fits into memory.
     """
     order, cuts = problem.order, downsets(problem, max_downsets)
@@ -76,7 +77,7 @@ def downsets(problem: PartitionProblem, most: int = MAX_DOWNSETS) -> Mask:
     """[downset, block] all downsets of the graph, by size; those of equal size in a fixed order.
 
     Raises:
-        UsageError: there are more than ``most``.
+        TooLargeError: there are more than ``most``.
     """
     order, count = problem.order, len(problem.costs)
     place = {block: index for index, block in enumerate(order)}
@@ -84,19 +85,21 @@ def downsets(problem: PartitionProblem, most: int = MAX_DOWNSETS) -> Mask:
     for source, target in problem.edges:
         before[place[target]] |= 1 << place[source]
     layer, found = {0}, [0]
-    for _ in range(count):
+    for _ in range(count if count < most else 0):  # each layer has one at least
         layer = {
             downset | 1 << block
-            for downset in layer
+            for downset in checked(layer, 16)
             for block in range(count)
             if not downset >> block & 1 and before[block] & ~downset == 0
         }
         found += sorted(layer)
         if len(found) > most:
-            raise UsageError(
-                f"Piper's planner does not finish on this graph: it has more than {most} downsets of {count} blocks; "
-                "group blocks, or choose another planner"
-            )
+            break
+    if len(found) > most or count >= most:
+        raise TooLargeError(
+            f"Piper's planner does not finish on this graph: it has more than {most} downsets of {count} blocks; "
+            "group blocks, or choose another planner"
+        )
     return np.array([[downset >> block & 1 for block in range(count)] for downset in found], dtype=np.bool_)
 
 

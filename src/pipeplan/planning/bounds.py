@@ -7,7 +7,7 @@ of one placement (`workload/bounds.py`) know its stages, its memory and its mess
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import Any
@@ -27,7 +27,7 @@ from pipeplan.planning.candidates import shards_of, strategy_choices
 from pipeplan.planning.held_bounds import HeldBound, undominated, way_of
 from pipeplan.planning.request import SUBMODULES, Request, size_of
 from pipeplan.planning.uniform_space import Blocks, Choice
-from pipeplan.time_limit import checked
+from pipeplan.time_limit import Limit, checked, shielded
 from pipeplan.workload.elements import Again
 
 
@@ -63,6 +63,22 @@ def rows_bound(request: Request) -> int:
         )
     total = Fraction(max(0, work) * request.batch.mini_batch, sizes) + least_steps_ns(profile)
     return max(1, math.ceil(total / sum(map(exactly, request.speeds))))
+
+
+def prompt_bound(request: Request, clock: Callable[[], float]) -> int:
+    """The better of the two, or the one by rows where the other would take more than a moment: whatever ends a search.
+
+    In deterministic mode it is waited for.
+    """
+    moment = Limit(math.inf if request.deterministic else _MOMENT, clock=clock)
+    with shielded(), moment.ended():
+        return request_bound(request)
+    with shielded():
+        return rows_bound(request)
+
+
+_MOMENT = 0.3
+"""Seconds."""
 
 
 def open_bound(request: Request, plan: Plan) -> int | None:

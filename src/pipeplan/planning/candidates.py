@@ -600,16 +600,28 @@ def _is_first(request: Request, choice: Choice) -> bool:
 
 
 def _written_first(request: Request, rows: Sequence[BoundedChoice]) -> Sequence[BoundedChoice]:
-    """The rows of a large request, where a schedule is asked for by name, with those first that are quick to write.
+    """The rows of a large request, with those first that are quick to write, or quick as they are written at first.
 
-    1F1B and GPipe may begin again and again with few micro-batches, and then take little in any pipeline; what a name
-    says is one run, which of the longest pipelines has millions of entries. What may fit comes before what cannot.
+    1F1B and GPipe may begin again and again with few micro-batches, and then take little in any pipeline, but long
+    where it is filled and emptied each time (:func:`_filling`). Where a schedule is asked for by name it is one run,
+    which of the longest pipelines has millions of entries. What may fit comes before what cannot.
     """
-    if request.scheduler == "auto" or not is_large(request):
+    if not is_large(request):
         return rows
     limits = [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
+    if request.scheduler == "auto":
+        return sorted(rows, key=lambda each: (each.usual_bytes > room, each.usual_ns * _filling(request, each.choice)))
     return sorted(rows, key=lambda each: (each.least_bytes > room, *_written(request, each.choice)))
+
+
+def _filling(request: Request, choice: Choice) -> float:
+    """How many times as long as a whole run the groups of micro-batches take that a first plan of it may write."""
+    positions, count = _positions(request, choice), choice.batch.num_microbatches
+    group = max(1, MOST_ENTRIES // (4 * choice.width * choice.replicas * positions * choice.per_position))
+    if count <= 2 * group or group >= 2 * positions:
+        return 1.0  # all of it, or a part that repeats
+    return math.ceil(count / group) * (group + positions - 1) / (count + positions - 1)
 
 
 def _written(request: Request, choice: Choice) -> tuple[int, int]:

@@ -1196,7 +1196,7 @@ def _nothing(search: PlanSearch) -> BaseException:
 
 def _has_ended(search: PlanSearch) -> bool:
     """Whether a planner by name has said why it has no plan, and not only had no time for one."""
-    said = any(not isinstance(why, SearchTimeoutError) for why in search.failures)
+    said = any(not isinstance(why, SearchTimeoutError | TooLargeError) for why in search.failures)
     return said and not (search.budget.expired or search.budget.interrupted)
 
 

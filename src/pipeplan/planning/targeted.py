@@ -17,7 +17,7 @@ from pipeplan.catalog import export_target
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Plan
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.bounds import prompt_bound
 from pipeplan.planning.build_plan import CacheCost, CandidateCounts, Result, TargetCost
 from pipeplan.planning.infeasibility import most_telling
 from pipeplan.planning.request import Batch, Request
@@ -127,7 +127,7 @@ def search_target(
     best = min(parts.results, key=lambda each: each.plan.predicted.iteration_ns)
     own = best.plan.predicted.iteration_ns
     with suppress(PipeplanError):
-        bound = request_bound(free) if without is None else without.lower_bound_ns
+        bound = prompt_bound(free, whole.clock) if without is None else without.lower_bound_ns
         met = None if without is None else without.plan.predicted.iteration_ns
         words = "" if without is None else _words(without)
         best = replace(best, cost=TargetCost(only.title, "iteration", own, min(bound, own), met, words))

@@ -6,7 +6,6 @@ a search of its schedules takes a share of the time.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -22,7 +21,7 @@ from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning.bounds import least_state_bytes, request_bound, rows_bound
+from pipeplan.planning.bounds import least_state_bytes, prompt_bound, request_bound
 from pipeplan.planning.candidates import (
     BoundedProposal,
     CandidateOrError,
@@ -44,7 +43,7 @@ from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import MOST_ENTRIES, PLAIN, SEARCHING, FirstLook, first_look, plain_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named, noted
 from pipeplan.schedule.steps import STEPS, RepetendSearch
-from pipeplan.time_limit import Limit, shielded
+from pipeplan.time_limit import shielded
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Stage
@@ -442,9 +441,6 @@ LATE, LATE_SHARE = 1.0, 0.1
 ENDING = 0.25
 """Seconds of these that a search takes after its last plan, or for want of one: it counts what is left, and ends."""
 
-_MOMENT = 0.3
-"""Seconds for what no plan is below, where a search has ended without it."""
-
 
 @dataclass(frozen=True, slots=True)
 class MadePlan:
@@ -548,8 +544,8 @@ class PlanSearch:
                 with self.noting(step.name):
                     if step.applies(self):
                         step.run(self)
-        if not (self.given_up and self.budget.interrupted):
-            self._bound_at_the_end()
+        if not (self.given_up and self.budget.interrupted) and self.answer is not None and not self._bounded:
+            self.others[None], self._bounded = prompt_bound(self.request, self.budget.clock), True
         for step in left:
             if step.after_all(self) and step.applies(self):
                 step.run(self)
@@ -584,14 +580,6 @@ class PlanSearch:
         if self.answer is not None and not self._bounded:
             self.others[None] = request_bound(self.request)
             self._bounded = True
-
-    def _bound_at_the_end(self) -> None:
-        """The same after all, for which there is a moment: where blocks are many, and all differ, it takes seconds."""
-        moment = Limit(math.inf if self.request.deterministic else _MOMENT, clock=self.budget.clock)
-        with shielded(), moment.ended():
-            self._bound()
-        if self.answer is not None and not self._bounded:
-            self.others[None] = rows_bound(self.request)
 
     def _try_all(self, candidates: Callable[[Request], Iterator[Proposal]], steps: Sequence[PlanStep]) -> None:
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):

@@ -134,8 +134,13 @@ class Programme:
 def shortest_first(firsts: Array) -> Array:
     """Candidates, from the one next to each end back to ``firsts`` [cut]."""
     ends = np.arange(len(firsts))[:, None]
-    begins = ends - 1 - np.arange(max(1, int((ends[:, 0] - firsts).max())))
-    return np.where(begins >= firsts[:, None], begins, -1)
+    back = 1 + np.arange(max(1, int((ends[:, 0] - firsts).max())))
+    found = np.empty((len(firsts), len(back)), dtype=np.int64)
+    few = 2**20 // len(back) + 1
+    for at in checked(range(0, len(firsts), few), 1):
+        begins = ends[at : at + few] - back
+        found[at : at + few] = np.where(begins >= firsts[at : at + few, None], begins, -1)
+    return found
 
 
 def balanced_split(times: Sequence[int], num_stages: int) -> tuple[int, ...] | None:
@@ -175,6 +180,8 @@ def least_split(cost: Cost, num_blocks: int, kinds: Sequence[int], fits: Fits | 
 
     if num_blocks < len(kinds) or not _leads_through(fitting, kinds):
         return None
+    if len(kinds) == 1:
+        return (0,)
     # only ranges under a bound are looked at, which is halved as long as that leaves a split
     most = max(int(cost(kind, np.array([0]), ends[-1:])[0]) for kind in range(len(fitting)))
     while most and _leads_through(within(most // 2), kinds):
