@@ -60,6 +60,7 @@ from pipeplan.files import (
     write_file,
 )
 from pipeplan.files import read_write as files
+from pipeplan.files.onward import Onward
 from pipeplan.files.packed import PackedProgram, PackedStarts
 from pipeplan.files.plan import AlternativeFigures, Decode, KindSource
 from pipeplan.workload.action import Action
@@ -546,6 +547,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Measured curve of a cluster": MeasuredCurve,
     "Plan": Plan,
     "Players of a program": Players,
+    "Elements that go on": Onward,
     "Program of a folded plan": PackedProgram,
     "Starts of a folded plan": PackedStarts,
     "Device of a plan": Device,
@@ -599,7 +601,7 @@ def test_no_other_part_of_a_file_is_left_out() -> None:
             waiting += [getattr(field, "annotation", field) for field in fields_of(each).values()]
         waiting += getattr(each, "__args__", ())
         waiting += [each.__value__] if hasattr(each, "__value__") else []
-    assert found == set(SECTIONS.values()) - {PackedProgram, PackedStarts}  # which are read as texts and numbers
+    assert found == set(SECTIONS.values()) - {Onward, PackedProgram, PackedStarts}  # which are read as other things
 
 
 def test_examples_of_the_documentation_read_and_fit_each_other() -> None:

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.resources import files
 from operator import eq
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema, to_json
@@ -62,6 +62,20 @@ def current_version(kind: str) -> int:
     while (kind, version) in MIGRATIONS:
         version += 1
     return version
+
+
+class ShortForm(NamedTuple):
+    """How the files of a version may be written shorter. What is read, and its fingerprint, are the whole form's."""
+
+    said: Migration
+    whole: Migration
+    """Raises ValueError, with the place in the file, where there is nothing that it could mean."""
+    mark: str
+    """Files without this text are none that are written so."""
+
+
+SHORT_FORMS: dict[tuple[str, int], ShortForm] = {}
+"""By kind and version; entered like migrations."""
 
 
 # Models -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import re
 import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, groupby, pairwise, repeat
+from itertools import accumulate, chain, count, groupby, pairwise, repeat
 from typing import Annotated, Any
 
 from annotated_types import MaxLen, MinLen
@@ -19,8 +19,8 @@ from annotated_types import MaxLen, MinLen
 from pipeplan.workload.action import NUMBER_PATTERN, StateAction
 from pipeplan.workload.elements import Element, Index, Items, Meaning, Name, Nanoseconds, Text
 
-MOST_ENTRIES_IN_SHORT = 200_000
-"""Of a program: one that says more is not read."""
+MOST_ENTRIES = 4_000_000
+"""Of all programs together: a file that says more in short is not read."""
 
 LETTERS = string.ascii_letters + string.digits + "!#$%&()*+,-./:;<=>?@[]^_{|}~"
 """One for each word, in their order."""
@@ -39,6 +39,12 @@ class PackedProgram(Element):
         Items[Annotated[Items[Index], MinLen(3), MaxLen(3)]],
         Meaning("letters of the order that stand for more of them: from which on, how many, and how many times"),
     ] = ()
+
+
+def packed_programs(programs: Sequence[Sequence[str]]) -> list[Any]:
+    """Programs in short, where that can be; as they are where they are longer than is read."""
+    short = sum(map(len, programs)) <= MOST_ENTRIES
+    return [(packed(program) if short else None) or list(program) for program in programs]
 
 
 def packed(program: Sequence[str]) -> dict[str, Any] | None:
@@ -79,17 +85,17 @@ def _shorter(order: str) -> tuple[str, list[list[int]]]:
     return "".join((*parts, order[done:])), repeats
 
 
-def _whole(order: str, repeats: object, where: str) -> str:
-    """An order with all that repeats. Raises ValueError where it says that of letters which are not there."""
-    parts, done, count = list[str](), 0, len(order)
+def _whole(order: str, repeats: object, where: str, left: int) -> str:
+    """An order with all that repeats, at most so many letters. Raises ValueError where that is of ones not there."""
+    parts, done, letters = list[str](), 0, len(order)
     for number, each in enumerate(repeats if isinstance(repeats, list | tuple) else (None,)):
         told = isinstance(each, list | tuple) and len(each) == 3 and all(type(one) is int for one in each)
         begin, length, times = each if told and each is not None else (-1, 0, 0)
-        count += length * (times - 1)
-        if not (done <= begin < begin + length <= len(order) and times > 0) or count > MOST_ENTRIES_IN_SHORT:
+        letters += length * (times - 1)
+        if not (done <= begin < begin + length <= len(order) and times > 0) or letters > left:
             raise ValueError(
                 f"{where}.repeats[{number}] is {each!r}, and not three numbers: which of the {len(order)} letters, "
-                f"behind those before it, how many, and how many times; no more than {MOST_ENTRIES_IN_SHORT} in all"
+                f"behind those before it, how many, and how many times; no more than {MOST_ENTRIES} in all programs"
             )
         parts += order[done:begin], order[begin : begin + length] * times
         done = begin + length
@@ -98,7 +104,7 @@ def _whole(order: str, repeats: object, where: str) -> str:
 
 def _read(text: str) -> tuple[str, int | None]:
     """An entry's word, and its micro-batch; a whole text with a part of a micro-batch is a word that comes once."""
-    match = None if StateAction.read(text) is not None else _ENTRY.fullmatch(text)
+    match = _ENTRY.fullmatch(text)
     if match is None:
         return text, None if StateAction.read(text) is not None else -1
     return match[1] + match[4], int(match[3])
@@ -108,16 +114,18 @@ def unpacked(given: object) -> object:
     """Programs as they are read: those in short as texts. Raises ValueError, with the place."""
     if not isinstance(given, list):
         return given
-    return tuple(_program(each, f"programs[{place}]") for place, each in enumerate(given))
+    found, left = list[object](), MOST_ENTRIES
+    for place, each in enumerate(given):
+        if isinstance(each, dict):
+            texts = _texts(each, f"programs[{place}]", left)
+            left -= len(texts)
+            found.append(texts)
+        else:
+            found.append(tuple(each) if isinstance(each, list) else each)
+    return tuple(found)
 
 
-def _program(given: object, where: str) -> object:
-    if isinstance(given, dict):
-        return tuple(_texts(given, where))
-    return tuple(given) if isinstance(given, list) else given
-
-
-def _texts(said: dict[str, Any], where: str) -> Iterator[str]:
+def _texts(said: dict[str, Any], where: str, left: int) -> tuple[str, ...]:
     words, order = said.get("words"), said.get("order")
     if (
         said.keys() - {"repeats"} != {"words", "order"}
@@ -127,22 +135,23 @@ def _texts(said: dict[str, Any], where: str) -> Iterator[str]:
         raise ValueError(
             f"{where} has keys {', '.join(map(str, said)) or 'none'}; give words, a list, and order, a text"
         )
-    ends = list[tuple[str, str] | None]()
-    for number, word in enumerate(words):
-        match = _WORD.fullmatch(word) if isinstance(word, str) and StateAction.read(word + " ") is None else None
-        state = isinstance(word, str) and bool(word) and StateAction.read(word) is not None
-        if match is None and not state:
-            raise ValueError(f"{where}.words[{number}] is {word!r}, and no entry without its micro-batch, such as 0F")
-        ends.append(None if state or match is None else (match[1], match[3]))
-    places = {letter: place for place, letter in enumerate(LETTERS[: len(words)])}
-    counts = [0] * len(words)
-    for letter in _whole(order, said.get("repeats", ()), where):
-        place = places.get(letter)
-        if place is None:
+    every = [_entries(word, f"{where}.words[{number}]") for number, word in enumerate(words)]
+    entries = {letter: each.__next__ for letter, each in zip(LETTERS, every, strict=False)}
+    for letter in dict.fromkeys(order):
+        if letter not in entries:
             raise ValueError(f"{where}.order has {letter!r}, which stands for none of its {len(words)} words")
-        own = ends[place]
-        yield str(words[place]) if own is None else f"{own[0]}{counts[place]}{own[1]}"
-        counts[place] += 1
+    whole = _whole(order, said.get("repeats", ()), where, left)
+    return tuple([entries[letter]() for letter in whole])
+
+
+def _entries(word: object, where: str) -> Iterator[str]:
+    """The entries of a word, one after another."""
+    match = _WORD.fullmatch(word) if isinstance(word, str) else None
+    if isinstance(word, str) and word and StateAction.read(word) is not None:
+        return repeat(word)
+    if match is None:
+        raise ValueError(f"{where} is {word!r}, and no entry without its micro-batch, such as 0F")
+    return map(f"{match[1]}%d{match[3]}".__mod__, count())
 
 
 MOST_IN_TURN = 16
@@ -224,8 +233,8 @@ def _starts(said: dict[str, Any], where: str, left: int) -> tuple[int, ...]:
                 f"{where}.gaps[{number}] is none of two numbers: ns, and how many times in a row; or of more, "
                 f"at most {MOST_IN_TURN} of ns, which come in turn"
             )
-    count = 1 + sum(len(unit) * times for *unit, times in gaps)
-    if count > left:
-        raise ValueError(f"{where} has {count} starts, and all in short may be {MOST_STARTS} together")
+    starts = 1 + sum(len(unit) * times for *unit, times in gaps)
+    if starts > left:
+        raise ValueError(f"{where} has {starts} starts, and all in short may be {MOST_STARTS} together")
     every = chain.from_iterable(chain.from_iterable(repeat(unit, times)) for *unit, times in gaps)
     return tuple(accumulate(every, initial=first))

@@ -33,7 +33,8 @@ from pipeplan.files.base import (
     current_version,
     said_only,
 )
-from pipeplan.files.packed import PackedProgram, PackedStarts, packed, packed_starts, unpacked, unpacked_starts
+from pipeplan.files.onward import InShort
+from pipeplan.files.packed import PackedProgram, PackedStarts, packed_programs, packed_starts, unpacked, unpacked_starts
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import EAGER, INFERENCE, TRAINING, FlopsPerSample, Mode, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
@@ -100,7 +101,7 @@ class Predicted(FileModel):
     bubble_rate: Annotated[float, Field(ge=0, le=1, description="of the iteration")]
     bubble_rate_span: Annotated[float, Field(ge=0, le=1, description="by busiest device span")]
     bubble_rate_steady: Annotated[float | None, Field(ge=0, le=1, description="of the repetend")] = None
-    memory: Items[DeviceMemory]
+    memory: Annotated[Items[DeviceMemory], InShort()]
 
     @property
     def whole_ns(self) -> int:
@@ -265,18 +266,20 @@ class Plan(File):
         Recipe | None,
         Field(description="what training keeps of every parameter; null: of version 1, which says only bytes"),
     ] = None
-    devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
+    devices: Annotated[Items[Device], InShort(), Field(min_length=1, max_length=MAX_DEVICES)]
     players: Annotated[
         Items[Players],
+        InShort(),
         said_only(
             (),
             "for each of devices, those that play its program, equally many: numbers of devices elsewhere in the plan "
             "are then numbers of programs; none: each device has its own",
         ),
     ] = ()
-    stages: Annotated[Items[Stage], Field(min_length=1)]
+    stages: Annotated[Items[Stage], InShort(), Field(min_length=1)]
     modules: Annotated[
         dict[Name, Items[Name]],
+        InShort(),
         said_only({}, "of the model that the profile was taken from, those that each block is, by block"),
     ] = {}
     tied: Annotated[Items[TiedState], Field(description="parameters that stages share")] = ()
@@ -284,11 +287,12 @@ class Plan(File):
         Items[Index],
         Field(description="numbers of the sums of gradients in the order in which networks run them; none: as ready"),
     ] = ()
-    operations: Annotated[Items[Operation], Field(min_length=1)]
-    dependencies: Items[Dependency]
+    operations: Annotated[Items[Operation], InShort(), Field(min_length=1)]
+    dependencies: Annotated[Items[Dependency], InShort()]
     starts_ns: Annotated[
         dict[OperationId, Items[TimeSum]],
         BeforeValidator(unpacked_starts, json_schema_input_type=dict[OperationId, Items[TimeSum] | PackedStarts]),
+        InShort(),
         Field(description="start of each micro-batch's action; with players in short, where that can be"),
     ]
     split_overhead_ns: Annotated[Nanoseconds, Field(description="in each I and W beside the profile's time")] = 0
@@ -301,6 +305,7 @@ class Plan(File):
     programs: Annotated[
         Items[Items[ActionText]],
         BeforeValidator(unpacked, json_schema_input_type=Items[Items[ActionText] | PackedProgram]),
+        InShort(),
         Field(description="per device, compute and communication; with players in short, where that can be"),
     ]
     repetend: Repetend | None = None
@@ -328,7 +333,7 @@ class Plan(File):
         if self.loop is None:
             found.pop("loop", None)
         if self.players and "programs" in found:
-            found["programs"] = [packed(program) or list(program) for program in self.programs]
+            found["programs"] = packed_programs(self.programs)
         if self.players and "starts_ns" in found:
             found["starts_ns"] = {id_: packed_starts(own) or list(own) for id_, own in self.starts_ns.items()}
         if not self.sum_order:

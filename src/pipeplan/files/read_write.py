@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails, from_json
 from pipeplan.errors import FileError, choose_from, did_you_mean
 from pipeplan.files.base import (
     MIGRATIONS,
+    SHORT_FORMS,
     Content,
     File,
     FileModel,
@@ -46,7 +47,9 @@ from pipeplan.workload.elements import Element
 
 def to_json(model: FileModel) -> str:
     """The text of a file: keys in declared order, one list element or short list a line, newline at the end."""
-    return layout(model.model_dump(mode="json"))
+    content = model.model_dump(mode="json")
+    short = SHORT_FORMS.get((content.get("kind", ""), content.get("schema_version", 0)))
+    return layout(short.said(content) if short else content)
 
 
 def layout(value: object) -> str:
@@ -273,6 +276,7 @@ def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model
         if problem := _version_problem(head.schema_version, current):
             raise FileError(complaint, [problem])
         version = head.schema_version
+        data = _whole(data, kind, version, complaint)
         if head.schema_version == current or kind not in FORMATS:  # others are kept for a while, not for later versions
             return model.model_validate_json(data).read_from(where)
         complaint = f"{where}: not a valid {kind} file of {_version(head)} (docs/files.md, Versions):"
@@ -282,6 +286,18 @@ def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model
         raise _refusal(error, where, complaint, form) from None
     except (RecursionError, ValueError) as error:  # nesting or digits beyond what the parser takes
         raise FileError(f"{where}: not readable as JSON: {error}") from None
+
+
+def _whole(data: bytes | str, kind: str, version: int, complaint: str) -> bytes | str:
+    """A file's text with all that it says in short. Raises FileError; ValueError where it is no JSON."""
+    short = SHORT_FORMS.get((kind, version))
+    if short is None or (short.mark not in data if isinstance(data, str) else short.mark.encode() not in data):
+        return data
+    content = from_json(data)
+    try:
+        return canonical_text(short.whole(content))
+    except ValueError as error:
+        raise FileError(complaint, [str(error)]) from None
 
 
 class _FileHead(BaseModel):
