@@ -39,7 +39,7 @@ from tables import machine, markdown, note
 import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs.throughput import Yardstick
-from pipeplan.errors import PipeplanError
+from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.files import Plan, read_cluster, read_plan, read_profile
 from pipeplan.planning.candidates import CandidateStep, PlacementCandidate, placed, uniform_choices
 from pipeplan.planning.divided_state import DivideState, divides_by_default
@@ -482,10 +482,15 @@ def published(state: State, case: Case) -> dict[str, Any]:
             flag[2:].replace("-", "_"): int(value) if value.isdigit() else value
             for flag, value in zip(sizes, sizes, strict=True)
         }
-        theirs, known = _found_ns(state, case, each.samples, said), state.known(case, "search") or {}
+        try:
+            theirs, why = _found_ns(state, case, each.samples, said), ""
+        except InfeasibleError as error:
+            theirs, why = None, str(error).split(";")[0]
+        known = state.known(case, "search") or {}
         same = each.samples == case.samples and "iteration_ns" in known
         ours = known["iteration_ns"] if same else _found_ns(state, case, each.samples, {})
-        found.append({"run": each.run, "flags": each.flags, "model": model.name, "theirs_ns": theirs, "ours_ns": ours})
+        run = {"run": each.run, "flags": each.flags, "model": model.name, "theirs_ns": theirs, "ours_ns": ours}
+        found.append(run | ({"why": why} if why else {}))
     return {"runs": found}
 
 
@@ -628,7 +633,7 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
                 others.append((case.name, f"without *{name}*, deterministic", *_beside(ns_without, every)))
         for run in (state.known(case, "published") or {"runs": []})["runs"]:
             what = f"{run['run']} (`{run['flags']}`)"
-            others.append((case.name, what, *_beside(run["theirs_ns"], run["ours_ns"])))
+            others.append((case.name, what, *_beside(run["theirs_ns"], run["ours_ns"], run.get("why", ""))))
     header = (
         "case",
         "iteration, s",
