@@ -197,6 +197,22 @@ class Limit:
 
 
 @dataclass(slots=True, eq=False)
+class Telling(Limit):
+    """Ends nothing; when its time is up, ``tell`` is called once, at the next checkpoint."""
+
+    tell: Callable[[], None] = field(kw_only=True)
+    told: bool = field(default=False, init=False)
+
+    @property
+    def over(self) -> bool:
+        """Never."""
+        if not self.told and self.elapsed > self.seconds:
+            self.told = True
+            self.tell()
+        return False
+
+
+@dataclass(slots=True, eq=False)
 class _Finishing(Limit):
     """Ends when its whole does, but ``seconds`` after an interruption that it hears of."""
 

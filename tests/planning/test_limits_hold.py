@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
-from itertools import accumulate
+from itertools import accumulate, count
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -690,6 +690,43 @@ def test_tuning_a_large_request_has_a_row_before_it_places_the_grid(monkeypatch:
     assert len(found.rows) >= 1
 
 
+def test_the_last_row_of_a_tuning_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the plainest rules was made a plan at once; what takes longer than the limit is none."""
+    making, looking, made, clock = tuning.planned, tuning._Tuner._round, list[str](), Hand()
+
+    def look(self: Any, *given: Any) -> None:
+        """After the first row there is a shorter one."""
+        if not self.found:
+            return looking(self, *given)
+        cell, row = self.found[0]
+        self.found.append((cell, replace(row, iteration_ns=row.iteration_ns - 1)))
+
+    def make(*given: Any) -> Any:
+        made.append(given[2].scheduler)
+        while len(made) > 1:
+            clock.now += 1.0
+            checkpoint()
+        return making(*given)
+
+    monkeypatch.setattr(tuning, "planned", make)
+    monkeypatch.setattr(tuning._Tuner, "_round", look)
+    asked = of(260, 16, 300_000, mini_batch=32, time_limit=1000.0)
+    found = tune(asked, within=Limit(1000.0, clock=clock))
+    assert clock.now <= 1100.0
+    assert len(made) > 1
+    assert found.result.schedule.scheduler == made[0]
+    assert any("no time to make a plan" in note for note in found.result.notes)
+
+
+def test_tuning_says_that_there_is_nothing_yet() -> None:
+    said: list[tuple[str, int]] = []
+    asked = Request.of(chain(12), devices=4, num_microbatches=8, memory_bytes=1000, time_limit=1000.0)
+    limit = Limit(1000.0, clock=map(float, count()).__next__)
+    with pytest.raises(PipeplanError):
+        tune(asked, within=limit, progress=lambda what, best, *_: said.append((what, best)))
+    assert said == [("no rules were found yet whose schedule fits: the tuning goes on", 0)]
+
+
 def test_a_tuning_that_is_late_does_not_look_long_for_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
@@ -765,7 +802,7 @@ def test_compare_frontier_and_tuning_end_with_what_they_have() -> None:
     verbs: dict[Callable[[Limit], Any], int] = {  # and a question when there is something, but not all
         lambda limit: compare(asked, within=limit).interrupted: 900,
         lambda limit: plan_frontier(whole, within=limit).interrupted: 4_000,
-        lambda limit: tune(asked, within=limit).result.interrupted: 780,
+        lambda limit: tune(asked, within=limit).result.interrupted: 1_100,
     }
     for verb, later in verbs.items():
         with pytest.raises((KeyboardInterrupt, PipeplanError)):

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from pipeplan.costs.context import of_stages
@@ -89,7 +89,7 @@ from pipeplan.schedule.cpsat.solver import SECONDS_PER_RETIMING, Budget
 from pipeplan.schedule.search import MOST_ENTRIES, PLAIN, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
-from pipeplan.time_limit import Limit, TimeUpError, checked, checkpoint, shielded, time_is_up
+from pipeplan.time_limit import Limit, Telling, TimeUpError, checked, checkpoint, shielded, time_is_up
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Recompute, Stage, recompute_of
@@ -640,7 +640,7 @@ class EvenCut(PlanStep):
     def _in_time(self, search: PlanSearch) -> None:
         plain, auto = _plain_instead(search), search.request.scheduler == "auto"
         what = "even cut with the schedule" if plain is None and not auto else "even cut with GPipe or 1F1B"
-        telling = _Telling(
+        telling = Telling(
             self.seconds,
             clock=search.budget.clock,
             tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
@@ -738,22 +738,6 @@ def _but_for_size(candidate: PlacementCandidate) -> Hashable:
     """Equal for candidates of one strategy, with as many replicas, that recompute the same."""
     placement = candidate.placement
     return placement.strategy, placement.stages[0].replicas, len(placement.stages), candidate.recompute
-
-
-@dataclass(slots=True, eq=False)
-class _Telling(Limit):
-    """Ends nothing; when its time is up, ``tell`` is called once, at the next checkpoint."""
-
-    tell: Callable[[], None] = field(kw_only=True)
-    told: bool = field(default=False, init=False)
-
-    @property
-    def over(self) -> bool:
-        """Never."""
-        if not self.told and self.elapsed > self.seconds:
-            self.told = True
-            self.tell()
-        return False
 
 
 def _by_planner(request: Request) -> bool:

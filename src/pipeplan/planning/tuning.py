@@ -22,19 +22,29 @@ from typing import Protocol, Self, TypeVar
 from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement, Plan
-from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.bounds import prompt_bound
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, said_of_choices
 from pipeplan.planning.candidates import PlacementCandidate, even_cuts, grid, is_large
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
-from pipeplan.planning.trials import FIRST_SECONDS
-from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
+from pipeplan.planning.trials import ENDING, FIRST_SECONDS, LATE, LATE_SHARE
+from pipeplan.planning.tuning_cells import (
+    Cache,
+    Cell,
+    CellRows,
+    TuningRow,
+    cell_of,
+    first_row_of,
+    rows_of,
+    schedule_of,
+    settled_cell,
+)
 from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.workers import deaf, processes
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress, Schedule
-from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.time_limit import Limit, Telling, TimeUpError, shielded
 from pipeplan.units import format_bytes
 
 Item = TypeVar("Item")
@@ -166,6 +176,12 @@ _PLACED, _PLACING = 32, 0.4
 _ROUND = 8
 """Cells of a round, once there is a plan, for processes to share. As many are placed for the first plan."""
 
+_SAID_AFTER = 2.0
+"""Seconds until it is said that there is no row yet."""
+
+_MAKING = 0.4
+"""Plans are made while tuning goes on as long as that takes no more of the time than this."""
+
 _NO_RULES = "no built-in rules make a schedule that fits into the devices' memory; let --scheduler auto search"
 
 
@@ -293,14 +309,17 @@ class _Tuner:
     num_known: int = 0
     num_done: int = 0
     made: _TunedPlan | None = None
+    making_seconds: float = 0.0
     partition_seconds: float = 0.0
+    known_bound_ns: int | None = None
 
     def run(self) -> Tuning:
         """All rounds."""
         waiting = self._points()
         self.limit.wait(0.0, FIRST_SECONDS)
+        telling = Telling(_SAID_AFTER, clock=self.limit.clock, tell=self._none_yet)
         try:
-            with self.limit.ended():
+            with self.limit.ended(), telling.enforced():
                 self._begin()
                 self._look_into(waiting)
         finally:
@@ -324,18 +343,35 @@ class _Tuner:
     def _begin(self) -> None:
         """Of a large request even cuts come first, until one has a row: placing a point of the grid takes seconds.
 
-        That row is made a plan at once, which an interruption leaves; as long as it took is kept for the last one.
+        That is of the plainest rules, and made a plan at once, which an interruption leaves; as long as it took is kept
+        for the last one.
         """
         if isinstance(self.request.placement, Placement) or not is_large(self.request):
             return
         for cut in even_cuts(self.request):
             candidate = replace(cut, given=None, usual=None)  # what the cache can keep
-            self._round(self._placed(deque([_GridPoint(candidate, repr(candidate))]), self._elapsed))
+            points = self._placed(deque([_GridPoint(candidate, repr(candidate))]), self._elapsed)
+            self._round(points, first_row_of)
             if self.found:
-                self.limit.reserved = self._made_of(*min(self.found, key=lambda pair: pair[1].rank)).seconds
+                self._secure()
                 self._report()
+                self.limit.wait_no_longer()
+                self._round(points)
+                self._report()
+                self._secure()
             if self.found or self.workers.stopped:
                 return
+
+    def _none_yet(self) -> None:
+        if self.progress is not None and not self.found:
+            self.progress("no rules were found yet whose schedule fits: the tuning goes on", 0, 0, self._elapsed)
+
+    def _secure(self) -> None:
+        """Make a plan of the best row, unless that has taken much of the time already."""
+        known = 0.0 if self.made is None else self.made.seconds
+        if self.found and self.making_seconds + known <= _MAKING * self._elapsed:
+            made = self._made_of(*min(self.found, key=lambda pair: pair[1].rank))
+            self.limit.reserved = max(self.limit.reserved, made.seconds)
 
     def _look_into(self, waiting: deque[_GridPoint]) -> None:
         """Place points and try their cells, in turn, until all are done or time is up.
@@ -351,6 +387,8 @@ class _Tuner:
                 size = _ROUND if self.found else 1
                 self._round([cells.popleft() for _ in range(min(size, len(cells)))])
                 self._report()
+                if is_large(self.request):
+                    self._secure()
 
     @property
     def _elapsed(self) -> float:
@@ -388,7 +426,7 @@ class _Tuner:
                     found += [point] if cell.candidate is not None else []
         return found
 
-    def _round(self, points: Sequence[_GridPoint]) -> None:
+    def _round(self, points: Sequence[_GridPoint], work: Work[Cell, CellRows] = rows_of) -> None:
         """Look into those that may become the best; their bounds may rise when their devices are chosen."""
         live = self._live(points)
         settled = self._look_up("settled cell", Cell, settled_cell, live, [point.cell for point in live])
@@ -396,7 +434,7 @@ class _Tuner:
             point.cell = cell
             self._note_failure(point)
         live = self._live([point for point in live if point.cell.settled])
-        found = self._look_up("rows", CellRows, rows_of, live, [point.cell for point in live])
+        found = self._look_up("rows", CellRows, work, live, [point.cell for point in live])
         for point, rows in zip(live, found, strict=True):
             unfit = rows.complete and not rows.rows
             if unfit:
@@ -451,8 +489,7 @@ class _Tuner:
         """
         if not ranked:
             raise self._failure()
-        takes_long = self.made is not None and self.made.seconds > _MOMENT
-        made = (self.workers.interrupted and takes_long and self.made) or self._made_of(*ranked[0])
+        made = self._last_made(*ranked[0])
         chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
         proved = min(made.cell.bound_ns, made.plan.predicted.iteration_ns)
         notes = said_of_choices(self.request, made.schedule.workload, "rules are tuned for whole forwards")
@@ -472,6 +509,19 @@ class _Tuner:
             request=self.request,
         )
 
+    def _last_made(self, cell: Cell, row: TuningRow) -> _TunedPlan:
+        """The plan of a row, or the one that is there where that would be too late."""
+        known = self.made
+        if known is None or (known.seconds <= _MOMENT and not is_large(self.request)):
+            return self._made_of(cell, row)
+        if self.workers.interrupted and known.seconds > _MOMENT:
+            return known
+        late = max(LATE, LATE_SHARE * self.request.time_limit) - ENDING
+        seconds = _MOMENT if self.workers.interrupted else late + self.limit.left()
+        with shielded(), Limit(seconds, clock=self.limit.clock).ended():
+            return self._made_of(cell, row)
+        return known
+
     def _made_of(self, cell: Cell, row: TuningRow) -> _TunedPlan:
         """The plan of a row, kept."""
         if self.made is None or self.made.row != row:
@@ -481,6 +531,7 @@ class _Tuner:
             schedule = of_blocks(self.request, schedule)
             plan = planned(self.request, cell.candidate, schedule, schedule.workload)
             self.made = _TunedPlan(cell, row, rules, schedule, plan, self._elapsed - begun)
+            self.making_seconds += self.made.seconds
         return self.made
 
     @property
@@ -488,7 +539,9 @@ class _Tuner:
         """No plan of the grid has a shorter iteration."""
         if isinstance(self.request.placement, Placement):
             return min(cell.bound_ns for cell, _ in self.found)
-        return request_bound(self.request)
+        if self.known_bound_ns is None:
+            self.known_bound_ns = prompt_bound(self.request, self.limit.clock)
+        return self.known_bound_ns
 
     @property
     def _kept(self) -> str:

@@ -290,6 +290,20 @@ def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRo
     return found
 
 
+def first_row_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRows:
+    """The row of 1F1B's rules alone, of the first kind of backward for which they make a schedule; it is not all."""
+    assert cell.candidate is not None
+    for workload in workloads(request, cell.candidate):
+        problem = _problem(workload)
+        for swept in sweep(
+            problem.workload, itertools.takewhile(lambda _: not stopped(), _plain_rules(problem.workload))
+        ):
+            schedule = _schedule(problem, workload, swept)
+            if schedule is not None:
+                return CellRows([_row(cell.candidate, schedule, swept.rules)])
+    return CellRows()
+
+
 def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow) -> tuple[Rules, Schedule]:
     """The rules of one of a cell's rows, and the schedule, made again."""
     for workload in workloads(request, candidate):
@@ -309,8 +323,12 @@ def _rules(workload: Workload) -> list[Rules]:
     started = len(rules) * workload.num_microbatches * len(workload.operations)
     if started <= _MOST_STARTED:
         return rules
-    plain = built_in_rules(workload, limits=("S - s",), times=("unit",), separate=(False,))
-    return [*plain[:1], *built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))]
+    return [*_plain_rules(workload), *built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))]
+
+
+def _plain_rules(workload: Workload) -> list[Rules]:
+    """1F1B's."""
+    return built_in_rules(workload, limits=("S - s",), times=("unit",), separate=(False,))[:1]
 
 
 def _problem(workload: Workload) -> OneMicrobatch:
