@@ -53,24 +53,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import first_look
 from pipeplan.schedule.state import ScheduleStep, SearchStep
 from pipeplan.simulator.simulation import simulate
-from pipeplan.time_limit import Limit
-
-_SAMPLED_S = 0.002
-
-
-class WorkClock:
-    """The process's own seconds, asked for at most so often: each time is a call of the system."""
-
-    def __init__(self) -> None:
-        self._seconds = time.process_time()
-        self._until = time.monotonic() + _SAMPLED_S
-
-    def __call__(self) -> float:
-        now = time.monotonic()
-        if now > self._until:
-            self._seconds, self._until = time.process_time(), now + _SAMPLED_S
-        return self._seconds
-
+from pipeplan.time_limit import Limit, WorkClock
 
 TOKENS = 4 * 2**20
 """Of a step."""

@@ -27,6 +27,24 @@ class TimeUpError(Exception):
 
 
 @dataclass(slots=True, eq=False)
+class WorkClock:
+    """Seconds that the process has worked, found out at most every two milliseconds: each time is a system call."""
+
+    _seconds: float = field(default_factory=time.process_time, init=False)
+    _until: float = field(default=-math.inf, init=False)
+
+    def __call__(self) -> float:
+        """Seconds since the process began, but for two milliseconds."""
+        now = time.monotonic()
+        if now > self._until:
+            self._seconds, self._until = time.process_time(), now + _SAMPLED_S
+        return self._seconds
+
+
+_SAMPLED_S = 0.002
+
+
+@dataclass(slots=True, eq=False)
 class Limit:
     """A time limit, and the means to end work from another thread: by :meth:`interrupt`.
 
@@ -39,7 +57,8 @@ class Limit:
     seconds are kept for what must follow, ``patience`` more are waited for what must be there: enforcing ends work so
     much earlier, or later; and not before the process has worked as long as ``patient_until``, by
     :func:`time.process_time`, for which nobody waits more than ``at_most`` seconds. ``clock`` returns seconds from any
-    fixed moment.
+    fixed moment: by :func:`time.process_time` or a :class:`WorkClock` they are those that the process works, on all its
+    threads, and by any other those that pass.
     """
 
     seconds: float = math.inf
@@ -62,6 +81,11 @@ class Limit:
         if whole is None:
             return cls(seconds)
         return cls(max(0.0, min(seconds, whole.left())), clock=whole.clock, whole=whole)
+
+    @property
+    def of_work(self) -> bool:
+        """Whether its seconds are those that the process works: who runs beside Python's own code asks it for them."""
+        return self.clock is time.process_time or isinstance(self.clock, WorkClock)
 
     @property
     def elapsed(self) -> float:

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from fractions import Fraction
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -357,3 +358,18 @@ class TestCompose:
         found = least_period(unit_problem("v", num_microbatches=2), Budget(60, deterministic=True), 60)
         assert found.pattern is not None
         assert middle_repetition(unit_problem("v", num_microbatches=2), found.pattern) == frozenset()
+
+
+def test_cuts_of_a_repetend_are_those_at_each_of_its_starts() -> None:
+    """Also of many instances: one for 6,000 is found in a walk over them, not anew at every moment."""
+    for seed in range(60):
+        draw = Random(seed)
+        unroll, period = draw.randint(1, 4), draw.randint(1, 30)
+        starts = [sorted(draw.randint(0, 90) for _ in range(unroll)) for _ in range(draw.randint(1, 6))]
+        pattern = Pattern(unroll, period, tuple(map(tuple, starts)))
+        assert [*pattern.cuts()] == [
+            [min(u - (start - moment) // period * unroll for u, start in enumerate(row)) for row in starts]
+            for moment in sorted({start % period for row in starts for start in row})
+        ]
+    many = Pattern(32, 10**6, tuple(tuple(i + 5003 * u for u in range(32)) for i in range(192)))
+    assert many.span == 32

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from ortools.sat.python import cp_model
+
+from pipeplan.schedule.cpsat import solver
+from pipeplan.time_limit import WorkClock
 from support.paths import ROOT
 
 LEFT_ALONE = """
@@ -57,3 +67,34 @@ def test_the_end_waits_for_no_solver_for_ever() -> None:
     script = LEFT_ALONE.replace("_LEAVING_SECONDS = 1e9", "_LEAVING_SECONDS = 0.2")
     assert script != LEFT_ALONE
     assert left_alone(script, 1_000_000) == (7, "left to itself\n", "")
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_limit_of_work_is_the_solvers_too(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not so many seconds of the wall, in which two workers work twice as long: whatever tells the work, it is asked.
+
+    The process works as many seconds as the solver is looked at, and the wall's clock would let it go on for an hour.
+    """
+    worked, asked, heard = [0.0], list[float](), threading.Event()
+
+    def slow(self: Any, *_: object) -> int:
+        asked.append(self.parameters.max_time_in_seconds)
+        heard.wait(30)
+        return 0
+
+    def works() -> float:
+        worked[0] += 1.0
+        return worked[0]
+
+    monkeypatch.setattr(cp_model.CpSolver, "solve", slow)
+    monkeypatch.setattr(cp_model.CpSolver, "stop_search", lambda self: heard.set())
+    monkeypatch.setattr(cp_model.CpSolver, "response_proto", SimpleNamespace(deterministic_time=0.0))
+    monkeypatch.setattr(cp_model.CpSolver, "best_objective_bound", 0.0)
+    monkeypatch.setattr(time, "process_time", works)
+    monkeypatch.setattr(solver, "_POLL_SECONDS", 0.003)
+    monkeypatch.setattr("pipeplan.time_limit._SAMPLED_S", 0.0)
+    budget = solver.Budget(30.0, clock=WorkClock() if sampled else works)
+    answer = solver.solve(cp_model.CpModel(), budget, 20.0)
+    assert answer.feasible is None
+    assert asked == [math.inf]
+    assert 20.0 <= worked[0] <= 60.0

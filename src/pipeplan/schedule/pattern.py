@@ -46,8 +46,18 @@ class Pattern:
         if self.begins:
             yield list(self.begins)
             return
-        for moment in sorted({start % self.repetend_ns for row in self.starts for start in row}):
-            yield [min(m for m, _ in self._from(moment, operation)) for operation in range(len(self.starts))]
+        instances = [[m for m, _ in self._from(0, operation)] for operation in range(len(self.starts))]
+        found = [min(own) for own in instances]
+        places = [(i, u) for i, row in enumerate(self.starts) for u in range(len(row))]
+
+        def moment(place: tuple[int, int]) -> int:
+            return self.starts[place[0]][place[1]] % self.repetend_ns
+
+        for _, here in itertools.groupby(sorted(places, key=moment), moment):
+            yield [*found]
+            for i, u in here:
+                instances[i][u] += self.unroll  # later moments come after this instance, and before its next
+                found[i] = min(instances[i])
 
     def copy(self, operations: Iterable[int]) -> list[Entry]:
         """What runs in ``repetend_ns`` from time 0 on, in order, of operations of which no two run together."""

@@ -150,7 +150,7 @@ def solve(
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     limit = min(limit, budget.remaining)
-    by_work = budget.clock is time.process_time and not budget.deterministic
+    by_work = budget.of_work and not budget.deterministic
     parameters.random_seed = budget.seed
     parameters.catch_sigint_signal = False
     if any(each.has_cumulative() for each in model.proto.constraints):
