@@ -25,14 +25,15 @@ class Wait:
     after it in its program.
 
     ``later`` is by how many micro-batches its own is later than the other's. ``dependency`` is the number of the
-    dependency that says so. ``needs`` [action], where there is such a list, is how many of the other's first actions it
-    waits for; otherwise for those that hold its samples.
+    dependency that says so; None where it is the pace of an operation, which waits for itself. ``needs`` [action],
+    where there is such a list, is how many of the other's first actions it waits for; otherwise for those that hold its
+    samples.
     """
 
     source: int
     lag_ns: int
     part_ns: int
-    dependency: int
+    dependency: int | None
     needs: tuple[int, ...] | None
     inside: bool = False
     later: int = 0

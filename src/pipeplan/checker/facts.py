@@ -284,6 +284,9 @@ def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
     waits: list[list[Wait]] = [[] for _ in position]
     for (target, _), wait in slowest.items():
         waits[target].append(wait)
+    for number, operation in enumerate(plan.operations):
+        if operation.pace_ns is not None:
+            waits[number].append(Wait(number, operation.pace_ns - operation.duration_ns, 0, None, None, later=1))
     return waits
 
 

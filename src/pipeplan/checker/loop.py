@@ -235,7 +235,7 @@ def _check_state(found: _RoundsOfPlan, number: int, programs: Programs, links: L
         compare.free(what, [((own + n, m), begin, begin + links.hop(n, m).occupancy_ns) for n, m, begin in times])
     for target, waits in checked(enumerate(facts.waits), 4):
         for wait in waits if found.own[target] == number else ():
-            for its in _waited_for(found, wait.source, target):
+            for its in _waited_for(found, wait.source, target, wait.later):
                 later = its + found.counts[wait.source]
                 what = f"{facts.label(wait.source, its)}, which {facts.ids[target]} waits for, ends"
                 compare.times(what, facts.end(wait.source, its), facts.end(wait.source, later))
@@ -286,9 +286,18 @@ class _Compared:
             self.found.add("loop", text)
 
 
-def _waited_for(found: _RoundsOfPlan, source: int, target: int) -> Iterator[int]:
-    """What is before the round of a source, and waited for in the round, or after it, by a target of that round."""
+def _waited_for(found: _RoundsOfPlan, source: int, target: int, later: int = 0) -> Iterator[int]:
+    """What is before the round of a source, and waited for in the round, or after it, by a target of that round.
+
+    What keeps a pace waits for its own action before, which is one ``later``.
+    """
     if found.own[source] != found.own[target]:
+        return
+    if later:
+        if found.begins[source] < later:
+            text = f"begins with {found.label(target, 0)}, which no action before it keeps to a pace as those after it"
+            found.add("loop", text)
+        yield from range(max(0, found.begins[source] - later), found.begins[source])
         return
     needed = found.slots(source).sharing(found.slots(target).samples(found.begins[target]))
     parts = 2 * found.slots(source).num_parted

@@ -247,14 +247,17 @@ def check_inputs(facts: Facts, findings: Findings) -> None:
         _add_too_early(facts, findings, (target, number), source, int(its.lags[pair]), wait.dependency)
 
 
-def _add_too_early(facts: Facts, findings: Findings, target: Entry, source: Entry, lag: int, dependency: int) -> None:
+def _add_too_early(
+    facts: Facts, findings: Findings, target: Entry, source: Entry, lag: int, dependency: int | None
+) -> None:
     end = facts.end(*source)
+    says = f"operations[{target[0]}].pace_ns" if dependency is None else f"dependencies[{dependency}]"
     travels = f" and takes {lag} ns to arrive" if lag > 0 else ""
     if lag < 0:
         travels = f", {-lag} ns after what is needed of it is there, or before that is needed"
     text = (
         f"starts at {facts.starts[target[0]][target[1]]} ns, but {facts.label(*source)} ends at {end} ns{travels}: "
-        f"not before {end + lag} ns (dependencies[{dependency}])"
+        f"not before {end + lag} ns ({says})"
     )
     findings.add("inputs", _place(facts, *target), text)
 

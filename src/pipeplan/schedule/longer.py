@@ -18,6 +18,7 @@ from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.loop import MAX_WRITTEN, LoopedOrders, counts_of, looped
+from pipeplan.workload.steady_state.pace import paced_run, phases_of
 from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import repeating_part, repeating_phases
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
@@ -84,6 +85,7 @@ class ShorterRun(SearchStep):
         whole = OneMicrobatch.of(workload, require_room=False)
         rounds = found.graph.workload.num_microbatches // whole.microbatches_per_round
         steady = rounds >= 2 * whole.num_devices
+        steady |= phases_of(found.graph, found.orders) is not None
         longer = self.lengthened(found, workload, most_written) if steady else None
         return longer or (self.in_groups(found, workload) if grouped or not steady else None)
 
@@ -114,9 +116,13 @@ class ShorterRun(SearchStep):
     ) -> LoopedOrders | None:
         """Orders of the shorter run for more micro-batches, whether they fit or not; None if no round repeats.
 
-        Where all forwards run before all backwards, they repeat apart, in two rounds. What links carry goes first come,
-        first served. Times are to repeat within ``most_written`` actions.
+        Where all forwards run before all backwards, they repeat apart, in two rounds, and of one stage per device at
+        the pace of the slowest (:mod:`~pipeplan.workload.steady_state.pace`). What links carry goes first come, first
+        served. Times are to repeat within ``most_written`` actions.
         """
+        in_phases = phases_of(given, orders)
+        if in_phases is not None:
+            return paced_run(given.workload.with_microbatches(num_microbatches), in_phases, most_written)
         problem = OneMicrobatch.of(given.workload, require_room=False)
         devices = given.on_devices(orders)
         own = devices if problem.reduction is None else problem.reduction.to_reduced(devices)

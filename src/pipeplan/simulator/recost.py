@@ -21,6 +21,7 @@ from pipeplan.files.folded import folded_workload, in_place_0, unfolded
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Players, Stage
 from pipeplan.workload.folding import Fold, of_devices
 from pipeplan.workload.kinds import Role, is_instruction
+from pipeplan.workload.steady_state.pace import at_own_pace
 from pipeplan.workload.workload import Workload
 
 _Variant = bool
@@ -46,6 +47,12 @@ def with_costs_of(plan: Plan, profile: Profile | None, cluster: Cluster | None) 
 
 
 def _costed(plan: Plan, profile: Profile | None, cluster: Cluster | None) -> Workload | None:
+    """The same, in which stages that keep a pace have that of their new costs; None of what is no longer folded."""
+    found = _with_costs(plan, profile, cluster)
+    return at_own_pace(found, plan.workload) if found is not None and plan.workload.paced else found
+
+
+def _with_costs(plan: Plan, profile: Profile | None, cluster: Cluster | None) -> Workload | None:
     """The work of a plan on the programs that it has; None where their players would no longer be alike."""
     if profile is not None:
         return _recosted(plan, profile, cluster)

@@ -35,7 +35,7 @@ from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import CACHE, REDUCE_GRAD, RESHARD, Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.samples import texts_of
-from pipeplan.workload.slices import in_parts, num_sliced, parts_before, whole, with_parts
+from pipeplan.workload.slices import in_parts, num_sliced, parts_before, repetend_of_loop, whole, with_parts
 from pipeplan.workload.steady_state.loop import LoopCut, LoopedOrders, counts_of, longer, looped
 from pipeplan.workload.steady_state.rate import CutOrders, require_cut, steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import extend, num_copies
@@ -437,6 +437,8 @@ def simulate(
         _require_exchanges(plan, graph, orders, starts)
     workload = workload.with_microbatches(total)
     repetend = plan.repetend
+    if repetend is not None and plan.loop is not None and loop is not None:
+        repetend = repetend_of_loop(graph.workload, loop)  # with other costs times settle elsewhere
     period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend, loop)
     return Simulation(
         plan=plan,

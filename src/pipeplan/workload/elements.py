@@ -693,6 +693,12 @@ class Operation(Element):
             said_only=True,
         ),
     ] = ()
+    pace_ns: Annotated[
+        PositiveNs | None,
+        Meaning(
+            "from the start of one of its actions to that of the next at least; null: as soon as it can", said_only=True
+        ),
+    ] = None
     attributes: Annotated[dict[Name, Attribute], Meaning("of an instruction, for its function", default={})] = field(
         default_factory=dict
     )
@@ -704,6 +710,16 @@ class Operation(Element):
         operation_of(self.id)
         if self.attributes and not is_instruction(self.kind):
             raise ValueError(f"attributes are for instructions, not for {self.kind}")
+        if self.pace_ns is not None and (self.pace_ns <= self.duration_ns or self.part_ns is not None):
+            raise ValueError(
+                f"pace_ns is {self.pace_ns} of {self.id}: it is for actions that run whole, and more than one takes, "
+                f"{self.duration_ns} ns"
+            )
+
+    @property
+    def wait_ns(self) -> int:
+        """From the end of one of its actions to the start of the next at least, by its pace."""
+        return 0 if self.pace_ns is None else self.pace_ns - self.duration_ns
 
     @property
     def role(self) -> Role:

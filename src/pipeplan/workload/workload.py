@@ -350,9 +350,18 @@ class Workload:
 
     @cached_property
     def returns(self) -> tuple[tuple[int, int, int, int], ...]:
-        """What waits for an earlier micro-batch: (operation, operation, lag in ns, how many micro-batches later)."""
+        """What waits for an earlier micro-batch: (operation, operation, lag in ns, how many micro-batches later).
+
+        Also the operations that keep a pace, each for itself.
+        """
         position = self._position
-        return tuple((position[d.source], position[d.target], d.lag_ns, d.later) for d in self.dependencies if d.later)
+        later = ((position[d.source], position[d.target], d.lag_ns, d.later) for d in self.dependencies if d.later)
+        return (*later, *((x, x, self.operations[x].wait_ns, 1) for x in self.paced))
+
+    @cached_property
+    def paced(self) -> tuple[int, ...]:
+        """The operations that keep a pace."""
+        return tuple(x for x, each in enumerate(self.operations) if each.pace_ns is not None)
 
     @cached_property
     def step_microbatches(self) -> int:

@@ -96,7 +96,9 @@ def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
     overlaps is not said by where a round begins.
     """
     samples = microbatches * workload.microbatch_size
-    if workload.needs or workload.returns or workload.networks or any(stage.kept.total for stage in workload.stages):
+    if any(each.later or each.needs is not None for each in workload.dependencies):
+        return None
+    if workload.networks or any(stage.kept.total for stage in workload.stages):
         return None
     found = []
     for slots in workload.slots:
@@ -255,6 +257,8 @@ class _LoopFinder:
                     return None  # not all of an earlier round before this one, or something of a later one
                 continue
             if after - first != count or first < least:
+                return None
+            if item in self.workload.paced and (not first or row[after - 1] - row[first - 1] != period):
                 return None
             begins[item] = first
         for source, target, _ in self.workload.edges:
