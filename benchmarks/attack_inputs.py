@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,11 +32,15 @@ import click
 import tomli_w
 from attack_faults import PRELOADED, Forked, children, living
 from attack_part import Ended, drawn_for
-from attack_plans import GATHER, placed, samples
+from attack_plans import GATHER, chain, placed, samples
 
-from pipeplan.cli import frontier_verb, search_verbs
+import pipeplan
+from builders.decoders import drawn_decoder, with_pieces
+from pipeplan.cli import export_verb, frontier_verb, import_verb, search_verbs
 from pipeplan.cli.main import VERBS, cli, main
 from pipeplan.cli.output import say_notes
+from pipeplan.files import BackendFusion, CostRow, Profile, parse
+from pipeplan.interop.export import export_targets
 from support.damage import damage, damage_bytes, places
 
 __all__ = ["Inputs"]
@@ -158,9 +163,33 @@ TEMPLATES: list[tuple[int, str]] = [
     (2, "example shape-v --devices 3 --forward 2ms -o {out}"),
     (2, "example gpt2-124m --cluster {cluster} --shards 1,2 -o {out}"),
     (1, "example tessel --devices 4"),
+    (1, "example testbed-tessel -o {out}"),
+    (3, "search {served} --devices 2 --kv auto --time-limit 50ms -o {out}"),
+    (2, "search {served} --devices 2 --kv cp --dcp 2 --batch 4 --context 100 --time-limit 50ms --json"),
+    (2, "search {backends} --devices 2 --kernels {cover} --time-limit 50ms -o {out}"),
+    (1, "search {backends} --devices 2 --kernels auto --time-limit 50ms"),
+    (2, "search {profile} --devices 2 --start {plan} --time-limit 50ms"),
+    (2, "search {profile} --devices 2 --for torchtitan --time-limit 50ms --explain"),
+    (2, "search {profile} --cluster {cluster} --profile-for device={profile} --time-limit 50ms"),
+    (1, "check {decoding} --profile {served}"),
+    (4, "kernels {backends} --time-limit 50ms -o {out}"),
+    (1, "kernels {backends} --microbatch-size 1 --json"),
+    (2, "report {plan} -o {out}"),
+    (1, "report {plan} {plan} --markdown --svg {out}"),
+    (2, "report {traced} --measured {trace} --frontier {points} -o -"),
+    (2, "simulate {traced} --measured {log} --trace {out}"),
+    *((1, f"export {{layered}} --to {target} -o {{out}}") for target in export_targets()),
+    (2, "export {plan} --to torch --names a,layers.N"),
+    (4, "import {csv} --from torch --profile {model} --modules {modules} --time-limit 50ms -o {out}"),
+    (2, "import {layout} --from megatron --profile {model} --microbatches 4 --time-limit 50ms --json"),
+    (2, "import {counts} --from layers --profile {model} --cluster {cluster} --time-limit 50ms"),
+    (2, "run {written} --model gpt2-tiny --local --prompt-file {prompts} --new-tokens 2 --timeout 2s --json"),
+    (2, "run {traced} --model gpt2-tiny --local --init {weights} --steps 1 --timeout 2s"),
+    (1, "profile gpt2-tiny --estimate --inference --batch 1,2 --context 64 --device h100-80gb -o {out}"),
 ]
 """How often, and a command: what stands in braces is a file."""
 
+_PLACE = re.compile(r"([^{]*)\{(\w+)\}")
 _NEEDS_TORCH = ("run", "profile gpt2", "profile {config}", "profile --communication --processes")
 _WITH_TORCH = ("transformers", "pipeplan.runtime.profiling.estimate", "pipeplan.runtime.models.load", *PRELOADED)
 
@@ -206,7 +235,74 @@ def seeds() -> dict[str, list[Seed]]:
     known["config"] = [Seed(CONFIG, str.encode)]
     known["text"] = [Seed("a few words of text, 1 + 2 = 3\n" * 20, str.encode)]
     known["cache"] = [Seed('{"kind": "tuning", "schema_version": 1}\n{"key": "x", "known": 5}\n', str.encode)]
-    return known
+    return known | _served() | _of_backends() | _of_other_tools()
+
+
+def _served() -> dict[str, list[Seed]]:
+    """A profile of decode steps, a plan for it, and prompts."""
+    profile = with_pieces(drawn_decoder(0, shards=(1, 2)), 2)
+    plan = pipeplan.search(profile, devices=2, kv="auto", time_limit=1.0, deterministic=True).plan
+    return {
+        "served": [Seed(json.loads(profile.model_dump_json()), _json)],
+        "decoding": [Seed(json.loads(plan.model_dump_json()), _json)],
+        "prompts": [Seed("[1, 2, 3]\n[5]\n[7, 7, 7, 7]\n", str.encode)],
+    }
+
+
+def _of_backends() -> dict[str, list[Seed]]:
+    """A profile with times of two kernel backends, and a cover of its blocks."""
+
+    def rows(blocks: tuple[str, ...], ns: int) -> tuple[CostRow, ...]:
+        return (CostRow(microbatch_size=1, backend="fast", forward_ns=ns * len(blocks), backward_ns=ns * len(blocks)),)
+
+    plain = chain(4)
+    blocks = [
+        block.model_copy(update={"costs": (*block.costs, *(rows((block.id,), 15) if place < 2 else ()))})
+        for place, block in enumerate(plain.blocks)
+    ]
+    last = tuple(block.id for block in blocks[2:])
+    fusions = (BackendFusion(blocks=last, costs=rows(last, 20)),)
+    profile = plain.model_copy(update={"blocks": tuple(blocks), "fusions": fusions, "backend_change_ns": 2})
+    cover = pipeplan.choose_kernels(profile, microbatch_size=1).file
+    return {
+        "backends": [Seed(json.loads(profile.model_dump_json()), _json)],
+        "cover": [Seed(json.loads(cover.model_dump_json()), _json)],
+    }
+
+
+def _of_other_tools() -> dict[str, list[Seed]]:
+    """What other tools read and write of one model: schedules, layouts, logs, weights; and a printed frontier."""
+    profile = parse(json.dumps(_golden("gpt2-tiny")), Profile)
+    plan = pipeplan.import_plan("2,2", "layers", profile, microbatches=4).plan
+    schedule = pipeplan.export(plan, "torch")
+    tensor = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+    weights = json.dumps({"h.0.ln_1.weight": tensor, "__metadata__": {"format": "pt"}})
+    return {
+        "model": [Seed(_golden("gpt2-tiny"), _json)],
+        "layered": [Seed(json.loads(plan.model_dump_json()), _json)],
+        "csv": [Seed(schedule.text, str.encode)],
+        "modules": [Seed(json.loads(schedule.beside[".modules.json"]), _json)],
+        "layout": [Seed("Ett|ttL\n--num-layers 4\n--pipeline-model-parallel-size 2\n", str.encode)],
+        "counts": [Seed("VLLM_PP_LAYER_PARTITION=2,2\n", str.encode)],
+        "log": [Seed(_LOG, str.encode)],
+        "weights": [Seed(weights, _safetensors)],
+        "points": [Seed(json.loads((ROOT / "tests/reporting/frontier.json").read_text()), _json)],
+    }
+
+
+def _safetensors(head: str) -> bytes:
+    """A file of weights with these words before its numbers."""
+    return struct.pack("<Q", len(head.encode())) + head.encode() + bytes(16)
+
+
+_LOG = """ [2030-01-01 02:55:39] iteration 1/ 100 | elapsed time per iteration (ms): 9999.9 | lm loss: 2 |
+[Rank 1] (after 1 iterations) memory (MB) | allocated: 100.5 | max allocated: 1024.5 | max reserved: 2048.0
+ [2030-01-01 02:55:45] iteration 2/ 100 | elapsed time per iteration (ms): 41.5 | lm loss: 2 |
+times across ranks (ms):
+  forward-compute:
+     rank  0: 8.25
+     rank  1: 9.75
+"""
 
 
 def _golden(name: str) -> Any:
@@ -251,23 +347,27 @@ def drawn(rng: Random, templates: list[tuple[int, str]], known: dict[str, list[S
     """A command with one or two of its files damaged, or its arguments; the files are written."""
     weights, commands = zip(*templates, strict=True)
     arguments = rng.choices(commands, weights)[0].split()
-    places = [at for at, text in enumerate(arguments) if text.startswith("{") and text != "{out}"]
-    damaged = set(rng.sample(places, min(len(places), rng.choice([1, 1, 1, 2])))) if rng.random() < 0.8 else set()
+    places = {at: found for at, text in enumerate(arguments) if (found := _PLACE.fullmatch(text)) and found[2] != "out"}
+    damaged = set(rng.sample([*places], min(len(places), rng.choice([1, 1, 1, 2])))) if rng.random() < 0.8 else set()
     stdin = b""
     for at, text in enumerate(arguments):
         if text == "{out}":
             arguments[at] = str(folder / "out")
         elif at in places:
-            content = _content(rng, known, text[1:-1], damaged=at in damaged)
-            name = folder / f"{at}-{text[1:-1]}{'.toml' if text == '{rules}' else '.json'}"
+            before, kind = places[at].groups()
+            content = _content(rng, known, kind, damaged=at in damaged)
+            name = folder / f"{at}-{kind}{_ENDINGS.get(kind, '.json')}"
             name.write_bytes(content)
-            arguments[at] = str(name)
-            if rng.random() < 0.03:
+            arguments[at] = f"{before}{name}"
+            if rng.random() < 0.03 and not before:
                 arguments[at], stdin = "-", content
     if not damaged or rng.random() < 0.1:
         for _ in range(rng.choice([1, 1, 2, 3])):
             _damage_arguments(rng, arguments)
     return Input(arguments, stdin)
+
+
+_ENDINGS = {"rules": ".toml", "csv": ".csv", "log": ".log", "weights": ".safetensors"}
 
 
 def _content(rng: Random, known: dict[str, list[Seed]], kind: str, *, damaged: bool) -> bytes:
@@ -277,7 +377,8 @@ def _content(rng: Random, known: dict[str, list[Seed]], kind: str, *, damaged: b
     if not damaged:
         return seed.write(seed.content)
     if isinstance(seed.content, str):
-        return _damaged_text(rng, seed.content)
+        text = _damaged_text(rng, seed.content)
+        return _safetensors(text.decode("utf-8", "replace")) if seed.write is _safetensors else text
     content = json.loads(json.dumps(seed.content))
     how = rng.randrange(4)
     if how == 0 and _rename(rng, content):
@@ -452,7 +553,7 @@ def _noted() -> Iterator[list[str]]:
         say_notes(said)
 
     with contextlib.ExitStack() as stack:
-        for verb in (frontier_verb, search_verbs):
+        for verb in (export_verb, frontier_verb, import_verb, search_verbs):
             stack.enter_context(mock.patch.object(verb, "say_notes", say))
         yield found
 
@@ -517,7 +618,8 @@ def judged(given: Input, ran: Ran) -> Ended:
     controls = sorted({ascii(letter) for letter in shown if _is_control(letter) and letter not in typed})
     if controls:
         return Ended("control", "control", f"{', '.join(controls)} in {_around(shown, typed)}")
-    if "canary" in shown and "canary[/" not in shown and "canary" not in typed:
+    is_markdown = given.arguments[:1] == ["report"]  # where brackets are written otherwise
+    if "canary" in shown and "canary[/" not in shown and "canary" not in typed and not is_markdown:
         return Ended("control", "control", "markup is read")
     if len(ran.stderr) > MOST_SAID:
         return Ended("flood", "control", f"{len(ran.stderr)} characters of messages")
@@ -587,6 +689,11 @@ class Inputs:
         self.known = seeds()
         for module in _WITH_TORCH if self.with_torch else ():
             importlib.import_module(module)
+        if self.with_torch:
+            from runtime_support.decoding_rank import plan_of
+
+            plan = plan_of("gpt2-tiny", ["samples2"], [[0, 1]], batch=2, groups=1, context=13)
+            self.known["written"] = [Seed(json.loads(plan.model_dump_json()), _json)]
 
     def drawn(self, index: int, seed: int, folder: Path) -> Input:
         """The command and its files."""

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pipeplan.files import write_elsewhere as write_elsewhere
     from pipeplan.files import write_file as write_file
     from pipeplan.files import write_text as write_text
+    from pipeplan.files.read_write import read_bytes as read_bytes
     from pipeplan.files.recipe import GradientDtype
     from pipeplan.files.run_logs import RunLog as RunLog
     from pipeplan.files.trace import MeasuredTrace as MeasuredTrace
@@ -118,6 +119,7 @@ _PARTS = {
         ),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
+    "pipeplan.files.read_write": ("read_bytes",),
     "pipeplan.interop.export": ("Export", "export_targets"),
     "pipeplan.interop.imports": ("Imported", "imported", "read_source"),
     "pipeplan.interop.torch_schedule": ("MODULES_ENDING",),

@@ -191,11 +191,7 @@ def _curve_line(curve: dict[str, Any]) -> str:
 
 def _read_text(path: str) -> str:
     """A file's text, decoding any bytes; - is stdin."""
-    try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return data.decode(errors="replace")
+    return _api.read_bytes(path).decode(errors="replace")
 
 
 @click.command("profile")

@@ -361,6 +361,15 @@ def read_bytes(path: str) -> bytes:
     return content
 
 
+def read_text(path: str) -> str:
+    """The text of a file in UTF-8, with the limit of :func:`read_bytes`; ``-`` is stdin. Raises FileError."""
+    try:
+        return read_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        where = "<stdin>" if path == "-" else path
+        raise FileError(f"{where}: cannot be read: no text in UTF-8: {error.reason} at byte {error.start}") from None
+
+
 def _refusal(error: ValidationError, where: str, complaint: str, form: Form) -> FileError:
     """The error for a file that does not follow its format."""
     details = _own_problems(error.errors(include_url=False))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any
 
 from pipeplan.costs.layers import layer_of
 from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.files import Modules, PlacedStage, Placement, Profile
+from pipeplan.files.read_write import read_text
 from pipeplan.interop.layer_lists import read_layer_list
 from pipeplan.interop.megatron import EMBEDDING, LAYER, LOSS, PREDICTION, order, read_layout, require_layout
 from pipeplan.interop.torch_schedule import Order, read_csv
@@ -70,15 +69,12 @@ def read_source(source: str) -> str:
     Raises:
         FileError: there is no such file, and it is neither.
     """
-    if source == "-":
-        return sys.stdin.read()
     try:
-        return Path(source).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+        return read_text(source)
+    except FileError:
         if not os.path.exists(source) and re.fullmatch(r"[^/\\]*[|,=\]][^/\\]*", source):
             return source
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise FileError(f"{source}: {reason}") from None
+        raise
 
 
 def imported(

@@ -20,6 +20,7 @@ from pipeplan.costs.uniform.free_text import Unsaid
 from pipeplan.costs.uniform.published import PublishedRun, read_run
 from pipeplan.costs.uniform.shares import Shares, catalog_shares, shares_for
 from pipeplan.errors import FileError, UsageError
+from pipeplan.files.read_write import read_text
 from pipeplan.texts import of_json
 
 
@@ -112,8 +113,8 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 def holds_runs(path: str | Path) -> bool:
     """Whether a file has published runs, and no profile: a list, or an object with runs."""
     try:
-        content = of_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = of_json(read_text(str(path)))
+    except (FileError, ValueError):
         return False
     return isinstance(content, list) or (isinstance(content, dict) and "runs" in content and "kind" not in content)
 
@@ -125,8 +126,8 @@ def read_runs(path: str | Path) -> list[Any]:
         FileError: it cannot be read, or holds no list.
     """
     try:
-        rows = of_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        rows = of_json(read_text(str(path)))
+    except ValueError as error:
         raise FileError(f"{path}: {error}") from error
     if isinstance(rows, dict):
         rows = rows.get("runs")

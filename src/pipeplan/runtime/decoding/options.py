@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, Self
 
-from pipeplan.errors import FileError, UsageError
+from pipeplan.errors import UsageError
 from pipeplan.files import Plan
+from pipeplan.files.read_write import read_text
 from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.models.given_names import Name, PythonValue, require_model
 from pipeplan.runtime.training.options import RunOutcome, format_of, grain_of
@@ -145,11 +146,7 @@ def tokenizer_of(folder: str) -> Any:
 
 
 def _lines(path: str) -> list[str]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read().split("\n")  # and not where else Unicode has lines end, which texts may have inside
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    return read_text(path).split("\n")  # and not where else Unicode has lines end, which texts may have inside
 
 
 def _prompt(where: str, line: Sequence[int] | str, encode: Any) -> list[int]:

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeplan.errors import UsageError, did_you_mean
+from pipeplan.errors import FileError, UsageError, did_you_mean
+from pipeplan.files.read_write import read_text
 from pipeplan.runtime.models.capture import capture, parameters_of, with_first_layers
 from pipeplan.runtime.models.huggingface.adapters import (
     ATTENTION,
@@ -96,11 +97,10 @@ def describe(text: str) -> Description:
 
 def _from_file(path: Path) -> Description:
     try:
-        found = of_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        found = of_json(read_text(str(path)))
+    except FileError as error:
         raise UsageError(
-            f"configuration {path} cannot be read: {error.strerror}; nothing is downloaded, so save the config.json "
-            "of a model of the hub first"
+            f"configuration {error}; nothing is downloaded, so save the config.json of a model of the hub first"
         ) from error
     except ValueError as error:
         raise UsageError(f"configuration {path} is not JSON: {error}") from error
