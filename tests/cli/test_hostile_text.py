@@ -8,12 +8,15 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree
 
 import pytest
 
 from builders.profiles import joined
+from pipeplan.cli.output import say_for_now
 from pipeplan.files import (
     Block,
     Cluster,
@@ -27,7 +30,10 @@ from pipeplan.files import (
     write_file,
 )
 from pipeplan.files.trace import trace_json
+from pipeplan.interop.export import Export
 from pipeplan.reporting.layout import console_for, xml_text
+from pipeplan.runtime.launch.local import _Ranks
+from pipeplan.runtime.launch.status import Cause, Failure, tell
 from pipeplan.texts import REFUSED
 from support.commands import pipeplan
 
@@ -143,6 +149,23 @@ def test_notebooks_show_text_as_text(folder: Path) -> None:
         page = ElementTree.fromstring(f"<div>{shown._repr_html_()}</div>")
         assert {each.tag.rpartition("}")[2] for each in page.iter()} <= SHOWN_IN
         assert "[/" in "".join(page.itertext())
+    page = ElementTree.fromstring(f"<div>{Export('torch', MARKUP[-1], (MARKUP[-1],))._repr_html_()}</div>")
+    assert [each.text for each in page] == [MARKUP[-1]] * 2
+
+
+def test_what_ranks_say_and_where_they_are_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    """Texts of a model's code, of a plan's actions, and of files that ranks read."""
+    ranks: Any = SimpleNamespace(failures=[Failure(0, Cause.RAISED, "a", details="b\x1b[2J\u202e\n")])
+    ranks.output, ranks._died, ranks.board, ranks.timeout_ns = mock.Mock(), list, None, 1
+    for say in (
+        lambda: tell("a\x1b[2J\u202e"),
+        lambda: say_for_now("a\x9b2J\u202e", 80),
+        lambda: _Ranks._verdict(ranks),
+    ):
+        say()
+        said = capsys.readouterr().err.replace("\033[K\r", "").replace("\r", "")
+        assert "\\u202e" in said
+        assert not re.search(f"[{REFUSED}]", said.replace("\n", ""))
 
 
 SHOWN_IN = {"div", "pre", "svg", "style", "g", "rect", "text", "title", "path", "circle", "line", "polyline"}

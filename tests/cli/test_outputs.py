@@ -41,6 +41,11 @@ WRITES = {
     ),
     "profile --estimate": ("profile", "gpt2-tiny", "--estimate", "--device", "a100-80gb", "-o"),
     "profile": ("profile", "gpt2-tiny", "-o"),
+    "import": ("import", "1,1", "--from", "layers", "--profile", "profile.json", "-o"),
+    "kernels": ("kernels", "profile.json", "-o"),
+    "report": ("report", "plan.json", "-o"),
+    "report --svg": ("report", "plan.json", "--svg"),
+    "export": ("export", "plan.json", "--to", "torch", "-o"),
     "run --trace": ("run", "plan.json", "--emulate", "--local", "--trace"),
     "run --export-weights": ("run", "plan.json", "--model", "gpt2-tiny", "--local", "--export-weights"),
 }
@@ -51,6 +56,10 @@ WORK = {
     "frontier": "frontier",
     "simulate": "simulate",
     "example": ("make_shape", "make_model"),
+    "import": "imported",
+    "kernels": "choose_kernels",
+    "report": "report",
+    "export": "write_elsewhere",  # to know its files is its work; nothing is put anywhere else
     "profile": ("profile", "estimate", "add_links"),
     "run": "run",
 }
@@ -309,3 +318,30 @@ def test_a_name_too_long_for_a_temporary_one_beside_it(tmp_path: Path) -> None:
     require_writable(str(path))
     write_text("text", str(path))
     assert path.read_text() == "text"
+
+
+def test_letters_that_stdout_has_not_are_written_out_and_files_are_utf_8(folder: Path, tmp_path: Path) -> None:
+    """Not of a terminal's encoding, whatever that is; and any number of columns is a width."""
+    plan = read_plan(str(folder / "plan.json"))
+    write_file(plan.model_copy(update={"name": "größer→"}), str(tmp_path / "plan.json"))
+    for arguments in (
+        ("simulate", "plan.json"),
+        ("report", "plan.json", "--markdown"),
+        ("simulate", "plan.json", "--svg", "-"),
+    ):
+        command = [sys.executable, "-m", "pipeplan", *arguments]
+        told = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "9" * 20}
+        done = subprocess.run(command, capture_output=True, cwd=tmp_path, env=told, check=False)
+        assert done.returncode == 0, done.stderr
+        assert (
+            b"gr\\xf6\xdfer\\u2192".replace(b"\xdf", b"\\xdf") if len(arguments) == 2 else "größer→".encode()
+        ) in done.stdout
+
+
+def test_any_bytes_are_no_traceback(folder: Path, tmp_path: Path) -> None:
+    """Nor is a file without an end read to its end."""
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe1,1")
+    for source in ("bytes", "/dev/zero"):
+        done = pipeplan("import", source, "--from", "layers", "--profile", folder / "profile.json", cwd=tmp_path)
+        assert done.returncode == 2
+        assert re.search("no text in UTF-8|more than the 1073741824 a file may have", done.stderr), done.stderr

@@ -311,3 +311,12 @@ def test_the_verb_writes_a_plan_that_check_accepts(tmp_path: Path) -> None:
     done = pipeplan("import", "6,6,6,6", "--from", "layers", "--profile", source, "-o", "-")
     assert done.stdout.startswith("{")
     assert "1f1b is assumed (--scheduler)" in done.stderr
+
+
+def test_modules_that_no_devices_can_run_are_refused_as_they_are_read() -> None:
+    made = face.export(plan("v-shape", "no"), "torch").beside[".modules.json"]
+    damaged = json.loads(made)
+    damaged["stages"][2]["replicas"] = 2
+    told = r"stages\[2\]: shards 1 x replicas 2 must equal the 1 devices"
+    with pytest.raises(UsageError, match=told):
+        parse(json.dumps(damaged), Modules)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from builders.requests import request_of
 from pipeplan.checker import check
-from pipeplan.errors import InfeasibleError
+from pipeplan.errors import InfeasibleError, InvalidPlanError
 from pipeplan.examples import SHAPES, ShapeCosts, shape
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source, parse, to_json
+from pipeplan.planning import build_plan
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
@@ -116,3 +119,18 @@ def test_shapes(name: str, split: bool) -> None:
     assert profile.placement is not None
     options = {"split_backward": split, "time_limit": 0.5, "deterministic": True}
     require_good(search_plan(request_of(profile, profile.placement, Batch(12, 1), **options)).plan, profile)
+
+
+def test_what_a_search_made_wrong_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What assembles plans is wrong here, and nobody but the check at the end looks at them."""
+    assemble = build_plan.assemble
+
+    def wrong(*given: Any, **how: Any) -> Plan:
+        plan = assemble(*given, **how)
+        return plan.model_copy(update={"programs": (plan.programs[0][:-1], *plan.programs[1:])})
+
+    monkeypatch.setattr(build_plan, "assemble", wrong)
+    profile = shape("v", 2)
+    asked = request_of(profile, profile.placement, Batch(2, 1), scheduler="1f1b", time_limit=1, deterministic=True)
+    with pytest.raises(InvalidPlanError, match="the plan that was found"):
+        search_plan(asked)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
 import click
@@ -58,12 +57,9 @@ def export_command(plan_path: str, to: str, names: str | None, base: str | None,
     with Outputs({f"-o ({path})" if number else "-o": path for number, path in enumerate(files)}) as outputs:
         say_notes(found.notes)
         for path, text in files.items():
-            if path == "-" and isinstance(text, str):
-                sys.stdout.write(text)
-            else:
-                outputs.write_text(text, path)
-                if len(files) <= MOST_NAMED:
-                    outputs.say_written(f"plan for {to}", path)
+            outputs.write_text(text, path)
+            if len(files) <= MOST_NAMED:
+                outputs.say_written(f"plan for {to}", path)
         if len(files) > MOST_NAMED:
             say(f"plan for {to} written to {output}: {len(files)} files", err=True)
 

@@ -108,6 +108,9 @@ def _open_closed_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes it
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  (the process keeps it)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names in files have letters that not every terminal has
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _flushed(code: int) -> int:

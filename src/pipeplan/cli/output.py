@@ -127,7 +127,7 @@ class Outputs:
         except FileError as error:
             kept = _api.write_elsewhere(text, path)
             if kept is None and isinstance(text, str):
-                sys.stdout.write(text)
+                _api.write_text(text, "-")
             elif kept is not None:
                 self._kept[path] = kept
             where = kept or ("stdout" if isinstance(text, str) else "no other place, either")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import click
 
 from pipeplan import _api
@@ -65,7 +63,7 @@ def report_command(
             outputs.write_text(found.html, output)
             outputs.say_written("report", output)
         if markdown:
-            sys.stdout.write(found.markdown)
+            _api.write_text(found.markdown, "-")
         for each in found.notes:
             say(f"pipeplan: {each}", err=True, wrap=True)
 

@@ -7,6 +7,7 @@ problem is reported with its path inside the file, such as ``blocks[3].costs[0].
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -68,8 +69,7 @@ def write_text(text: str | bytes, path: str) -> None:
     target = Path(path)
     try:
         if path == "-":
-            sys.stdout.write(content.decode())
-            sys.stdout.flush()
+            _print(content.decode())
         elif target.exists() and not target.is_file():  # /dev/null, a pipe: nothing to replace
             target.write_bytes(content)
         else:
@@ -79,6 +79,16 @@ def write_text(text: str | bytes, path: str) -> None:
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise FileError(f"{'stdout' if path == '-' else path}: cannot be written: {reason}") from None
+
+
+def _print(text: str) -> None:
+    """Write the text of a file to stdout, in UTF-8 as all files are, whatever stdout's encoding is."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode())
+    else:  # what a program or a test has put there
+        sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def require_writable(path: str, option: str = "-o") -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipeplan.costs.layers import layer_of
 from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.files import Modules, PlacedStage, Placement, Profile
@@ -114,11 +116,12 @@ def imported(
     asked = _Sourced(text, profile, devices, num_microbatches, microbatch_size, scheduler, modules, recompute)
     read = {"torch": _torch, "megatron": _megatron, "layers": _layers}[source](asked)
     count = max((max(group) for group in read.groups), default=0) + 1
-    placement = Placement(strategy=read.strategy or _strategy(read), num_devices=count, stages=tuple(read.stages))
     try:
+        placement = Placement(strategy=read.strategy or _strategy(read), num_devices=count, stages=tuple(read.stages))
         profile.check_placement(placement)
     except ValueError as error:
-        raise UsageError(f"the source does not place profile {profile.name!r}: {error}") from None
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise UsageError(f"the source does not place profile {profile.name!r}: {why}") from None
     own = scheduler is None and bool(read.orders)
     rules = Rules(name=f"{source} order", order=_by_device(read, count)) if own else None
     request = Request.of(
@@ -245,10 +248,7 @@ def _of_modules(
     groups = [next(each.devices for each in modules.stages if each.rank == rank) for rank in range(modules.num_ranks)]
     if asked.devices not in (None, sum(map(len, groups))):
         raise UsageError(f"--devices {asked.devices} contradicts {modules.where}, which has {sum(map(len, groups))}")
-    stages = [
-        PlacedStage(**{name: getattr(each, name) for name in PlacedStage.model_fields if hasattr(each, name)})
-        for each in modules.stages
-    ]
+    stages = [each.placed for each in modules.stages]
     return _Read(stages, groups, ranks, texts, modules.placement, count, modules.stages[0].microbatch_size)
 
 

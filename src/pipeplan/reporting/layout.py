@@ -28,13 +28,21 @@ def console_for(file: TextIO | None, width: int | None = None) -> Console:
 
     Without a width it is what the variable ``COLUMNS`` says, else the terminal's, else 120.
     """
-    said = os.environ.get("COLUMNS", "")
-    width = width or (int(said) if said.isdigit() else 0) or None
+    width = width or _said_width() or None
     # what is printed has names from files: none of them is markup, a link or an emoji
     console = Console(file=file, highlight=False, markup=False, emoji=False, width=width)
     if width is None and not console.is_terminal:
         console.width = _PLAIN_WIDTH
     return console
+
+
+def _said_width() -> int:
+    """What the variable ``COLUMNS`` says, within reason; 0 where it says nothing."""
+    said = os.environ.get("COLUMNS", "")
+    return min(int(said[:9]), _WIDEST) if said.isdecimal() else 0
+
+
+_WIDEST = 10_000
 
 
 def xml_text(value: str) -> str:
@@ -64,8 +72,7 @@ def flowed(text: str | Text, width: int) -> Text:
 
 def wrapped(text: str, file: TextIO) -> str:
     """Lines for ``file`` at what the variable ``COLUMNS`` says, else at a terminal's width; as it is elsewhere."""
-    said = os.environ.get("COLUMNS", "")
-    if not (said.isdigit() and int(said)) and not file.isatty():
+    if not _said_width() and not file.isatty():
         return text
     return flowed(text, console_for(file).width).plain
 

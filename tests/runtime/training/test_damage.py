@@ -247,6 +247,35 @@ def test_a_folder_is_one_trainings_until_it_ends_or_dies(tmp_path: Path) -> None
     assert mine.whole() == []
 
 
+def test_links_in_a_folder_from_a_stranger_lead_nowhere(folder: CheckpointFolder, tmp_path: Path) -> None:
+    """Neither the lock nor what is removed is what a link leads to."""
+    precious = tmp_path / "elsewhere"
+    precious.mkdir()
+    (precious / "file").write_text("precious")
+    (folder.path / ".lock").symlink_to(precious / "file")
+    with pytest.raises(UsageError, match=r"\.lock cannot be opened: .*; remove it, or give another folder"):
+        folder.lock()
+    (folder.path / ".step-00000001.part").symlink_to(precious)
+    (folder.path / ".step-00000002.old").touch()
+    (folder.path / "step-00000005").symlink_to(precious)
+    folder.begin(30).mkdir()
+    folder.publish(30)
+    assert folder.whole() == [20, 30]
+    assert (precious / "file").read_text() == "precious"
+
+
+def test_a_lock_without_room_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    mine = CheckpointFolder(str(tmp_path))
+    mine.lock()
+    with pytest.raises(UsageError, match="is in use by another training"):
+        CheckpointFolder(str(tmp_path)).lock()
+    mine.unlock()
+
+
 def test_file_systems_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PosixPath
 from pickle import Unpickler, UnpicklingError
 from typing import Any
@@ -70,9 +70,13 @@ class CheckpointFolder:
         """Keep others from training into the folder, until :meth:`unlock` or the end of this process, however it ends.
 
         Raises:
-            UsageError: another training does; the text says which process.
+            UsageError: another training does, of which the text says the process; or it cannot be told.
         """
-        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:  # no link is followed, which may lead to any file
+            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            why = f"{_LOCK} cannot be opened: {error.strerror}"
+            raise UsageError(f"--checkpoint {self.path}: {why}; remove it, or give another folder") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -87,8 +91,9 @@ class CheckpointFolder:
                 f"--checkpoint {self.path} is in use by {holder or 'another training'}; wait for its end, or give "
                 "another folder"
             ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}".encode(), 0)
+        with suppress(OSError):  # on a full disk nobody is told who has it
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}".encode(), 0)
         self._lock = lock
 
     def unlock(self) -> None:
@@ -109,7 +114,7 @@ class CheckpointFolder:
     def begin(self, step: int) -> Path:
         """A name for a checkpoint to be written; what earlier runs have left half done is removed."""
         for leftover in self.path.glob(_HIDDEN):
-            shutil.rmtree(leftover)
+            _delete(leftover)
         return self.part(step)
 
     def part(self, step: int) -> Path:
@@ -129,7 +134,15 @@ class CheckpointFolder:
     def _remove(self, step: int) -> None:
         hidden = self.path / f".step-{step:08}.old"
         self.of(step).rename(hidden)
-        shutil.rmtree(hidden)
+        _delete(hidden)
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder; of a link, which may lead anywhere, only itself."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _sync(folder: Path) -> None:
