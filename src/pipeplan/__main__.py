@@ -1,5 +1,6 @@
 """``python -m pipeplan``: the command line, as torchrun starts it."""
 
+import signal
 import sys
 import time
 
@@ -11,8 +12,11 @@ def main() -> None:
     """Entry point of the ``pipeplan`` command."""
     try:
         from pipeplan.cli.main import main
-    except KeyboardInterrupt:  # before anything there hears it
+    except KeyboardInterrupt:  # before anything there hears it, which another one may follow
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         print("pipeplan: interrupted", file=sys.stderr)
+        exec("")  # as main says
         sys.exit(130)
     main(BEGAN)
 

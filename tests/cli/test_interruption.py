@@ -73,6 +73,16 @@ def test_streams_that_the_shell_has_closed(tmp_path: Path) -> None:
         assert ">" in closed.replace("2>", "") or "opened as True" in done.stdout
 
 
+def test_a_second_interruption_while_the_first_ends_an_import(tmp_path: Path) -> None:
+    """Of the command line itself: nothing of it hears signals yet."""
+    more = "atexit.register(os.kill, os.getpid(), signal.SIGINT)\nmain()"
+    (tmp_path / "command.py").write_text(
+        IMPORTING.format(name="pipeplan.cli.main", number="SIGINT").replace("\nmain()", f"\n{more}")
+    )
+    done = subprocess.run([sys.executable, "-m", "command"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "pipeplan: interrupted\n")
+
+
 IMPORTING = """
 import atexit, os, signal, sys
 from pipeplan.__main__ import main
