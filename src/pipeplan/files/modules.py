@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from pipeplan.files.base import CurrentVersion, File, FileModel, current_version, said_only
-from pipeplan.files.placement import PlacedStage
 from pipeplan.workload.elements import (
     CONTEXT,
     CONTEXT_EXCHANGE,
@@ -49,19 +48,6 @@ class StageModules(FileModel):
     zero: Annotated[ZeroLevel, said_only(0, ZERO)] = 0
     zero_group: Annotated[Count | None, said_only(None, ZERO_GROUP)] = None
     recompute: Annotated[Recompute, Field(description="what backward computes again of it, as in a plan")] = False
-
-    @model_validator(mode="after")
-    def _can_be_placed(self) -> StageModules:
-        try:
-            assert self.placed
-        except ValidationError as error:
-            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
-        return self
-
-    @property
-    def placed(self) -> PlacedStage:
-        """The same as a stage of a placement."""
-        return PlacedStage(**{name: getattr(self, name) for name in PlacedStage.model_fields if hasattr(self, name)})
 
 
 class Modules(File):

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pipeplan.costs.layers import layer_of
 from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.files import Modules, PlacedStage, Placement, Profile
+from pipeplan.files.modules import StageModules
 from pipeplan.files.read_write import read_text
 from pipeplan.interop.layer_lists import read_layer_list
 from pipeplan.interop.megatron import EMBEDDING, LAYER, LOSS, PREDICTION, order, read_layout, require_layout
@@ -248,8 +249,19 @@ def _of_modules(
     groups = [next(each.devices for each in modules.stages if each.rank == rank) for rank in range(modules.num_ranks)]
     if asked.devices not in (None, sum(map(len, groups))):
         raise UsageError(f"--devices {asked.devices} contradicts {modules.where}, which has {sum(map(len, groups))}")
-    stages = [each.placed for each in modules.stages]
+    stages = [_placed(modules.where, number, each) for number, each in enumerate(modules.stages)]
     return _Read(stages, groups, ranks, texts, modules.placement, count, modules.stages[0].microbatch_size)
+
+
+def _placed(where: str, number: int, stage: StageModules) -> PlacedStage:
+    """A stage of a file of modules, as one of a placement. Raises UsageError."""
+    try:
+        return PlacedStage(**{name: getattr(stage, name) for name in PlacedStage.model_fields if hasattr(stage, name)})
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UsageError(
+            f"{where}: stages[{number}]: {why}; give the file that was written beside the schedule"
+        ) from None
 
 
 # Megatron-LM ---------------------------------------------------------------------------------------------------------
