@@ -313,10 +313,11 @@ def test_the_verb_writes_a_plan_that_check_accepts(tmp_path: Path) -> None:
     assert "1f1b is assumed (--scheduler)" in done.stderr
 
 
-def test_modules_that_no_devices_can_run_are_refused() -> None:
+def test_modules_that_no_devices_can_run_are_refused(tmp_path: Path) -> None:
     made = face.export(plan("v-shape", "no"), "torch")
     damaged = json.loads(made.beside[".modules.json"])
     damaged["stages"][2]["replicas"] = 2
-    told = r"stages\[2\]: shards 1 x replicas 2 must equal the 1 devices; give the file that was written beside"
+    (tmp_path / "modules.json").write_text(json.dumps(damaged))
+    told = r"stages\[2\]: shards 1 x replicas 2 must equal the 1 devices; give the file that was"
     with pytest.raises(UsageError, match=told):
-        face.import_plan(made.text, "torch", profile(), modules=parse(json.dumps(damaged), Modules))
+        face.import_plan(made.text, "torch", profile(), modules=str(tmp_path / "modules.json"))
