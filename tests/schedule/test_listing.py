@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload, with_devices_memory
 from builders.problems import problems
+from builders.shapes import unit_problem
 from pipeplan.schedule.list_scheduling import Policy, PolicySearch, in_flight_limits, list_schedule, policies
 from pipeplan.schedule.steps import ListScheduling
+from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -159,9 +161,55 @@ class TestPolicy:
         first = self.orders(Policy(), chain(4, 8, room=room))[0].split()
         assert first.index("0I0") <= room
 
-    def test_stages_of_several_devices_are_not_its_job(self) -> None:
+    def test_what_several_devices_run_together_starts_once_all_are_free(self) -> None:
         problem = OneMicrobatch.of(chain_workload(2, 2, devices=[(0, 1), (0,)]))
-        assert list_schedule(problem, task_graph(problem.workload), Policy()) is None
+        orders = list_schedule(problem, task_graph(problem.workload), Policy())
+        assert orders is not None
+        require_whole(problem, orders)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_blocks_of_all_devices_in_slots_and_at_a_pace(data: st.DataObject) -> None:
+    """Complete and within memory, whatever the policy."""
+    name = data.draw(st.sampled_from(["m", "mllm", "nn", "k"]))
+    problem = unit_problem(name, 4, data.draw(st.integers(1, 6)), data.draw(st.integers(2, 8)))
+    slot, group, pace = (
+        data.draw(st.sampled_from([0, 3, 4])),
+        data.draw(st.integers(1, 3)),
+        data.draw(st.integers(0, 20)),
+    )
+    policy = replace(data.draw(rules(problem.num_devices)), slot=slot, group=group, pace=pace)
+    graph = task_graph(problem.workload)
+    orders = list_schedule(problem, graph, policy)
+    assert orders is not None
+    require_whole(problem, orders)
+
+
+def test_slots_keep_devices_in_step() -> None:
+    """NN on 8 devices with room for half of the span: without slots the blocks of all devices wait for the last."""
+    problem = unit_problem("nn", 8, 24, 6)
+    graph = task_graph(problem.workload)
+
+    def makespan(policy: Policy) -> int:
+        orders = list_schedule(problem, graph, policy)
+        assert orders is not None
+        return graph.makespan(earliest_starts(graph, orders))
+
+    policy = Policy(alternate=True)
+    assert strong_iteration_bound(problem) <= makespan(replace(policy, slot=3)) <= 287 < 320 <= makespan(policy)
+
+
+def test_a_pace_holds_micro_batches_back() -> None:
+    """K on 16 devices with room for a quarter of the span, 32 micro-batches as far apart as memory says."""
+    problem = unit_problem("k", 16, 32, 3)
+    graph, tuning = task_graph(problem.workload), PolicySearch(problem, 0, *SETTINGS)
+    found = []
+    for _ in range(4):
+        orders = list_schedule(problem, graph, tuning.propose())
+        assert orders is not None
+        found.append(graph.makespan(earliest_starts(graph, orders)))
+    assert min(found) < found[0]
 
 
 class TestPolicies:

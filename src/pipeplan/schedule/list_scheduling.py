@@ -1,9 +1,10 @@
 """List scheduling: every device, whenever it is free, takes one of its ready actions by fixed rules.
 
 The rules are those of the zero-bubble papers' automatic schedules (Qi et al., ICLR'24, section 3.1, and NeurIPS'24),
-said for any placement of single-device stages, with true durations, latencies and memory: backward before forward,
-forward while memory lasts, weight gradients where a device would wait otherwise. A few switches decide the doubtful
-cases; :func:`policies` lists the combinations worth trying.
+said for any placement, with true durations, latencies and memory: backward before forward, forward while memory lasts,
+weight gradients where a device would wait otherwise. A few switches decide the doubtful cases; :func:`policies` lists
+the combinations worth trying. What several devices run together starts as soon as all of them are free; since it waits
+for the last of them, a policy may have time in *slots*, at whose ends no device is inside of an action.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from random import Random
 
+from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import MemoryState, num_that_fit
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.shared_time import WithoutSharedTime
 from pipeplan.workload.task_graph import NEVER, TaskGraph
 
 
@@ -31,6 +35,10 @@ class Policy:
     ``alternate``: after a forward a backward goes first and the other way round, else backward always.
     ``in_flight`` [device] bounds the micro-batches between the forward and the backward (B or I) of the device's first
     stage; None is no bound beside memory.
+    ``slot`` ns, if not 0: an action of one device that would not end with the slot waits for the next; slots are
+    counted from the last action of all devices.
+    ``group`` and ``pace``: of so many micro-batches only the first enters before that many ns, not counting the time of
+    actions of all devices.
     """
 
     patience: float = 1.0
@@ -38,6 +46,9 @@ class Policy:
     deep_first: bool = True
     alternate: bool = False
     in_flight: tuple[int, ...] | None = None
+    slot: int = 0
+    group: int = 1
+    pace: int = 0
 
 
 def policies(limits: Sequence[tuple[int, ...] | None] = (None,)) -> Iterator[Policy]:
@@ -66,12 +77,10 @@ def in_flight_limits(problem: OneMicrobatch) -> list[tuple[int, ...]]:
 
 
 def list_schedule(problem: OneMicrobatch, graph: TaskGraph, policy: Policy) -> list[list[int]] | None:
-    """Every device's order under a policy; None where it gets stuck for memory or a stage has several devices.
+    """Every device's order under a policy; None where it gets stuck for memory.
 
     ``graph`` is that of the problem's workload.
     """
-    if any(len(devices) != 1 for devices in problem.devices):
-        return None
     listing = _Listing(problem, graph, policy)
     listing.run()
     return listing.orders if listing.is_complete else None
@@ -88,9 +97,15 @@ class _Listing(Engine):
         self._weight = [role is Role.WEIGHT_GRAD for role in problem.roles]
         self._next, self._ends = graph.offsets[:-1], graph.offsets[1:]
         self._memory = MemoryState(graph, problem.capacity)
-        self._enter = [next((x for x in there if self._forward[x]), -1) for there in problem.on_device]
-        self._leave = [next((x for x in there[::-1] if not self._weight[x]), -1) for there in problem.on_device]
+        self._alone = [[x for x in there if len(problem.devices[x]) == 1] for there in problem.on_device]
+        self._enter = [next((x for x in there if self._forward[x]), -1) for there in self._alone]
+        self._leave = [next((x for x in there[::-1] if not self._weight[x]), -1) for there in self._alone]
         self._after_forward = [False] * len(problem.on_device)
+        together = [x for x in problem.order[::-1] if len(problem.devices[x]) > 1]
+        self._together = [(x, problem.devices[x]) for x in together]
+        self._of_all = {x for x in together if len(problem.devices[x]) == problem.num_devices}
+        self._slots_from = self._cut = 0
+        self._entered: dict[int, list[int]] = {x: [] for x in _entries(problem)} if policy.pace else {}
         self._rank = self._ranks()
 
     @property
@@ -105,7 +120,7 @@ class _Listing(Engine):
         def key(x: int) -> tuple[int, int]:
             return (1, sign * x) if self._forward[x] else (2, x) if self._weight[x] else (0, x)
 
-        return [tuple(sorted(operations, key=key)) for operations in self._problem.on_device]
+        return [tuple(sorted(operations, key=key)) for operations in self._alone]
 
     def start(self, task: int) -> None:
         super().start(task)
@@ -114,6 +129,11 @@ class _Listing(Engine):
         self._memory.run(task)
         if not self._weight[x]:
             self._after_forward[self._resources[x][0]] = self._forward[x]
+        if x in self._of_all:
+            self._slots_from = self.now + self.durations[task]
+            self._cut += self.durations[task]
+        if x in self._entered:
+            self._entered[x].append(self.now - self._cut)
 
     def choose(self, device: int) -> int | None:
         """What the device starts now; None to wait, with an event at the moment to ask again."""
@@ -122,11 +142,19 @@ class _Listing(Engine):
         backward_at = forward_at = NEVER
         blocked = False
         longest = 0
+        together = self._ready_together() if self._together else None
+        if together is not None:
+            return together
+        slot_end = now + policy.slot - (now - self._slots_from) % policy.slot if policy.slot else NEVER
         for x in self._rank[device]:
             task = self._next[x]
             if task == self._ends[x] or self.waiting[task]:
                 continue
             begin = max(self.ready_at[task], now)
+            if self._entered and x in self._entered:
+                begin = max(begin, self._may_enter(x))
+            if begin + durations[x] > slot_end:
+                begin = max(begin, slot_end)
             if self._weight[x]:
                 if begin == now and durations[x] > longest and self._memory.full(task) is None:
                     weight, longest = task, durations[x]
@@ -153,6 +181,25 @@ class _Listing(Engine):
             heapq.heappush(self.events, (soon, device))
         return None
 
+    def _ready_together(self) -> int | None:
+        """What several devices may start together now, the latest in a micro-batch first."""
+        for x, devices in self._together:
+            task = self._next[x]
+            if (
+                task != self._ends[x]
+                and not self.waiting[task]
+                and self.ready_at[task] <= self.now
+                and all(self.free[device] <= self.now for device in devices)
+                and self._memory.missing(task) is None
+            ):
+                return task
+        return None
+
+    def _may_enter(self, x: int) -> int:
+        """When the next micro-batch may at the policy's pace."""
+        entered, group = self._entered[x], self._policy.group
+        return entered[-group] + self._policy.pace + self._cut if len(entered) >= group else 0
+
     def _has_room(self, x: int, task: int, device: int) -> bool:
         """Whether an action fits now, within the policy's limit, and its device's oldest micro-batch can finish."""
         limits, offsets = self._policy.in_flight, self.graph.offsets
@@ -161,6 +208,18 @@ class _Listing(Engine):
             if task - offsets[x] - self._next[leave] + offsets[leave] >= limits[device]:
                 return False
         return self._memory.missing(task) is None
+
+
+def _entries(problem: OneMicrobatch) -> list[int]:
+    """Operations of one device that come before all others of one device."""
+    later, found = set[int](), list[int]()
+    for x in problem.order:
+        if any(y in later for y, _ in problem.incoming[x]):
+            later.add(x)
+        elif len(problem.devices[x]) == 1:
+            later.add(x)
+            found.append(x)
+    return found
 
 
 class PolicySearch:
@@ -175,10 +234,19 @@ class PolicySearch:
         self._count, self._random = problem.num_microbatches, Random(seed)
         self._num_swept, self._num_kept, self._shares = swept, kept, shares
         limits = in_flight_limits(problem)
-        self._planned = [replace(rules, in_flight=limit) for limit in limits for rules in _FIRST_RULES]
+        self._period = _period_apart(problem)
+        most = [max((problem.acquire[x] for x in there), default=0) for there in problem.on_device]
+        self._room = int(min(problem.num_microbatches, *map(num_that_fit, problem.capacity, most)))
+        self._num_devices = problem.num_devices
+        if self._period:
+            self._slot = max(t for t, own in zip(problem.durations, problem.devices, strict=True) if len(own) == 1)
+            self._planned = list(self._paced())
+            self._swept = True
+        else:
+            self._planned = [replace(rules, in_flight=limit) for limit in limits for rules in _FIRST_RULES]
+            self._swept = False
         self._known: dict[Policy, int] = {}
         self._best: list[Policy] = []
-        self._swept = False
         self.fruitless = 0
 
     def propose(self) -> Policy:
@@ -201,23 +269,61 @@ class PolicySearch:
             self._known[policy] = value
             self._best = sorted([*self._best, policy], key=self._known.__getitem__)[: self._num_kept]
 
+    def _paced(self) -> Iterator[Policy]:
+        """Of a problem with actions of all devices: groups of micro-batches as far apart as their memory says.
+
+        The first ones enter as soon as there is room, or within a limit.
+        """
+        assert self._period is not None
+        falling = tuple(max(1, self._room + 1 - (device + 1) // 2) for device in range(self._num_devices))
+        yield Policy(1.0, 1.0, alternate=True, slot=self._slot)
+        yield Policy(1.0, 1.0, slot=self._slot, in_flight=falling)
+        for slot, share, group in itertools.product((self._slot, 0), _PACES, dict.fromkeys((1, 3, self._room))):
+            yield Policy(1.0, 1.0, alternate=True, slot=slot, group=group, pace=round(share * group * self._period))
+
+    def _repaced(self, policy: Policy) -> Policy:
+        """Another slot or pace."""
+        assert self._period is not None
+        random = self._random
+        if random.random() < 0.15:
+            return replace(policy, slot=0 if policy.slot else self._slot)
+        if random.random() < 0.4:
+            group = random.choice((1, 2, 3, 4, 6, 8, self._room, max(1, policy.group - 1), policy.group + 1))
+            pace = policy.pace / policy.group or self._period
+            return replace(policy, group=group, pace=round(group * pace))
+        return replace(policy, pace=round((policy.pace or policy.group * self._period) * random.choice(_REPACED)))
+
     def _changed(self, policy: Policy) -> Policy:
         random = self._random
-        assert policy.in_flight is not None
-        limits = list(policy.in_flight)
+        if self._period and random.random() < 0.6:
+            return self._repaced(policy)
+        limits = list(policy.in_flight or (self._room,) * self._num_devices)
         for _ in range(random.choice((0, 1, 1, 2, 3))):
             first = random.randrange(len(limits))
             last = random.randrange(first, len(limits)) if random.random() < 0.5 else first
             change = random.choice((-1, 1))
             for device in range(first, last + 1):
                 limits[device] = max(1, min(self._count, limits[device] + change))
-        return Policy(
-            random.choice(self._shares) if random.random() < 0.3 else policy.patience,
-            random.choice(self._shares) if random.random() < 0.3 else policy.wait_for_backward,
-            policy.deep_first != (random.random() < 0.1),
-            policy.alternate != (random.random() < 0.1),
-            tuple(limits),
+        return replace(
+            policy,
+            patience=random.choice(self._shares) if random.random() < 0.3 else policy.patience,
+            wait_for_backward=random.choice(self._shares) if random.random() < 0.3 else policy.wait_for_backward,
+            deep_first=policy.deep_first != (random.random() < 0.1),
+            alternate=policy.alternate != (random.random() < 0.1),
+            in_flight=tuple(limits),
         )
+
+
+def _period_apart(problem: OneMicrobatch) -> Fraction | None:
+    """Least period in ns beside actions of all devices; None where there are none, or nothing else."""
+    left = WithoutSharedTime.of(problem)
+    return period_bound(left.problem) if left is not None and max(left.problem.durations) else None
+
+
+_PACES = (1.05, 0.85, 1.0, 0.9, 0.95, 1.1)
+"""Shares of the least period at which micro-batches may enter."""
+
+_REPACED = (0.9, 0.95, 0.98, 1.02, 1.05, 1.1)
 
 
 _FIRST_RULES = (Policy(), Policy(alternate=True), Policy(1.0, 0.5, alternate=True), Policy(0.5, 1.0, alternate=True))

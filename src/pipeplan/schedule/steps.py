@@ -227,11 +227,11 @@ class ListScheduling(ScheduleStep):
     kept: int = 8
     shares: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5)
     name = "list scheduling"
-    when = "auto; nothing proved best; every stage on one device"
+    when = "auto; nothing proved best; every stage on one device, or on all"
 
     def applies(self, state: SearchState) -> bool:
-        alone = all(len(devices) == 1 for devices in state.problem.devices)
-        return state.scheduler == "auto" and alone and not state.finished
+        widths = {len(devices) for devices in state.problem.devices}
+        return state.scheduler == "auto" and widths <= {1, state.problem.num_devices} and not state.finished
 
     def run(self, state: SearchState) -> None:
         problem, budget = state.problem, state.budget
@@ -398,20 +398,20 @@ STEPS: tuple[SearchStep, ...] = (
         steps=(
             FirstSchedule(),
             QuickClassics(),
-            SlowClassics(),
             ProvingByDevices(share=1 / 25, share_of_few=0.0),
+            ListScheduling(share=0.6),
+            SlowClassics(),
             BuiltInRules(),
-            ListScheduling(),
         )
     ),
     RepetendSearch(),
+    ListScheduling(),
+    ProvingByDevices(share=1 / 10),
     SlowClassics(),
     BuiltInRules(),
-    ListScheduling(),
     AdoptedRepetitions(),
     LastWeightGradients(),
     UnrolledRepetends(),
-    ProvingByDevices(share=1 / 10),
     Ramps(),
     WholeHorizon(),
     SlidingWindows(),
