@@ -358,11 +358,10 @@ class Faults:
 
     def _attacked(self, fault: Fault, folder: Path) -> Ended:
         pid = start(COMMANDS[fault.verb], folder)
-        victim = _wait_for(fault, pid, folder)
+        victim, kept = _wait_for(fault, pid, folder)
         if victim is None:
             status_of(pid, time.monotonic() + 60)
             return Ended("over before")
-        kept = whole(folder)
         happened = time.monotonic()
         _inflict(fault, victim, folder)
         allowed = SOON_S + (START_S + 2.0 if fault.kind in ("stopped", "cut off") else 0.0)
@@ -383,8 +382,8 @@ class Faults:
                 return Ended(fault.kind, wrong, f"{found}: {what}")
         return Ended(f"{fault.verb} {fault.kind}")
 
-    def _lost(self, fault: Fault, folder: Path, kept: list[int]) -> str:
-        """What is not there any more, or cannot be gone on from."""
+    def _lost(self, fault: Fault, folder: Path, kept: int) -> str:
+        """What is not there any more, or cannot be gone on from; ``kept`` is the last step that was whole before."""
         for name in ("trace.json", "profile.json", "links.json"):
             with contextlib.suppress(FileNotFoundError):
                 try:
@@ -393,8 +392,8 @@ class Faults:
                     return f"{name} is half written"
         if fault.verb in ("emulate", "links"):
             return ""
-        if fault.verb == "train" and max(whole(folder), default=0) < max(kept, default=0):
-            return f"{kept} were whole, and {whole(folder)} are"
+        if fault.verb == "train" and max(whole(folder), default=0) < kept:
+            return f"{kept} was whole, and {whole(folder)} are"
         again = COMMANDS[fault.verb]
         done = max(whole(folder), default=0)
         if fault.verb == "train" and done:
@@ -408,13 +407,15 @@ class Faults:
         return ""
 
 
-def _wait_for(fault: Fault, pid: int, folder: Path) -> int | None:
-    """Wait until it is to happen: the process that it happens to; None where all has ended before."""
+def _wait_for(fault: Fault, pid: int, folder: Path) -> tuple[int | None, int]:
+    """Wait until it is to happen: the process that it happens to, None where all has ended before; and the last step
+    of which a checkpoint has been whole, at any time until then: one that is begun may have removed it."""
     begin = time.monotonic()
-    until = begin + fault.seconds
+    until, kept = begin + fault.seconds, 0
     while True:
+        kept = max(kept, *whole(folder), 0)
         if living([pid]) == [] or time.monotonic() - begin > 60:
-            return None
+            return None, kept
         ready = time.monotonic() >= until
         if fault.verb == "train" and fault.step >= 0:
             ready = _text(folder, "out").count("step ") > fault.step
@@ -425,7 +426,7 @@ def _wait_for(fault: Fault, pid: int, folder: Path) -> int | None:
         ranks = [pid] if fault.is_on_launcher or fault.verb == "profile" else living(children(pid))[:2]
         ready = ready and (folder / "ready").exists()
         if ready and len(ranks) > (0 if ranks == [pid] else 1):
-            return ranks[min(fault.victim, len(ranks) - 1)]
+            return ranks[min(fault.victim, len(ranks) - 1)], kept
         time.sleep(0.001)
 
 

@@ -362,8 +362,9 @@ class Plan(File):
                 if not stage.get(key):
                     stage.pop(key, None)
         for operation in found.get("operations", ()):
-            if not operation.get("parts_ns"):
-                operation.pop("parts_ns", None)
+            for key in ("parts_ns", "pace_ns"):
+                if not operation.get(key):
+                    operation.pop(key, None)
         for dependency in found.get("dependencies", ()):
             if dependency.get("source_part") is None:
                 dependency.pop("source_part", None)
