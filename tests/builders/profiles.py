@@ -55,22 +55,41 @@ def stage_per_block(profile: Profile, devices: Sequence[int | Sequence[int]] | N
     )
 
 
-def uneven_chain(seed: int, blocks: int, shards: Sequence[int]) -> Profile:
-    """Blocks of very different work, so that equal widths do not suit them, with costs for these numbers of shards."""
+def uneven_chain(
+    seed: int,
+    blocks: int,
+    shards: Sequence[int],
+    contexts: Sequence[int] = (1,),
+    experts: Sequence[tuple[int, int]] = ((1, 1),),
+) -> Profile:
+    """Blocks of very different work, so that equal widths do not suit them, with costs for these numbers of shards.
+
+    And of parts of sequences; every other one has experts, where these are shared: by so many devices, of which so many
+    split each.
+    """
     random_ = random.Random(seed)
     found = []
     for index in range(blocks):
         forward, backward, held = (random_.randint(2, 60) for _ in range(3))
+        own = experts if index % 2 == 0 else ((1, 1),)
         rows = tuple(
             CostRow(
                 microbatch_size=size,
                 shards=count,
-                forward_ns=1 + forward * size // count + random_.randint(0, 4),
-                backward_ns=1 + backward * size // count + random_.randint(0, 4),
-                activation_bytes=held * size // count,
+                context=context,
+                expert=expert,
+                expert_shards=split,
+                forward_ns=1 + forward * size // (count * context * expert) + random_.randint(0, 4),
+                backward_ns=1 + backward * size // (count * context * expert) + random_.randint(0, 4),
+                activation_bytes=held * size // (count * context),
             )
             for size in (1, 2)
             for count in shards
+            for context in contexts
+            for expert, split in own
         )
-        found.append(Block(id=f"b{index}", operator="layer", parameter_bytes=random_.randint(0, 20), costs=rows))
+        kept: dict[str, Any] = {"parameter_bytes": random_.randint(0, 20)}
+        if len(own) > 1:
+            kept = {"parameters": 20, "expert_parameters": 16, "parameter_bytes": 20}
+        found.append(Block(id=f"b{index}", operator="layer", costs=rows, **kept))
     return joined(found)

@@ -67,7 +67,7 @@ def test_it_is_never_above_the_best_layout() -> None:
     for seed in range(60):
         request = asked(seed, split_backward=False, num_parted=0)
         limit = request.least_memory
-        found = every_width(request.profile, request.num_devices, MINI_BATCH, limit, recompute=True, zero=False)
+        found = every_width(request.profile, request.num_devices, MINI_BATCH, limit, recompute=True, levels=(0,))
         if (best := min(found, default=None)) is not None:
             assert held_bound(request) <= best
             assert held_bound(request) <= request_bound(request) <= best

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from builders.profiles import joined, uneven_chain
 from builders.requests import request_of
-from pipeplan.files import Block, CostRow
+from pipeplan.files import Block, CostRow, Recipe
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan, without
 from pipeplan.planning.widths import _Widths
 from references.every_width import every_width, one_f_one_b
 from support.layouts import FIXED, require_best
+from support.marks import slow_but
 
 MINI_BATCH = 12
+EXPERTS = ((1, 1), (2, 1), (2, 2))
+SHARING: list[dict[str, Any]] = [
+    {"shards": (1, 2), "contexts": (1, 2)},
+    {"shards": (1, 2), "experts": EXPERTS},
+    {"shards": (1, 2), "contexts": (1, 2), "experts": EXPERTS},
+]
+"""What devices may share beside blocks."""
 
 
-def compare(seed: int, most_blocks: int, most_devices: int) -> None:
+def compare(seed: int, most_blocks: int, most_devices: int, **how: Any) -> None:
     """The iteration found is that of the best layout, and the bound over everything is not above it."""
     random_ = random.Random(seed)
     blocks, devices = random_.randint(2, most_blocks), random_.randint(2, most_devices)
     memory, recompute, zero = random_.choice([None, 100, 250]), random_.random() < 0.5, random_.random() < 0.3
-    profile = uneven_chain(seed, blocks, (1, 2, 4))
-    best = min(every_width(profile, devices, MINI_BATCH, memory, recompute=recompute, zero=zero), default=None)
+    profile = uneven_chain(seed, blocks, **({"shards": (1, 2, 4)} | how))
+    levels = (int(zero),)
+    best = min(every_width(profile, devices, MINI_BATCH, memory, recompute=recompute, levels=levels), default=None)
     if best is None:
         return
     request = request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, memory_bytes=memory, zero=int(zero), **FIXED)
@@ -43,6 +53,40 @@ def test_search_finds_the_best_of_all_widths(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_search_finds_the_best_of_more_widths(seed: int) -> None:
     compare(seed, 5, 6)
+
+
+@pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
+@slow_but("seed", range(300, 312), (300).__eq__, lambda seed: seed >= 306)
+@pytest.mark.parametrize("how", SHARING, ids=["sequences", "experts", "both"])
+def test_stages_share_sequences_alike_and_experts_as_suits_each(seed: int, how: dict[str, Any]) -> None:
+    compare(seed, 4, 4, **how)
+
+
+@slow_but("seed", range(500, 516), (500).__eq__)
+def test_replicas_of_each_stage_divide_what_suits_it(seed: int) -> None:
+    """Every level of ZeRO for each stage, where devices have little room; what levels exchange takes no time here."""
+    random_ = random.Random(seed)
+    blocks, devices = random_.randint(2, 4), random_.randint(2, 5)
+    memory, recompute = random_.choice([60, 100, 160, 250]), random_.random() < 0.6
+    kept = [{"parameters": count, "parameter_bytes": 4 * count} for count in random_.choices(range(1, 9), k=blocks)]
+    made = zip(uneven_chain(seed, blocks, (1, 2)).blocks, kept, strict=True)
+    profile = joined([block.model_copy(update=own) for block, own in made])
+    profile = profile.model_copy(update={"recipe": Recipe(name="fp32")})
+    every = every_width(profile, devices, MINI_BATCH, memory, recompute=recompute, levels=range(4))
+    best = min(every, default=None)
+    if best is not None:
+        how: dict[str, Any] = {"memory_bytes": memory, "any_level": True, "recompute": None if recompute else False}
+        require_best(request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, **how, **FIXED), best)
+
+
+@pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seed", [*range(400, 403), *(pytest.param(n, marks=pytest.mark.long) for n in range(403, 420))]
+)
+def test_search_finds_the_best_of_six_blocks_on_eight_devices(seed: int) -> None:
+    """All that chains leave open, to the size at which every layout is looked at."""
+    compare(seed, 6, 8, **(SHARING[-1] if seed % 2 else {}))
 
 
 @pytest.mark.parametrize("seed", range(200, 212))

@@ -307,9 +307,13 @@ def test_jobs_name_what_workers_know() -> None:
 
 @pytest.mark.slow
 def test_a_dask_cluster_of_which_one_process_is_killed_gives_the_same_plan() -> None:
+    """When half of what is given away was."""
     distributed = pytest.importorskip("distributed")
-    request = asked((1, 2), memory_bytes=40_000)
+    request, counting = asked((1, 2), memory_bytes=40_000), Counting(Dying(0))
     alone = search_plan(request)
+    search_plan(request, executor=counting)
+    half = counting.given // 2
+    assert half > 16, "more than are given at once"
     with (
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True, host="127.0.0.1"
@@ -321,7 +325,7 @@ def test_a_dask_cluster_of_which_one_process_is_killed_gives_the_same_plan() -> 
 
         class Killing(Counting):
             def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
-                if self.given == 6 and not killed:
+                if self.given == half and not killed:
                     killed.append(next(iter(client.run(os.getpid).values())))
                     os.kill(killed[0], signal.SIGKILL)
                 return super().submit(work, *items, **named)

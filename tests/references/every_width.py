@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from typing import Any
 
 from pipeplan.costs import StageCost, stage_costs
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.zero import WHOLE, Experts, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Profile
 
+_Way = tuple[tuple[int, ...], int]
+"""Shards, parts of sequences, devices that share experts, how many of these split each; and replicas."""
+
 
 def every_width(
-    profile: Profile, num_devices: int, mini_batch: int, memory: int | None, *, recompute: bool, zero: bool
+    profile: Profile, num_devices: int, mini_batch: int, memory: int | None, *, recompute: bool, levels: Sequence[int]
 ) -> Iterator[int]:
-    """Ns of each layout that fits: all cuts, micro-batch sizes, and shards x replicas of every stage.
+    """Ns of each layout that fits and may be the quickest so far: all cuts, micro-batch sizes, and ways of every stage.
 
-    Where ``recompute``, each block may be; where ``zero``, replicas of every stage divide optimizer state.
+    Each has shards, devices that share its experts, replicas and one of the ``levels`` of ZeRO of its own, and all as
+    many parts of sequences, which one hands to the next. Where ``recompute``, each block may be.
     """
     ids = [block.id for block in profile.blocks]
-    ways = [
-        (shards, replicas) for shards in range(1, num_devices + 1) for replicas in range(1, num_devices // shards + 1)
-    ]
+    rows = {row.key[1:5] for block in profile.blocks for row in block.costs}
+    of_contexts = {context: sorted(each for each in _splits(rows) if each[1] == context) for _, context, *_ in rows}
 
     @cache
-    def fitting(begin: int, end: int, samples: int, shards: int, replicas: int, in_flight: int) -> StageCost | None:
-        found = []
-        for again in itertools.product((False, True) if recompute else (False,), repeat=end - begin):
-            sharing = Zero(1, replicas) if zero and replicas > 1 else WHOLE
+    def fitting(
+        begin: int, end: int, samples: int, split: tuple[int, ...], replicas: int, in_flight: int
+    ) -> StageCost | None:
+        shards, context, expert, expert_shards = split
+        found, copies = [], replicas * context
+        for level, again in itertools.product(
+            levels, itertools.product((False, True) if recompute else (False,), repeat=end - begin)
+        ):
+            zero = Zero(level, copies) if level and copies > 1 else WHOLE
+            experts = Experts.among(expert, shards, copies, zero.level, zero.group, split=expert_shards)
+            how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts}
             try:
-                cost = stage_costs(profile, ids[begin:end], samples, shards, recompute=again, zero=sharing)
+                cost = stage_costs(profile, ids[begin:end], samples, shards, recompute=again, **how)
             except UsageError:  # no costs
                 return None
             held = cost.static_bytes + in_flight * cost.activation_bytes + cost.workspace_bytes
@@ -38,23 +50,53 @@ def every_width(
                 found.append(cost)
         return min(found, key=lambda cost: cost.forward_ns + cost.backward_ns, default=None)
 
-    for size in range(1, mini_batch + 1):
+    best = math.inf
+    for size, splits in itertools.product(range(1, mini_batch + 1), of_contexts.values()):
         if mini_batch % size:
             continue
         count = mini_batch // size
+        ways = [
+            (split, replicas)
+            for split in splits
+            for replicas in range(1, num_devices // (split[0] * split[1]) + 1)
+            if size % replicas == 0 and split[0] * split[1] * replicas % split[2] == 0
+        ]
         for stages in range(1, min(len(ids), num_devices) + 1):
-            for widths in itertools.product([way for way in ways if size % way[1] == 0], repeat=stages):
-                if sum(shards * replicas for shards, replicas in widths) > num_devices:
-                    continue
+            for widths in _within(ways, stages, num_devices):
                 for cuts in itertools.combinations(range(1, len(ids)), stages - 1):
-                    ranges = itertools.pairwise([0, *cuts, len(ids)])
-                    costs = [
-                        fitting(begin, end, size // replicas, shards, replicas, min(count, stages - place))
-                        for place, ((begin, end), (shards, replicas)) in enumerate(zip(ranges, widths, strict=True))
-                    ]
-                    known = [cost for cost in costs if cost is not None]
-                    if len(known) == stages:
-                        yield one_f_one_b([cost.forward_ns for cost in known], [x.backward_ns for x in known], count)
+                    times = []
+                    for place, (begin, end) in enumerate(itertools.pairwise([0, *cuts, len(ids)])):
+                        split, replicas = widths[place]
+                        own = fitting(begin, end, size // replicas, split, replicas, min(count, stages - place))
+                        if own is None or count * (own.forward_ns + own.backward_ns) >= best:
+                            break  # its devices work so long
+                        times.append((own.forward_ns, own.backward_ns))
+                    else:
+                        found = one_f_one_b(*zip(*times, strict=True), count)
+                        best = min(best, found)
+                        yield found
+
+
+def _splits(rows: Iterable[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Shards, parts of sequences, devices that share experts, and how many of these split each, as blocks have rows.
+
+    What of these blocks without experts have they have with any number that shares others' experts.
+    """
+    known = set(rows)
+    return {(*plain[:2], *own[2:]) for plain in known for own in known}
+
+
+def _within(ways: Sequence[_Way], stages: int, num_devices: int) -> Iterator[tuple[_Way, ...]]:
+    """[stage] its way, so that there are devices for all."""
+    if not stages:
+        yield ()
+        return
+    for way in ways:
+        (shards, context, *_), replicas = way
+        left = num_devices - shards * context * replicas
+        if left >= stages - 1:
+            for others in _within(ways, stages - 1, left):
+                yield (way, *others)
 
 
 def one_f_one_b(forwards: Sequence[int], backwards: Sequence[int], count: int) -> int:

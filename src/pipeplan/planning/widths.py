@@ -1,25 +1,28 @@
 """Stages of different widths: of a small chain every cut, each stage on devices and split in a way of its own.
 
-A stage's devices are shards times replicas, and both may differ from stage to stage. All stages have micro-batches of
-one size. Of devices of different speeds a stage may have any, and is as fast as the slowest. Here: every such layout of
-a few blocks on a few devices, compared by the exact times of 1F1B where messages take no time. Not here: layouts of
-equal stages (:mod:`pipeplan.planning.uniform_space`), of which there are few enough for any size.
+A stage's devices are shards times parts of sequences times replicas, and they share experts among them. All this may
+differ from stage to stage, and what replicas divide, but for the parts of sequences, which are handed on as they are.
+All stages have micro-batches of one size. Of devices of different speeds a stage may have any, and is as fast as the
+slowest. Here: every such layout of a few blocks on a few devices, compared by the exact times of 1F1B where messages
+take no time. Not here: layouts of equal stages (:mod:`pipeplan.planning.uniform_space`), of which there are few enough
+for any size.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
+from operator import le
 from typing import NamedTuple
 
 from pipeplan.costs import StageCost
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.kinds import kinds_on, on_kinds
-from pipeplan.costs.zero import Zero
+from pipeplan.costs.zero import Experts, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.chain.autopipe import measured
@@ -31,18 +34,19 @@ from pipeplan.planning.candidates import (
     CandidateStep,
     PlacementCandidate,
     Proposal,
+    SplitSizes,
     any_stages,
     open_splits,
     sharings,
 )
 from pipeplan.planning.request import Batch, Request
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import Again, recompute_of
+from pipeplan.workload.elements import Again, ContextExchange, recompute_of
 
 
 @dataclass(frozen=True)
 class EveryWidth(CandidateStep):
-    """Every cut of a small chain into stages that each have shards and replicas of their own, the quickest first.
+    """Every cut of a small chain into stages that each have ways to run of their own, the quickest first.
 
     Up to ``blocks`` blocks on up to ``devices`` devices; the ``most`` that are the quickest with 1F1B, where messages
     take no time. All others are no better, where that is so and 1F1B is asked for.
@@ -70,7 +74,7 @@ class EveryWidth(CandidateStep):
 class _StageWidth(NamedTuple):
     """How a stage runs its blocks, and what it takes: ns of a forward and a backward, and of what follows them all."""
 
-    shards: int
+    split: SplitSizes
     replicas: int
     zero: Zero
     recompute: tuple[Again, ...]
@@ -83,6 +87,15 @@ class _StageWidth(NamedTuple):
     def work_ns(self) -> int:
         """The work of a micro-batch."""
         return self.forward_ns + self.backward_ns
+
+    def beats(self, other: _StageWidth) -> bool:
+        """Whether it takes no longer in anything."""
+        return all(map(le, self.times, other.times))
+
+    @property
+    def times(self) -> tuple[int, int, int]:
+        """What it takes."""
+        return self.forward_ns, self.backward_ns, self.after_ns
 
 
 _Stages = tuple[tuple[tuple[int, int], ...], tuple[_StageWidth, ...]]
@@ -105,6 +118,7 @@ class _Widths:
 
     request: Request
     order: tuple[str, ...]
+    splits: Mapping[tuple[int, ContextExchange | None], Sequence[SplitSizes]]
     known: dict[tuple[int, int, Pricing], list[tuple[StageCost, tuple[Again, ...]]]]
     blocks: dict[Pricing, list[StageCost] | None]
     after: dict[tuple[int, Zero, float, tuple[str, ...]], AfterActions]
@@ -119,15 +133,19 @@ class _Widths:
         kinds: dict[object, list[int]] = {}
         for device, speed in enumerate(speeds):
             kinds.setdefault((speed, own[device], memory[device]) if request.uneven else None, []).append(device)
-        return cls(request, tuple(request.profile.topological_order()), {}, {}, {}, speeds, list(kinds.values()))
+        splits: dict[tuple[int, ContextExchange | None], list[SplitSizes]] = {}
+        for each in open_splits(request):
+            splits.setdefault((each.context, each.exchange), []).append(each)
+        order = tuple(request.profile.topological_order())
+        return cls(request, order, splits, {}, {}, {}, speeds, list(kinds.values()))
 
     def quickest(self, most: int) -> list[_WidthLayout]:
         """So many of those that fit with what 1F1B has in flight, the quickest with it first."""
         request, found = self.request, list[_WidthLayout]()
-        for size in _sizes(request):
+        for size, splits in product(_sizes(request), self.splits.values()):
             batch = Batch(request.batch.mini_batch // size, size)
             for count in range(1, min(len(self.order), request.num_devices) + 1):
-                for ranges, ways in self._stages(batch, count, found, most):
+                for ranges, ways in self._stages(batch, count, splits, found, most):
                     times = StageTimes(tuple(way.forward_ns for way in ways), tuple(way.backward_ns for way in ways))
                     actions = measured(times, batch.num_microbatches).iteration_ns
                     usual = max(actions, *(batch.num_microbatches * way.work_ns + way.after_ns for way in ways), 0)
@@ -135,7 +153,9 @@ class _Widths:
                     del found[most:]
         return found
 
-    def _stages(self, batch: Batch, count: int, found: Sequence[_WidthLayout], most: int) -> Iterator[_Stages]:
+    def _stages(
+        self, batch: Batch, count: int, splits: Sequence[SplitSizes], found: Sequence[_WidthLayout], most: int
+    ) -> Iterator[_Stages]:
         """Every cut into ``count`` stages with every way of each, but for those that take longer than all ``found``.
 
         A stage waits for those before it, works through all micro-batches, and then they wait for it.
@@ -152,7 +172,7 @@ class _Widths:
             used = {device for way in ways for device in way.devices}
             free = [[device for device in kind if device not in used] for kind in self.kinds]
             for end in range(blocks if left == 1 else begin + 1, blocks - left + 2):
-                for way in self._ways((begin, end), batch, free, left):
+                for way in self._ways((begin, end), batch, splits, free, left):
                     least = number * way.work_ns + max(before, way.after_ns)
                     if len(found) < most or least < found[-1].usual_ns:
                         yield from extended((*ranges, (begin, end)), (*ways, way), before + way.work_ns)
@@ -160,40 +180,69 @@ class _Widths:
         yield from checked(extended((), (), 0), 16)
 
     def _ways(
-        self, blocks: tuple[int, int], batch: Batch, free: Sequence[Sequence[int]], left: int
+        self,
+        blocks: tuple[int, int],
+        batch: Batch,
+        splits: Sequence[SplitSizes],
+        free: Sequence[Sequence[int]],
+        left: int,
     ) -> Iterator[_StageWidth]:
         """How a stage may run on the first of the ``free`` devices of each kind, where it fits.
 
         It leaves one to each of the ``left`` stages from it on, but for itself.
         """
-        request, unit = self.request, self.request.unit
-        held, most = min(batch.num_microbatches, left), sum(map(len, free)) - left + 1
-        splits = sorted({each.shards for each in open_splits(request) if each.context == each.expert == 1})
-        for shards, replicas in ((each, count) for each in splits for count in range(1, most // each + 1)):
-            for devices in _first_of(free, shards * replicas):
-                units = [devices[at : at + shards] for at in range(0, len(devices), shards)]
-                if batch.microbatch_size % replicas or any(len({x // unit for x in own}) > 1 for own in units):
+        most = sum(map(len, free)) - left + 1
+        for split in splits:
+            for replicas in range(1, most // split.width + 1):
+                if batch.microbatch_size % replicas or split.width * replicas % split.expert:
                     continue
-                limit = min((size for x in devices if (size := request.memory[x])), default=math.inf)
-                speed = min(self.speeds[device] for device in devices)
-                names = () if request.cluster is None else request.cluster.names
-                kinds = kinds_on(request.profile, (names[device] for device in devices)) if names else ()
-                for zero in sharings(request, replicas):
-                    pricing = Pricing(batch.microbatch_size // replicas, False, shards, zero, speed=speed, kinds=kinds)
-                    fitting = (each for each in self._costs(blocks, pricing) if each[0].memory_bytes(held) <= limit)
-                    if (found := next(fitting, None)) is not None:
-                        cost, recompute = found
-                        after = self._after((shards, zero, speed, kinds), cost.gradient_bytes, replicas)
-                        times = cost.forward_ns, cost.backward_ns, after
-                        yield _StageWidth(shards, replicas, zero, recompute, *times, devices)
-                        break  # dividing more only takes less memory
+                for devices in _first_of(free, split.width * replicas):
+                    quickest = list[_StageWidth]()  # dividing more takes less memory, but rarely less time
+                    for way in self._fitting(blocks, batch, split, devices, left):
+                        if not any(each.beats(way) for each in quickest):
+                            quickest.append(way)
+                    yield from quickest
 
-    def _after(self, how: tuple[int, Zero, float, tuple[str, ...]], gradients: int, replicas: int) -> int:
+    def _fitting(
+        self, blocks: tuple[int, int], batch: Batch, split: SplitSizes, devices: tuple[int, ...], left: int
+    ) -> Iterator[_StageWidth]:
+        """With each division of what replicas keep the quickest way that fits; none where a group leaves its node."""
+        request, width = self.request, split.width
+        units = [devices[at : at + width] for at in range(0, len(devices), width)]
+        if any(len({x // request.unit for x in own}) > 1 for own in units):
+            return
+        replicas, held = len(units), min(batch.num_microbatches, left)
+        copies = replicas * split.context
+        limit = min((size for x in devices if (size := request.memory[x])), default=math.inf)
+        speed = min(self.speeds[device] for device in devices)
+        names = () if request.cluster is None else request.cluster.names
+        kinds = kinds_on(request.profile, (names[device] for device in devices)) if names else ()
+        for zero in sharings(request, copies, split.shards):
+            among = split.expert, split.shards, copies, zero.level, zero.group
+            experts = Experts.among(*among, split=split.expert_shards)
+            pricing = Pricing(
+                batch.microbatch_size // replicas,
+                False,
+                split.shards,
+                zero,
+                split.context,
+                experts,
+                speed,
+                kinds,
+                split.exchange,
+            )
+            fitting = (each for each in self._costs(blocks, pricing) if each[0].memory_bytes(held) <= limit)
+            if (found := next(fitting, None)) is not None:
+                cost, recompute = found
+                after = self._after((split.shards, zero, speed, kinds), cost.gradient_bytes, copies)
+                yield _StageWidth(split, replicas, zero, recompute, cost.forward_ns, cost.backward_ns, after, devices)
+
+    def _after(self, how: tuple[int, Zero, float, tuple[str, ...]], gradients: int, copies: int) -> int:
         """Ns of what follows all actions with these shards, division of state and speed, on the first devices."""
         if how not in self.after:
             profile, cluster, (shards, zero, speed, kinds) = self.request.profile, self.request.cluster, how
             self.after[how] = AfterActions.of(on_kinds(profile, kinds), cluster, shards, lambda _: zero, speed)
-        return self.after[how](gradients, replicas)
+        return self.after[how](gradients, copies)
 
     def _costs(self, blocks: tuple[int, int], pricing: Pricing) -> list[tuple[StageCost, tuple[Again, ...]]]:
         """What a stage may recompute of its blocks and what it then costs, the quickest first."""
@@ -258,10 +307,14 @@ def _placed(request: Request, layout: _WidthLayout) -> PlacementCandidate:
         PlacedStage(
             blocks=order[begin:end],
             devices=way.devices,
-            shards=way.shards,
+            shards=way.split.shards,
             replicas=way.replicas,
+            context=way.split.context,
+            context_exchange=way.split.exchange,
+            expert=way.split.expert,
+            expert_shards=way.split.expert_shards if way.split.expert > 1 else None,
             recompute=recompute_of(way.recompute) if any(way.recompute) else None,
-            **way.zero.keys(way.replicas),
+            **way.zero.keys(way.replicas * way.split.context),
         )
         for (begin, end), way in zip(layout.ranges, layout.ways, strict=True)
     )
