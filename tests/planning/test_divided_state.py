@@ -27,7 +27,7 @@ def asked(sizes: list[int], memory_bytes: int | None, **how: Any) -> Request:
 def test_replicas_that_divide_all_take_the_place_of_stages_that_are_uneven() -> None:
     """Three blocks in two stages, or all of them on both devices, which have no room for two copies of their state."""
     request = asked([20, 20, 20], 1300)
-    whole, found = search_plan(request, steps=KEPT_WHOLE), search_plan(request)
+    whole, found = search_plan(replace(request, zero=0)), search_plan(request)
     assert whole.plan.predicted.iteration_ns == 4926
     assert found.plan.predicted.iteration_ns == 3670  # what --zero auto finds, in a seventh of its work
     assert {stage.zero for stage in found.plan.placed.stages} == {3}
@@ -54,6 +54,6 @@ def test_state_stays_whole_where_dividing_it_would_be_free_or_is_not_open() -> N
         replace(request, replicas=1),
         replace(request, num_parted=1),
         replace(request, planner="graphpipe"),
-        replace(request, placement=search_plan(request, steps=KEPT_WHOLE).plan.placed),
+        replace(request, placement=search_plan(replace(request, zero=0)).plan.placed),
     ):
         assert not divides_by_default(other)
