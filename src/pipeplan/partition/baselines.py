@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED
+from pipeplan.errors import TooLargeError
 from pipeplan.partition.chain.autopipe import Step, steps_in_order
 from pipeplan.partition.chain.costs import Array, ChainCosts, StageTimes
 from pipeplan.partition.chain.kernel import Programme
@@ -32,6 +33,19 @@ Mask = NDArray[np.bool_]
 
 Planner = Callable[[PartitionProblem, Sequence[Way]], Partition | None]
 """Finds a partition among the ways for one micro-batch size, if there is one."""
+
+
+_MOST_BLOCKS = 4096
+"""Whose tables of ranges take 128 MB each."""
+
+
+def require_few_blocks(problem: PartitionProblem, planner: str) -> None:
+    """Refuse blocks whose ranges are too many for a planner's tables. Raises TooLargeError."""
+    if len(problem.order) > _MOST_BLOCKS:
+        raise TooLargeError(
+            f"{planner}'s planner keeps tables of all ranges of blocks, of at most {_MOST_BLOCKS:,} blocks and not "
+            f"{len(problem.order):,}; --planner auto plans them"
+        )
 
 
 def for_each_size(problem: PartitionProblem, planner: Planner, nothing: str) -> Iterator[Partition]:

@@ -39,7 +39,7 @@ import numpy as np
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.files import Placement
-from pipeplan.partition.baselines import StageTable, for_each_size
+from pipeplan.partition.baselines import StageTable, for_each_size, require_few_blocks
 from pipeplan.partition.chain.costs import Array
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 from pipeplan.time_limit import checked
@@ -60,7 +60,9 @@ def dapple(problem: PartitionProblem) -> Iterator[Partition]:
 
     Raises:
         NoPartitionError: no plan that was looked at fits into memory.
+        TooLargeError: the blocks are too many.
     """
+    require_few_blocks(problem, "DAPPLE")
     order = problem.order
 
     def planned(problem: PartitionProblem, ways: Sequence[Way]) -> Partition | None:

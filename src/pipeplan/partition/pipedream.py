@@ -30,18 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED
-from pipeplan.errors import TooLargeError
 from pipeplan.files import Placement
-from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck
+from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck, require_few_blocks
 from pipeplan.partition.chain.costs import Array, ChainCosts
 from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
 from pipeplan.time_limit import checked
 
 Devices = tuple[int, ...]
-
-_MOST_BLOCKS = 4096
-"""Whose tables take 128 MB for each number of components."""
 
 
 def pipedream(problem: PartitionProblem, *, beside: bool = True) -> Iterator[Partition]:
@@ -54,11 +50,7 @@ def pipedream(problem: PartitionProblem, *, beside: bool = True) -> Iterator[Par
         NoPartitionError: no partition fits into memory.
         TooLargeError: the blocks are too many.
     """
-    if len(problem.order) > _MOST_BLOCKS:
-        raise TooLargeError(
-            f"PipeDream's planner keeps tables of all ranges of blocks, of at most {_MOST_BLOCKS:,} blocks and not "
-            f"{len(problem.order):,}; --planner auto plans them"
-        )
+    require_few_blocks(problem, "PipeDream")
     order, links, join = problem.order, problem.links, _longer if beside else _both
     levels = links.levels(problem.num_devices) if links else [problem.num_devices]
 
