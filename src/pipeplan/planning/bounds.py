@@ -66,7 +66,7 @@ def rows_bound(request: Request) -> int:
 
 
 def prompt_bound(request: Request, clock: Callable[[], float]) -> int:
-    """The better of the two, or the one by rows where the other would take more than a moment: whatever ends a search.
+    """:func:`request_bound`, or :func:`rows_bound` where that takes more than a moment: for a search that has ended.
 
     In deterministic mode it is waited for.
     """
@@ -78,7 +78,7 @@ def prompt_bound(request: Request, clock: Callable[[], float]) -> int:
 
 
 _MOMENT = 0.3
-"""Seconds."""
+"""Seconds that a search which has ended waits for its bound."""
 
 
 def open_bound(request: Request, plan: Plan) -> int | None:
