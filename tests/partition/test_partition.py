@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, combinations_with_replacement
 
 import numpy as np
 import pytest
@@ -279,6 +279,25 @@ def test_the_exact_search_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert shortest_run(chain, 10**6) is not None
     monkeypatch.setattr(rebalance, "MAX_STEPS", 10)
     assert shortest_run(chain, 10**6) is None
+
+
+@given(st.lists(st.integers(0, 9), min_size=4, max_size=30), st.integers(1, 600), st.integers(1, 200))
+def test_longest_stages_to_try_are_times_of_stages_however_many_ranges_there_are(
+    times: list[int], below: int, most: int
+) -> None:
+    """All of them where there are few; of more only some, but never what a stage cannot take."""
+    chain = chain_of([(time, 0, 0, 0) for time in times], STRATEGIES["v-shape"].routes(2, 2)[0], [None] * 2)
+    even = balanced_split(times, 4)
+    assert even is not None
+    sums, limit = [0, *accumulate(times)], below - rebalance.PER_DEVICE * -(-sum(times) // 2)
+    possible = {high - low for low, high in combinations_with_replacement(sums, 2)}
+    possible = {time for time in possible if chain.longest(even) <= time < limit}
+    every = rebalance._lengths(chain, below)
+    assert every == sorted(every, reverse=True)
+    assert set(every) == possible if len(possible) <= rebalance._MOST_LENGTHS else set(every) < possible
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rebalance, "_MOST_RANGES", most)
+        assert set(rebalance._lengths(chain, below)) <= possible
 
 
 def test_nothing_is_below_the_average() -> None:

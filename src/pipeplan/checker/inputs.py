@@ -474,11 +474,13 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
             text = f"is {stage.zero}, which exchanges state block by block, and {tied.name!r} is of several blocks"
             findings.add("profile", f"stages[{number}].zero", text)
     expected, alike = MemoryBytes(), Counter[tuple[MemoryBytes, int]]()
+    experts, shards = stage.expert, stage.shards
     for place, block in enumerate(stage.blocks):
-        mesh = stage.mesh_of(place)
-        experts = mesh.size_of(EXPERTS) if stage.configurations else stage.expert
+        if stage.configurations:
+            mesh = stage.mesh_of(place)
+            experts, shards = mesh.size_of(EXPERTS), mesh.size_of(SHARDS)
         own = _NOTHING if experts == 1 else _of_experts(block, experts, known)
-        together = _of_shards(block, mesh.size_of(SHARDS), known)
+        together = _of_shards(block, shards, known)
         rest = together - own if own.total else together
         alike[rest, held.get(place, held[0])[0].num_parts] += 1  # all are cut alike where none says how
         if own.total:
@@ -691,8 +693,9 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
     for each in plan.operations:
         if each.role in GRADIENT_ROLES:
             actions.setdefault(each.stage, each)
+    forwards = {each.stage: each.duration_ns for each in plan.operations if each.role is Role.FORWARD}
     contention = contention_of_sums(cluster, plan.stages)
-    for number, stage in enumerate(plan.stages):
+    for number, stage in checked(enumerate(plan.stages), 32):
         if not stage.blocks:
             continue
         apart = [
@@ -720,8 +723,8 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
         if stage.configurations:
             expected += _inside_ns(stage, profile, {each.name for each in apart}, known, cluster)
         if cluster is not None and cluster.overlap == "all":  # the rest is beside the next iteration's first forward
-            forward = next((o.duration_ns for o in plan.operations if (o.stage, o.role) == (number, Role.FORWARD)), 0)
-            gathered -= min(gathered, forward) - round(contention * min(gathered, forward))
+            hidden = min(gathered, forwards.get(number, 0))
+            gathered -= hidden - round(contention * hidden)
         _compare(f"stages[{number}]", stage, {"sync_ns": expected, "gather_ns": gathered}, findings)
 
 

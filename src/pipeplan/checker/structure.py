@@ -44,16 +44,15 @@ def check_structure(plan: Plan, findings: Findings) -> None:
 
 def _check_kinds(plan: Plan, stage: int, operations: dict[str, Operation], findings: Findings) -> bool:
     """A stage with blocks runs F and B, or F, I and W, and of inference F alone; one without runs an instruction."""
-    has = ", ".join(operations) or "none"
     roles = tuple(operations[kind].role for kind in in_order(operations))
-    if plan.stages[stage].blocks:
-        passes = (FORWARDS,) if plan.is_inference else PASSES
-        right, text = roles in passes, f"a stage of {plan.mode} runs {', or '.join(map(_named, passes))}"
-    else:
-        right, text = roles == (Role.CUSTOM,), "a stage without blocks runs one instruction"
-    if not right:
-        findings.add("stages", f"stages[{stage}]", f"has operations {has}; {text}")
-    return right
+    instruction = not plan.stages[stage].blocks
+    passes = ((Role.CUSTOM,),) if instruction else (FORWARDS,) if plan.is_inference else PASSES
+    if roles in passes:
+        return True
+    text = f"a stage of {plan.mode} runs {', or '.join(map(_named, passes))}"
+    text = "a stage without blocks runs one instruction" if instruction else text
+    findings.add("stages", f"stages[{stage}]", f"has operations {', '.join(operations) or 'none'}; {text}")
+    return False
 
 
 def _named(roles: tuple[Role, ...]) -> str:

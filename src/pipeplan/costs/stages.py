@@ -380,7 +380,7 @@ def build_workload(
     costs = with_gathers(Crossings(profile, placed, whole_messages), costs, given or {}, cluster)
     operations = _forwards(costs) if profile.is_inference else _operations(costs, split_backward, split_overhead_ns)
     stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
-    operations = tuple(_with_parts(profile, stages[each.stage], each, cluster) for each in operations)
+    operations = _with_parts(profile, stages, operations, cluster)
     own: dict[int, list[Operation]] = defaultdict(list)
     for each in operations:
         own[each.stage].append(each)
@@ -709,29 +709,26 @@ def _divided(stage: Stage) -> tuple[Zero, Experts]:
     return Zero.of(stage), Experts.of(stage)
 
 
-def _with_parts(profile: Profile, stage: Stage, operation: Operation, cluster: Cluster | None) -> Operation:
-    """A forward that runs some micro-batches in two parts says how long one takes."""
-    if operation.role is not Role.FORWARD or not stage.num_parted:
-        return operation
-    if stage.configurations:
+def _with_parts(
+    profile: Profile, stages: Sequence[Stage], operations: Sequence[Operation], cluster: Cluster | None
+) -> tuple[Operation, ...]:
+    """Forwards that run some micro-batches in two parts say how long one takes."""
+    parted = [number for number, stage in enumerate(stages) if stage.num_parted]
+    if any(stages[number].configurations for number in parted):
         raise UsageError(
             "a stage that splits each block in its own way cannot run forwards in two parts; leave out its num_parted"
         )
-    samples = stage.microbatch_size // stage.replicas // 2
-    zero, exchanging = Zero.of(stage), Exchanging.of(stage, cluster)
-    cost = stage_costs(
-        on_kinds(profile, stage.kinds),
-        stage.blocks,
-        samples,
-        stage.shards,
-        context=stage.context,
-        recompute=stage.again,
-        zero=zero,
-        exchanging=exchanging,
-        experts=Experts.of(stage),
-        speed=stage.speed,
+    halves = [
+        replace(stages[n], microbatch_size=stages[n].microbatch_size // stages[n].replicas // 2 * stages[n].replicas)
+        for n in parted
+    ]
+    costs = dict(zip(parted, _costs_of(profile, halves, {}, cluster), strict=True))
+    return tuple(
+        replace(each, part_ns=max(1, costs[each.stage].forward_ns))
+        if each.stage in costs and each.role is Role.FORWARD
+        else each
+        for each in operations
     )
-    return replace(operation, part_ns=max(1, cost.forward_ns))
 
 
 MOST_GROUPS = 4

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, chain, pairwise, product
 
 import numpy as np
@@ -184,18 +185,24 @@ def _unevenness(loads: Array | FloatArray) -> tuple[float, float]:
 
 def _work_before(request: Request, stages: _Stages, workload: Workload, size: int) -> Array:
     """[stage, block] ns of a micro-batch's work of all blocks before one, if they ran as that stage does."""
-    order, known = request.profile.topological_order(), dict[Pricing, list[int]]()
+    order = request.profile.topological_order()
     again = [each for stage in stages for each in again_of(stage.recompute or False, len(stage.blocks))]
+    kinds = list(dict.fromkeys(again))
+    way_of = np.array([kinds.index(each) for each in again])
+
+    @cache
+    def before(own: Pricing) -> Array:
+        """[block] of a stage that runs blocks so, but for what each recomputes."""
+        ways = [own._replace(recompute=each).costs(request.profile, order) for each in kinds]
+        times = np.array([[cost.compute_ns for cost in way] for way in ways], dtype=np.int64)
+        return np.concatenate(([0], times[way_of, np.arange(len(again))].cumsum()))
+
     rows = []
-    for placed, stage in zip(stages, workload.stages, strict=True):
+    for placed, stage in checked(zip(stages, workload.stages, strict=True), 64):
         split = placed.shards, Zero.of(stage), placed.context, Experts.of(stage)
         own = Pricing(size // placed.replicas, False, *split, exchange=placed.context_exchange)
-        ways = {each: own._replace(recompute=each, speed=stage.speed, kinds=stage.kinds) for each in set(again)}
-        for way in ways.values():
-            if way not in known:
-                known[way] = [cost.compute_ns for cost in way.costs(request.profile, order)]
-        rows.append([0, *accumulate(known[ways[each]][number] for number, each in enumerate(again))])
-    return np.array(rows, dtype=np.int64)
+        rows.append(before(own._replace(speed=stage.speed, kinds=stage.kinds)))
+    return np.stack(rows)
 
 
 def _shift(count: int, source: int, target: int) -> Array:

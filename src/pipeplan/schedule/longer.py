@@ -16,7 +16,7 @@ from pipeplan.workload.engine import with_links
 from pipeplan.workload.exchanges import microbatches_alike
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
-from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.one_microbatch import OneMicrobatch, microbatches_per_round, num_working
 from pipeplan.workload.steady_state.loop import MAX_WRITTEN, LoopedOrders, counts_of, looped
 from pipeplan.workload.steady_state.pace import paced_run, phases_of
 from pipeplan.workload.steady_state.rate import CutOrders
@@ -61,7 +61,7 @@ class ShorterRun(SearchStep):
 
     def shortest(self, workload: Workload) -> Workload:
         """The shortest run in which one micro-batch after another shows what repeats."""
-        return workload.with_microbatches(4 * OneMicrobatch.of(workload, require_room=False).microbatches_per_round)
+        return workload.with_microbatches(4 * microbatches_per_round(workload))
 
     def actions(self, workload: Workload) -> int:
         """How many actions are scheduled for it."""
@@ -82,9 +82,8 @@ class ShorterRun(SearchStep):
         Of so few micro-batches that no device has two of each in a pipeline, no part is looked for. Unless ``grouped``,
         all of it is repeated only then: where a part was looked for and none repeats, there is None.
         """
-        whole = OneMicrobatch.of(workload, require_room=False)
-        rounds = found.graph.workload.num_microbatches // whole.microbatches_per_round
-        steady = rounds >= 2 * whole.num_devices
+        rounds = found.graph.workload.num_microbatches // microbatches_per_round(workload)
+        steady = rounds >= 2 * num_working(workload)
         steady |= phases_of(found.graph, found.orders) is not None
         longer = self.lengthened(found, workload, most_written) if steady else None
         return longer or (self.in_groups(found, workload) if grouped or not steady else None)

@@ -204,7 +204,10 @@ class MemoryBytes(Mapping[MemoryKind, int]):
     @classmethod
     def of_keys(cls, part: object, kinds: Iterable[MemoryKind] = MEMORY_KINDS) -> MemoryBytes:
         """What a part of a file says of some kinds under their keys."""
-        return cls((kind, getattr(part, kind.key)) for kind in kinds)
+        sizes = [0] * len(MEMORY_KINDS)
+        for kind in kinds:
+            sizes[_PLACES[kind]] = getattr(part, kind.key)
+        return cls._of(sizes)
 
     @classmethod
     def of_state(cls, sizes: Iterable[int]) -> MemoryBytes:

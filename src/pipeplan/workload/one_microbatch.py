@@ -32,7 +32,7 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.graphs import connected_parts
 from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes, rounded_up
-from pipeplan.workload.elements import Dependency, Device, Hop, Stage
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import MemoryBytes, Role
 from pipeplan.workload.memory import capacities
 from pipeplan.workload.samples import Slots
@@ -380,7 +380,7 @@ class Reduction:
         if workload.is_uniform:
             firsts = tuple(range(len(ones) + 1))
             return None if folded is workload else cls(workload, folded, groups, ones, firsts)
-        round_size = math.lcm(workload.microbatch_size, *(slots.stride for slots in workload.slots))
+        round_size = workload.microbatch_size * microbatches_per_round(workload)
         copies = tuple(round_size // slots.stride for slots in workload.slots[: len(ones)])
         expanded = _in_rounds(folded, round_size)
         return cls(workload, expanded, groups, copies, tuple(accumulate(copies, initial=0)))
@@ -421,6 +421,18 @@ class Reduction:
 
 IDLE = -1
 """The group of devices that run nothing."""
+
+
+def microbatches_per_round(workload: Workload) -> int:
+    """How many micro-batches of a workload are a round: one where all are alike."""
+    if workload.is_uniform:
+        return 1
+    return math.lcm(workload.microbatch_size, *(slots.stride for slots in workload.slots)) // workload.microbatch_size
+
+
+def num_working(workload: Workload) -> int:
+    """How many groups of devices run something: of one, all run the same stages."""
+    return len(set(_working(workload)) - {IDLE})
 
 
 def _working(workload: Workload) -> tuple[int, ...]:
@@ -506,7 +518,7 @@ def _in_rounds(workload: Workload, round_size: int) -> Workload:
             for index in range(count)
         ),
         operations=tuple(
-            replace(operation, stage=firsts[operation.stage] + index)
+            _moved(operation, firsts[operation.stage] + index)
             for operation in workload.operations
             for index in range(per_stage[operation.stage])
         ),
@@ -515,6 +527,10 @@ def _in_rounds(workload: Workload, round_size: int) -> Workload:
             replace(each, stages=tuple(firsts[stage] for stage in each.stages)) for each in workload.tied
         ),  # the first of a stage's copies has its parameters
     )
+
+
+def _moved(operation: Operation, stage: int) -> Operation:
+    return operation if operation.stage == stage else replace(operation, stage=stage)
 
 
 def _copy(stage: Stage, round_size: int, index: int) -> Stage:
@@ -534,7 +550,7 @@ def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[in
     assert not workload.returns, "what returns is between micro-batches that are all alike"
     found: list[Dependency] = []
     rounds = {slots: _in_round(slots, round_size) for slots in {*workload.slots[: len(position)]}}
-    for dependency in workload.dependencies:
+    for dependency in checked(workload.dependencies, 64):
         source, target = position[dependency.source], position[dependency.target]
         own, others = (rounds[workload.slots[end]] for end in (source, target))
         hops = tuple(_over_free_link(hop) for hop in dependency.hops)

@@ -211,7 +211,9 @@ class Workload:
         for each in jobs:
             if each.devices not in found:
                 found[each.devices] = tuple(device for device in each.devices if self.leaders[device] == device)
-        return tuple(replace(each, devices=found[each.devices]) for each in jobs)
+        return tuple(
+            each if found[each.devices] == each.devices else replace(each, devices=found[each.devices]) for each in jobs
+        )
 
     @cached_property
     def steps_ns(self) -> tuple[int, ...]:

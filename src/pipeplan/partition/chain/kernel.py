@@ -240,17 +240,26 @@ class ShortestStages:
 
     @classmethod
     def of(cls, sums: Array, num_stages: int) -> ShortestStages:
-        """For blocks with running ``sums`` [cut] of their times, and any number of stages up to that."""
-        count = len(sums)
-        programme = Programme(count, UNLIMITED)
-        cuts = np.arange(count)
-        longest_first = np.where(cuts < cuts[:, None], cuts, -1)
-        layers = [programme.start()]
-        for _ in range(num_stages):
-            layers.append(
-                programme.extended(layers[-1], _alone(lambda begins, ends: sums[ends] - sums[begins]), longest_first)
-            )
-        return cls([each.values[0, :count] for each in layers[1:]], [each.begins[0, :count] for each in layers[1:]])
+        """For blocks with running ``sums`` [cut] of their times, and any number of stages up to that.
+
+        The later the last stage begins, the less it takes, and the more those before it: the best begin is where they
+        take as long as it, or just before that.
+        """
+        before = np.full(len(sums), UNLIMITED)
+        before[0] = 0
+        layers = []
+        for number in checked(range(num_stages), 16):
+            values, lasts = np.full(len(sums), UNLIMITED), np.zeros(len(sums), dtype=np.int64)
+            ends = np.arange(number + 1, len(sums))  # each stage has a block
+            last = number + np.searchsorted(before[number:-1] + sums[number:-1], sums[ends])
+            late = np.minimum(last, ends - 1)
+            early = np.minimum(np.maximum(last - 1, number), late)
+            early = np.maximum(np.searchsorted(sums, sums[early]), number)  # blocks without a time change nothing
+            found = [np.maximum(before[each], sums[ends] - sums[each]) for each in (early, late)]
+            values[ends], lasts[ends] = np.minimum(*found), np.where(found[0] <= found[1], early, late)
+            layers.append((values, lasts))
+            before = values
+        return cls([values for values, _ in layers], [lasts for _, lasts in layers])
 
     def begins_of(self, num_blocks: int, num_stages: int) -> tuple[int, ...]:
         """The split of the first ``num_blocks`` blocks, at least as many as stages."""

@@ -42,6 +42,9 @@ MAX_STEPS = 50_000
 _MOST_LENGTHS = 64
 """Longest stages that are tried."""
 
+_MOST_RANGES = 2**20
+"""Ranges of blocks whose times are looked at for them: of 10,000 blocks there are fifty times as many."""
+
 State = tuple[Range, ...]
 """What is left of each segment."""
 
@@ -60,7 +63,7 @@ def shortest_run(chain: Chain, below: int) -> tuple[int, ...] | None:
     None if there are none, or none were found in ``MAX_STEPS`` steps. Where stages can have many times, not all of
     these are tried as that of the longest. Devices of different speeds are not looked at so.
     """
-    if chain.speeds:
+    if chain.speeds or math.comb(chain.num_blocks - 1, len(_sides(chain)) - 1) > MAX_STEPS:
         return None
     best, steps = None, iter(range(MAX_STEPS))
     for longest in checked(_lengths(chain, below), 1):
@@ -73,13 +76,19 @@ def shortest_run(chain: Chain, below: int) -> tuple[int, ...] | None:
 def _lengths(chain: Chain, below: int) -> list[int]:
     """Times of the longest stage to try, none of which rules a short run out by itself.
 
-    They fall: the longer it may be, the less busy devices must be, which leaves few choices.
+    They fall: the longer it may be, the less busy devices must be, which leaves few choices. Of very many ranges of
+    blocks only those are looked at that begin at every second, third or later block.
     """
     even = balanced_split(np.diff(chain.times).tolist(), chain.num_stages)
     assert even is not None  # there are as many blocks as stages
     most = below - PER_DEVICE * -(-chain.times[-1] // len(chain.memory))
-    times = np.unique(chain.costs.compute[None, :] - chain.costs.compute[:, None])
-    times = times[(times >= chain.longest(even)) & (times < most)]
+    sums = chain.costs.compute
+    firsts, lasts = (np.searchsorted(sums, sums + limit) for limit in (chain.longest(even), most))
+    counts = np.maximum(lasts - firsts, 0)
+    begins = np.arange(0, len(sums), 1 + int(counts.sum()) // _MOST_RANGES)
+    own = zip(begins.tolist(), firsts[begins].tolist(), lasts[begins].tolist(), strict=True)
+    ranges = [sums[first:last] - sums[begin] for begin, first, last in own]
+    times = np.unique(np.concatenate(ranges))
     some = np.unique(np.linspace(0, max(0, len(times) - 1), _MOST_LENGTHS).astype(int))
     lengths: list[int] = times[some[: len(times)]].tolist()
     return lengths[::-1]
@@ -92,7 +101,7 @@ def least_busiest(chain: Chain, below: int, longest: int, steps: Iterator[int]) 
     """
     num_devices, sides = len(chain.memory), _sides(chain)
     junctions = len(sides) - 1
-    if below <= -(-chain.times[-1] // num_devices) or math.comb(chain.num_blocks - 1, junctions) > MAX_STEPS:
+    if below <= -(-chain.times[-1] // num_devices):
         return None
     layers: list[Layer] = [dict.fromkeys(_starts(chain.num_blocks, junctions), (0, ()))]
     limits = below - 1, longest
