@@ -122,8 +122,8 @@ def _everything(graph: Any, besides: Any = None) -> dict[str, Any]:
 
 
 FRONTIER = {
-    "at once": Switch("sharding.tracking", "_AT_ONCE", -1),
-    "corridors": Switch("sharding.tracking", "_SHARE", 1.0),
+    "at once": Switch("sharding.tracking", "SUMS_AT_ONCE", -1),
+    "corridors": Switch("sharding.tracking", "CORRIDOR", 1.0),
     "limits of sums": Switch("sharding.bounds", "Bounds.limit", lambda bounds, key: None),
     "dominance": Switch("partition.per_block_sharding", "undominated", _everything),
 }

@@ -295,7 +295,7 @@ def test_what_long_chains_recompute_is_looked_up_a_part_of_their_ranges_at_a_tim
     again = [StageCost(100 + at, 300 + at) for at in range(64)]
     chain = FittingChain([(False, kept), (True, again)], [False] * 64, stages)
     whole = chain._table(2**40)
-    monkeypatch.setattr(recomputation, "_AT_ONCE", 2**9)
+    monkeypatch.setattr(recomputation, "TIMES_AT_ONCE", 2**9)
     assert looks(lambda: chain._table(2**40)) >= 64 * 65 // 2 * 4 // 2**9
     parts = chain._table(2**40)
     assert whole is not None

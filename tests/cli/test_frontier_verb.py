@@ -193,7 +193,7 @@ def test_stages_that_are_split_by_block_say_how(profile_path: Path) -> None:
 
 
 def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeplan.planning.too_large._EXPLAINING", 0.2)  # what else would do is not what is tried here
+    monkeypatch.setattr("pipeplan.planning.too_large.TOO_LARGE_SECONDS", 0.2)  # what else would do is not tried here
     with_little = run(profile_path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
     assert all(said in str(with_little.exception) for said in ("on 2 devices", "4 samples", "raise --memory to 645MB"))
     assert "--devices" in str(run(profile_path, fails=UsageError).exception)
@@ -374,7 +374,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
     """Workspace counts where there was time for it; where there was none, that is said beside what was proved."""
     asked = (profile_path, "--devices", 2, "--mini-batch", 2, "--json")
     every = json.loads(run(*asked).stdout)["points"]
-    monkeypatch.setattr("pipeplan.planning.frontier._SETTLING", 3600.0)
+    monkeypatch.setattr("pipeplan.planning.frontier.SETTLING_SECONDS", 3600.0)
     near = json.loads(run(*asked, "--tolerance", 0.1).stdout)
     assert 1 <= near["factor"] <= 1.1
     assert near["factor_without"] == []
@@ -384,7 +384,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
             and other["time_ns"] <= near["factor"] * point["time_ns"]
             for other in near["points"]
         )
-    monkeypatch.setattr("pipeplan.planning.frontier._SETTLING", 0.0)
+    monkeypatch.setattr("pipeplan.planning.frontier.SETTLING_SECONDS", 0.0)
     result = run(*asked, "--tolerance", 0.1)
     hasty = json.loads(result.stdout)
     assert (hasty["exact"], hasty["factor_without"]) == (False, ["workspace"])

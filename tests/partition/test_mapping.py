@@ -328,7 +328,7 @@ def test_large_groups_that_sum_nothing_are_dealt_to_the_nodes_in_turn() -> None:
 
 @pytest.mark.parametrize("groups", [(146,) * 7, (4,) * 200, (1,) * 600 + (300,)])
 def test_a_search_ends_when_its_work_is_done(groups: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeplan.partition.mapping.MOST_WORK", 20_000)
+    monkeypatch.setattr("pipeplan.partition.mapping.MOST_TIMED", 20_000)
     draw = Random(0)
     traffic = {(draw.randrange(len(groups)), draw.randrange(len(groups))): MEGABYTE for _ in groups}
     question = large(groups, traffic, MEGABYTE)

@@ -277,7 +277,7 @@ def test_the_exact_search_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> N
         [(5 + index % 7, 0, 0, 0) for index in range(24)], STRATEGIES["v-shape"].routes(4, 2)[0], [None] * 4
     )
     assert shortest_run(chain, 10**6) is not None
-    monkeypatch.setattr(rebalance, "MAX_STEPS", 10)
+    monkeypatch.setattr(rebalance, "MAX_REBALANCED", 10)
     assert shortest_run(chain, 10**6) is None
 
 
@@ -296,7 +296,7 @@ def test_longest_stages_to_try_are_times_of_stages_however_many_ranges_there_are
     assert every == sorted(every, reverse=True)
     assert set(every) == possible if len(possible) <= rebalance._MOST_LENGTHS else set(every) < possible
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rebalance, "_MOST_RANGES", most)
+        patch.setattr(rebalance, "MOST_LENGTH_RANGES", most)
         assert set(rebalance._lengths(chain, below)) <= possible
 
 

@@ -16,8 +16,9 @@ from pipeplan.costs.communication import Exchange, transfer_time
 from pipeplan.costs.decode_loop import chunk_costs
 from pipeplan.costs.decode_splits import DecodeAt, StageLinks, StepCost, StepWay, step_cost, ways_of
 from pipeplan.planning import decode_choice
-from pipeplan.planning.decode_choice import GROUPS_PER_STAGE, DecodeChoice, DecodeSearch, max_requests
+from pipeplan.planning.decode_choice import DecodeChoice, DecodeSearch, max_requests
 from pipeplan.planning.decoding import ServingAsked
+from pipeplan.search_constants import GROUPS_PER_STAGE
 
 BATCH, CONTEXT, HIDDEN, TOKEN = 8, 400, 64, 8
 
@@ -302,10 +303,10 @@ def test_what_has_no_costs_is_said(asked: dict[str, Any], text: str) -> None:
 def test_more_blocks_than_there_is_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times of runs are squares of 4 blocks and one, of two sizes of groups in eleven copies."""
     search = searched(drawn_decoder(3), 2)
-    monkeypatch.setattr(decode_choice, "MOST_BYTES", 88 * 5**2 - 1)
+    monkeypatch.setattr(decode_choice, "MOST_RUN_BYTES", 88 * 5**2 - 1)
     with pytest.raises(UsageError, match=r"4 blocks; .* and at most 3 are allowed with 2 devices; profile larger"):
         search.best()
-    monkeypatch.setattr(decode_choice, "MOST_BYTES", 88 * 5**2)
+    monkeypatch.setattr(decode_choice, "MOST_RUN_BYTES", 88 * 5**2)
     assert search.best().token_ns > 0
 
 

@@ -17,7 +17,8 @@ from pipeplan.costs.uniform.published import PublishedRun
 from pipeplan.costs.uniform.step import step_time
 from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout
 from pipeplan.errors import UsageError
-from pipeplan.planning.uniform import MOST_LAYERS, judged_by_plans, planned
+from pipeplan.planning.uniform import judged_by_plans, planned
+from pipeplan.search_constants import MOST_LAYERS
 
 GPT = Transformer(
     layers=16,

@@ -57,10 +57,11 @@ from pipeplan.schedule.cpsat.solver import Budget, load_solver, solve
 from pipeplan.schedule.cpsat.windows import Ramps
 from pipeplan.schedule.pattern import Pattern, compose
 from pipeplan.schedule.rules.language import named_rules
-from pipeplan.schedule.search import MOST_ENTRIES, first_look, plain_look
+from pipeplan.schedule.search import first_look, plain_look
 from pipeplan.schedule.state import ScheduleStep, SearchState
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.schedule.steps import FirstSchedule, RepetendSearch, SlowClassics
+from pipeplan.search_constants import MOST_ENTRIES
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, time_is_up
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.samples import carried
@@ -212,7 +213,7 @@ def test_the_longest_stage_of_even_cuts_is_bounded_whatever_is_left_out(
     """Where not every number of stages is looked at, bounds are as low as those of more stages, and no higher."""
     sums = [np.array([0, *accumulate(100 + 37 * place % 90 + number for place in range(400))]) for number in range(2)]
     every = longest_stages(sums, most)
-    monkeypatch.setattr(uniform_space, "_MOST_LOOK_UPS", 2 * most * most // 3 + 1)
+    monkeypatch.setattr(uniform_space, "MOST_LOOK_UPS", 2 * most * most // 3 + 1)
     some = longest_stages(sums, most)
     assert (some <= every).all()
     assert (some[:, 2::3] == every[:, 2::3]).all()
@@ -333,7 +334,7 @@ def test_a_first_plan_of_few_actions_on_many_devices_asks_for_the_time() -> None
     with search.budget.enforced(), calls.counting():
         EvenCut().run(search)
         assert search.made is not None
-        assert search.made.schedule.graph.num_tasks < planning_steps._FEW
+        assert search.made.schedule.graph.num_tasks < planning_steps.FEW_ENTRIES
     assert calls.all > 5 * MOST_CALLS
     assert calls.most <= MOST_CALLS
 
@@ -584,7 +585,7 @@ def test_a_first_plan_that_is_not_made_in_time_is_none(monkeypatch: pytest.Monke
         raise AssertionError("which is too late")
 
     monkeypatch.setattr(planning_steps, "planned", slowly)
-    monkeypatch.setattr(planning_steps, "_FEW", 0)
+    monkeypatch.setattr(planning_steps, "FEW_ENTRIES", 0)
     monkeypatch.setattr(time, "process_time", lambda: clock.now)
     asked = request_of(shape("v", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
     with pytest.raises(SearchTimeoutError, match="no time to make its plan"):
@@ -995,7 +996,7 @@ def test_a_first_plan_has_a_moment_after_a_signal(seconds: float, monkeypatch: p
         return planned(*given)
 
     monkeypatch.setattr(planning_steps, "planned", slowly)
-    monkeypatch.setattr(planning_steps, "_FEW", 0)
+    monkeypatch.setattr(planning_steps, "FEW_ENTRIES", 0)
     asked = request_of(shape("v", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
     if seconds < 0.5:
         found = search_plan(asked, within=limit)
@@ -1250,7 +1251,7 @@ def test_a_chain_of_too_many_ways_to_be_cut_is_cut_evenly(monkeypatch: pytest.Mo
         if (each.choice.strategy, each.choice.positions) == ("one-to-one", 8)
     )
     assert fitting_chain(asked, choice).cut() is not None
-    monkeypatch.setattr(recomputation, "_MOST_TIMES", 100)
+    monkeypatch.setattr(recomputation, "MOST_TIMES", 100)
     assert fitting_chain(asked, choice).cut() is None
     candidate = placed(asked, choice)
     assert isinstance(candidate, PlacementCandidate)

@@ -16,7 +16,7 @@ from pipeplan.planning import serving
 from pipeplan.planning.build_plan import CacheCost, TargetCost
 from pipeplan.planning.request import Request
 from pipeplan.planning.serving import Served
-from pipeplan.schedule.search import MOST_ENTRIES
+from pipeplan.search_constants import MOST_ENTRIES
 from pipeplan.time_limit import Limit, checkpoint
 
 BATCHES, CONTEXTS = (1, 8), (100, 400)

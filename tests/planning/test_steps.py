@@ -113,7 +113,7 @@ def test_the_best_plan_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_a_look_has_proved_is_searched_for_a_plan_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of shape k GPipe is as short as anything can be, with all micro-batches in flight."""
-    monkeypatch.setattr(planning_steps, "_FEW", 0)
+    monkeypatch.setattr(planning_steps, "FEW_ENTRIES", 0)
     profile = shape("k", 8, costs=ShapeCosts(1000, 3000, activation_bytes=GB))
     request = request_of(profile, profile.placement, Batch(16, 1), time_limit=1, deterministic=True)
     found = search_plan(request)

@@ -40,7 +40,7 @@ def unpriced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for room in (frontier, plan_frontier, sharding_frontier):
         monkeypatch.setattr(room, "costs_of_splits", fail)
-    for name in ("_EXPLAINING", "_PLANS"):
+    for name in ("TOO_LARGE_SECONDS", "TOO_LARGE_PLAN_SECONDS"):
         monkeypatch.setattr(too_large, name, math.inf)
 
 
@@ -66,7 +66,7 @@ def test_it_is_said_before_costs_are_worked_out_and_a_plan_that_does_is_found() 
 
 def test_fewer_samples_are_tracked_where_they_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose least is too large are passed over, and the first that fits is told."""
-    for name in ("_EXPLAINING", "_PLANS"):
+    for name in ("TOO_LARGE_SECONDS", "TOO_LARGE_PLAN_SECONDS"):
         monkeypatch.setattr(too_large, name, math.inf)
     tracked: list[int] = []
     real = too_large.split_frontier
@@ -85,7 +85,7 @@ def test_fewer_samples_are_tracked_where_they_may_do(monkeypatch: pytest.MonkeyP
 
 def test_what_is_too_large_on_some_devices_is_a_note_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where costs are soon worked out they say how much exactly; the others are not priced."""
-    monkeypatch.setattr(too_large, "_SOON", 1)
+    monkeypatch.setattr(too_large, "TOO_LARGE_DEVICES", 1)
     small = replace(asked(None, 1, 2, 4, mini_batch=16), time_limit=math.inf)
     least = {each.num_devices: least_of_splits(each, Splitting()).num_bytes for each in small.by_devices}
     request = replace(small, memory_bytes=(least[2] + least[4]) // 2)

@@ -261,7 +261,7 @@ def test_longest_stages_of_some_numbers_are_those_of_all(
     most: int, look_ups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And of others they are no more."""
-    monkeypatch.setattr(uniform_space, "_MOST_LOOK_UPS", look_ups)
+    monkeypatch.setattr(uniform_space, "MOST_LOOK_UPS", look_ups)
     rng = random.Random(most)
     sums = [np.array([0, *itertools.accumulate(rng.randrange(1, 900) for _ in range(70))]) for _ in range(3)]
     every = longest_stages(sums, most)

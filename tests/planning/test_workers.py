@@ -498,7 +498,7 @@ def test_a_worker_that_dies_in_the_middle_of_an_answer_keeps_nobody(when: str, t
 def test_clusters_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scheduler at the address, and one without workers; both say what would do."""
     distributed = pytest.importorskip("distributed")
-    monkeypatch.setattr(workers, "_PATIENCE", 0.5)
+    monkeypatch.setattr(workers, "SCHEDULER_PATIENCE", 0.5)
     with pytest.raises(UsageError, match=r"no scheduler of Dask answers there within 0\.5 s .*; start one with"):
         workers.named_executor("dask:tcp://127.0.0.1:1").__enter__()
     with distributed.LocalCluster(n_workers=0, dashboard_address=None, processes=True, host="127.0.0.1") as cluster:

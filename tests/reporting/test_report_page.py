@@ -13,7 +13,6 @@ from builders.chains import chain_plan
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Plan, read_plan, sha256_of, write_file
 from pipeplan.files.plan import AlternativeFigures
-from pipeplan.planning.alternatives import MOST_KEPT
 from pipeplan.planning.frontier_file import read_frontier
 from pipeplan.reporting.drawing.model import predicted_run
 from pipeplan.reporting.drawing.payload import drawing_data
@@ -23,6 +22,7 @@ from pipeplan.reporting.html.figures import links_table
 from pipeplan.reporting.html.report import report_of
 from pipeplan.reporting.html.source import ShownPlan
 from pipeplan.reporting.timeline import device_messages
+from pipeplan.search_constants import MOST_KEPT_BYTES
 from pipeplan.simulator.simulation import simulate
 from support.commands import pipeplan
 from support.paths import GOLDEN, ROOT
@@ -316,5 +316,5 @@ def test_a_search_keeps_its_best_plans_in_the_plan(tmp_path: Path) -> None:
         assert each.work_ns + each.uneven_ns + each.waiting_ns + each.ending_ns == each.iteration_ns
     text = (tmp_path / "p.json").read_text(encoding="utf-8")
     begin = text.index('"alternatives"')
-    assert text.index("]", begin) - begin <= MOST_KEPT
+    assert text.index("]", begin) - begin <= MOST_KEPT_BYTES
     assert "The best plans of the search that differ" in report_of([plan]).html

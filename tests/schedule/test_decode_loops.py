@@ -26,7 +26,8 @@ from pipeplan.files.plan import Decode
 from pipeplan.planning.build_plan import assemble
 from pipeplan.planning.decode_plan import decode_plan
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.decode_loop import STEPS, decode_schedule, without_waiting
+from pipeplan.schedule.decode_loop import decode_schedule, without_waiting
+from pipeplan.search_constants import DECODE_STEPS
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
@@ -78,7 +79,7 @@ def loop_of(
     return Workload(
         name="loop",
         placement="one-to-one",
-        num_microbatches=STEPS * groups,
+        num_microbatches=DECODE_STEPS * groups,
         microbatch_size=1,
         devices=(Device(),) * (1 + max(map(max, devices))),
         stages=tuple(stages),

@@ -24,7 +24,7 @@ from ortools.sat.python import cp_model
 from pipeplan.schedule.cpsat import solver
 from pipeplan.time_limit import Limit, TimeUpError
 
-solver._LEAVING_SECONDS = 1e9
+solver.SOLVER_LEAVING_SECONDS = 1e9
 heard = threading.Semaphore(0)
 
 def deaf(self, *_):
@@ -64,7 +64,7 @@ def test_a_solver_that_is_left_to_itself_has_ended_before_the_process_does() -> 
 
 
 def test_the_end_waits_for_no_solver_for_ever() -> None:
-    script = LEFT_ALONE.replace("_LEAVING_SECONDS = 1e9", "_LEAVING_SECONDS = 0.2")
+    script = LEFT_ALONE.replace("SOLVER_LEAVING_SECONDS = 1e9", "SOLVER_LEAVING_SECONDS = 0.2")
     assert script != LEFT_ALONE
     assert left_alone(script, 1_000_000) == (7, "left to itself\n", "")
 
@@ -91,7 +91,7 @@ def test_a_limit_of_work_is_the_solvers_too(sampled: bool, monkeypatch: pytest.M
     monkeypatch.setattr(cp_model.CpSolver, "response_proto", SimpleNamespace(deterministic_time=0.0))
     monkeypatch.setattr(cp_model.CpSolver, "best_objective_bound", 0.0)
     monkeypatch.setattr(time, "process_time", works)
-    monkeypatch.setattr(solver, "_POLL_SECONDS", 0.003)
+    monkeypatch.setattr(solver, "SOLVER_POLL_SECONDS", 0.003)
     monkeypatch.setattr("pipeplan.time_limit._SAMPLED_S", 0.0)
     budget = solver.Budget(30.0, clock=WorkClock() if sampled else works)
     answer = solver.solve(cp_model.CpModel(), budget, 20.0)

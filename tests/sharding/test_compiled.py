@@ -73,9 +73,9 @@ def test_least_sums_of_costs_are_those_of_numpy() -> None:
 
 
 def both(monkeypatch: pytest.MonkeyPatch, *args: object, **kwargs: object) -> tuple[Tracked, Tracked]:
-    monkeypatch.setattr(compiled, "AFTER", math.inf)
+    monkeypatch.setattr(compiled, "COMPILED_AFTER", math.inf)
     by_numpy = track(*args, **kwargs)
-    monkeypatch.setattr(compiled, "AFTER", 0)
+    monkeypatch.setattr(compiled, "COMPILED_AFTER", 0)
     return track(*args, **kwargs), by_numpy
 
 
@@ -117,7 +117,7 @@ def test_frontiers_of_models_are_those_of_numpy(
 
 def test_small_frontiers_and_those_without_numba_are_numpys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_offered", 0.0)
-    assert compiled.kernels(compiled.AFTER) is None
+    assert compiled.kernels(compiled.COMPILED_AFTER) is None
     assert compiled.kernels(1) is kernels
     compiled._imported.cache_clear()
     monkeypatch.setattr(compiled, "find_spec", lambda name: None)

@@ -26,6 +26,7 @@ from pipeplan.partition.chain.autopipe import Step, steps_in_order
 from pipeplan.partition.chain.costs import Array, ChainCosts, StageTimes
 from pipeplan.partition.chain.kernel import Programme
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way
+from pipeplan.search_constants import BASELINE_BLOCKS
 from pipeplan.time_limit import checked
 
 Mask = NDArray[np.bool_]
@@ -35,15 +36,11 @@ Planner = Callable[[PartitionProblem, Sequence[Way]], Partition | None]
 """Finds a partition among the ways for one micro-batch size, if there is one."""
 
 
-_MOST_BLOCKS = 4096
-"""Whose tables of ranges take 128 MB each."""
-
-
 def require_few_blocks(problem: PartitionProblem, planner: str) -> None:
     """Refuse blocks whose ranges are too many for a planner's tables. Raises TooLargeError."""
-    if len(problem.order) > _MOST_BLOCKS:
+    if len(problem.order) > BASELINE_BLOCKS:
         raise TooLargeError(
-            f"{planner}'s planner keeps tables of all ranges of blocks, of at most {_MOST_BLOCKS:,} blocks and not "
+            f"{planner}'s planner keeps tables of all ranges of blocks, of at most {BASELINE_BLOCKS:,} blocks and not "
             f"{len(problem.order):,}; --planner auto plans them"
         )
 

@@ -42,15 +42,13 @@ from pipeplan.files import Placement
 from pipeplan.partition.baselines import StageTable, for_each_size, require_few_blocks
 from pipeplan.partition.chain.costs import Array
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from pipeplan.search_constants import MOST_OF_MACHINES
 from pipeplan.time_limit import checked
 
 Load = tuple[int, int, int]
 """Of a stage: forward and backward of a micro-batch, and the gradients' all-reduce, in ns."""
 
 Devices = tuple[int, ...]
-
-MOST_OF_MACHINES = 1_000
-"""Blocks times devices up to which machines are chosen: of more, states are too many, and devices come in order."""
 
 
 def dapple(problem: PartitionProblem) -> Iterator[Partition]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster
+from pipeplan.search_constants import MOST_TIMED, NUM_KICKS, NUM_STARTS, SMALL
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -336,9 +337,6 @@ def _begin(free: Sequence[int], place: int, count: int, spare: int, sizes: Seque
 Exchange = tuple[int, int, int]
 """First device of a run, first device of another one, and how many devices each has."""
 
-SMALL = 16
-"""With at most this many devices all places are looked at, not only those near groups that one talks to."""
-
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -465,16 +463,6 @@ def exchanges(layout: GroupLayout, group: int) -> Iterator[Exchange]:
                 yield from ((one, other, inner) for one in firsts for other in spots[::inner])
 
 
-MOST_WORK = 400_000
-"""Pairs of devices a search may time before it ends: about a second."""
-
-NUM_STARTS = 2
-"""Layouts of groups along the devices that are improved."""
-
-NUM_KICKS = 12
-"""Times that random exchanges may lead to nothing better before the search ends."""
-
-
 def mapped(
     groups: Sequence[int],
     traffic: Traffic,
@@ -516,7 +504,7 @@ class LayoutSearch:
     def __init__(self, links: GroupLinks, space: GroupMemory) -> None:
         self.links, self.space = links, space
         self.least = sum(tie.least for tie in links.ties)
-        self.left = MOST_WORK
+        self.left = MOST_TIMED
         self.random = random.Random(0)
 
     def best(self) -> tuple[Devices, ...]:

@@ -16,6 +16,7 @@ import numpy as np
 from pipeplan.errors import PipeplanError
 from pipeplan.files import Cluster, PlacedStage, Profile
 from pipeplan.partition.chain.costs import FloatArray
+from pipeplan.search_constants import FEW_CONFIGURATIONS, RUN_WEIGHTINGS
 from pipeplan.sharding.bounds import RELAXED, BoolArray
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import SplitBlocks, StageModels, split_blocks
@@ -24,12 +25,6 @@ from pipeplan.sharding.operator_kinds import is_profiled
 from pipeplan.sharding.table import IntArray, Weights
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.workload.elements import Again
-
-_WEIGHTINGS = 24
-"""Weightings of memory against time at most by which runs are bounded."""
-
-_FEW = 64
-"""Up to this many configurations of a block are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +177,7 @@ class RunFrontiers:
         """Ns per byte between neighbours on the frontiers of blocks, where the best choice changes."""
         distinct = {id(memory): (memory, time) for memory, time in self.costs}.values()
         every = sorted({slope for memory, time in distinct for slope in _slopes(memory, time)})
-        return every[:: -(-len(every) // _WEIGHTINGS)] if every else []
+        return every[:: -(-len(every) // RUN_WEIGHTINGS)] if every else []
 
     def quickest(self, blocks: Sequence[str], limit: float) -> RunPoint | None:
         """The quickest strategy of blocks, a run or others, that fits into ``limit`` bytes; None where none does."""
@@ -327,7 +322,7 @@ class _Levels:
             }
             every = {node.name: kept.get(node.name, np.zeros(1, np.int64)) for node in self.graph.nodes}
             try:
-                tracked = track(self.graph.restricted(every), pruned=max(map(len, every.values())) > _FEW)
+                tracked = track(self.graph.restricted(every), pruned=max(map(len, every.values())) > FEW_CONFIGURATIONS)
             except ValueError:  # what is left cannot follow each other
                 self._known[below] = None
             else:

@@ -31,13 +31,11 @@ from pipeplan.errors import TooLargeError
 from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck
 from pipeplan.partition.chain.costs import Array, ChainCosts, Place
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from pipeplan.search_constants import MAX_DOWNSETS
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, Recompute, recompute_of
 
 Mask = NDArray[np.bool_]
-
-MAX_DOWNSETS = 3_000
-"""With more of them the pairs, each of which is a possible stage, become too many: millions."""
 
 
 def piper(

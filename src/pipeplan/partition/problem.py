@@ -33,15 +33,13 @@ from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.series_parallel import topological_order
+from pipeplan.search_constants import SHORTAGE_SECONDS
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.elements import Again, ContextExchange, Recompute
 
 AllReduce = Callable[[int, int], int]
 """(bytes of gradients, replicas) -> ns of what follows a stage's actions; not less for more bytes."""
-
-PATIENCE = 2.0
-"""Seconds by the clock that it may take to find out how much memory would do."""
 
 
 def free(size: int, replicas: int) -> int:
@@ -166,7 +164,7 @@ class PartitionProblem:
     all_reduce: AllReduce = free
     steps: bool = False
     repeats: tuple[tuple[Repeat, ...], ...] = ()
-    patience: float = PATIENCE
+    patience: float = SHORTAGE_SECONDS
     links: CountedLinks | None = None
 
     @classmethod
@@ -185,7 +183,7 @@ class PartitionProblem:
         zero: Callable[[int], Zero | None] = lambda replicas: WHOLE,
         all_reduce: AllReduce = free,
         steps: bool = False,
-        patience: float = PATIENCE,
+        patience: float = SHORTAGE_SECONDS,
         links: CountedLinks | None = None,
     ) -> PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.

@@ -36,14 +36,9 @@ from pipeplan.partition.baselines import StageTable, for_each_size, least_bottle
 from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, StageTimes, taken_ns
 from pipeplan.partition.chain.kernel import least_split
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, Way
+from pipeplan.search_constants import MOST_CHOICES, MOST_TIMES, MOST_WORKSPACES, TIMES_AT_ONCE
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, Recompute, recompute_of
-
-MOST_CHOICES = 4_096
-"""Undominated choices of some blocks that are kept; of more some are left out, and the best may be among them."""
-
-MOST_WORKSPACES = 32
-"""Largest workspaces that are looked at for a number of blocks; of more some are left out."""
 
 
 class Option(NamedTuple):
@@ -492,7 +487,7 @@ class FittingChain:
         like, times = list(dict.fromkeys(each[2:] for each in self.holdings)), self.sums.compute[0]
         last = np.searchsorted(times, times[:-1] + min(most, int(times[-1])), side="right") - 1
         counts = last - np.arange(self.num_blocks)
-        if int(counts.sum()) * len(like) > _MOST_TIMES:
+        if int(counts.sum()) * len(like) > MOST_TIMES:
             return None
         first = np.cumsum([0, *counts])
         begins = np.repeat(np.arange(self.num_blocks), counts)
@@ -501,7 +496,7 @@ class FittingChain:
         in_flight, owed, room, speeds = (np.array(column) for column in zip(*like, strict=True))
         found = np.empty((len(like), len(begins) + 1), dtype=np.int64)
         found[:, -1] = UNLIMITED
-        few = _AT_ONCE // len(like) + 1
+        few = TIMES_AT_ONCE // len(like) + 1
         for at in checked(range(0, len(begins), few), 1):
             own = begins[at : at + few], ends[at : at + few]
             beside = owed[:, None] * (self.owed_bytes[own[1]] - self.owed_bytes[own[0]]) + (limit - room)[:, None]
@@ -648,13 +643,6 @@ class FittingChain:
             best = busiest, begins, again
             costs = [cost for stage in range(self.num_stages) for cost in taken[stage]]
         return None if best is None else best[1:]
-
-
-_MOST_TIMES = 2**24
-"""Most ranges of blocks of a chain times kinds of stages, which take some hundreds of megabytes."""
-
-_AT_ONCE = 2**20
-"""Of these, worked out between two looks at the time: about a tenth of a second."""
 
 
 @dataclass(frozen=True, slots=True)

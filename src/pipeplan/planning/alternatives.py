@@ -26,15 +26,24 @@ from pipeplan.planning.candidates import (
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, Budget
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Schedule, scheduler_words
+from pipeplan.search_constants import (
+    DIFFERENT_MORE,
+    DIFFERENT_SHARE,
+    FORMS_ERROR,
+    LAYOUT_BYTES,
+    LONGEST_WHAT,
+    MOST_ALTERNATIVES,
+    MOST_KEPT_BYTES,
+    MOST_SPLITS,
+    SECONDS_PER_CUT,
+    TIED,
+)
 from pipeplan.texts import counted, shortened
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.task_graph import earliest_starts
 from pipeplan.workload.workload import Workload
-
-MOST_ALTERNATIVES = 10
-"""Plans that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +92,8 @@ class DifferentPlans(PlanStep):
     of them. Where there is no table all that strategies leave open is.
     """
 
-    share: float = 0.5
-    more: float = 0.1
+    share: float = DIFFERENT_SHARE
+    more: float = DIFFERENT_MORE
     name = "different plans"
     of = "what is left, each turn; 0.1 once there are as many"
     when = (
@@ -187,10 +196,6 @@ class EqualPlan:
     left_bytes: int | None
 
 
-_TIED = 0.01
-"""Estimates are further off than this."""
-
-
 def tied_with(search: PlanSearch, best: Trial) -> EqualPlan | None:
     """The plan with the fewest stages that estimates cannot tell from the best; the quickest, if any has fewer."""
     value, stages = best.value_ns or 0, len(best.candidate.placement.stages)
@@ -199,7 +204,7 @@ def tied_with(search: PlanSearch, best: Trial) -> EqualPlan | None:
     near = [
         trial
         for trial in search.done
-        if (trial.value_ns or 0) <= (1 + _TIED) * value and len(trial.candidate.placement.stages) < stages
+        if (trial.value_ns or 0) <= (1 + TIED) * value and len(trial.candidate.placement.stages) < stages
     ]
     if not near:
         return None
@@ -236,7 +241,7 @@ def too_few(explanation: Explanation) -> list[str]:
 
 
 def kept_alternatives(search: PlanSearch) -> tuple[AlternativeFigures, ...]:
-    """The same plans as figures for the plan's file, as many of them as ``MOST_KEPT`` bytes of JSON have room for.
+    """The same plans as figures for the plan's file, as many as ``MOST_KEPT_BYTES`` of JSON have room for.
 
     Unlike :class:`Alternative` it does not say what of the waiting is messages, which would be timed again.
     """
@@ -244,24 +249,17 @@ def kept_alternatives(search: PlanSearch) -> tuple[AlternativeFigures, ...]:
     size = 0
     for trial in _best(search):
         each = _kept(trial)
-        size += len(each.model_dump_json()) + _LAYOUT_BYTES
-        if size > MOST_KEPT:
+        size += len(each.model_dump_json()) + LAYOUT_BYTES
+        if size > MOST_KEPT_BYTES:
             break
         found.append(each)
     return tuple(found)
 
 
-MOST_KEPT = 20_000
-"""Bytes that they take in a plan's file."""
-
-_LAYOUT_BYTES = 250
-"""Of spaces and line breaks, which files have between keys."""
-
-
 def _kept(trial: Trial) -> AlternativeFigures:
     schedule, (mean, busiest) = _settled(trial), _work(trial)
     return AlternativeFigures(
-        what=shortened(_words(trial), _LONGEST_WHAT),
+        what=shortened(_words(trial), LONGEST_WHAT),
         iteration_ns=schedule.iteration_ns,
         work_ns=mean,
         uneven_ns=busiest - mean,
@@ -271,10 +269,6 @@ def _kept(trial: Trial) -> AlternativeFigures:
         peak_bytes=schedule.fullest[0],
         memory_bytes=schedule.fullest[1],
     )
-
-
-_LONGEST_WHAT = 1_000
-"""Characters of a plan in words, where stages differ much."""
 
 
 def _best(search: PlanSearch) -> list[Trial]:
@@ -316,7 +310,7 @@ def layout_words(stages: Sequence[PlacedStage], workload: Workload) -> str:
     splits = [
         (key, len(list(alike))) for key, alike in groupby((_split(each), each.replicas, each.zero) for each in stages)
     ]
-    if len(splits) > _MOST_SPLITS or len({key for key, _ in splits}) == 1:
+    if len(splits) > MOST_SPLITS or len({key for key, _ in splits}) == 1:
         splits = [(key, 1) for key in dict.fromkeys(key for key, _ in splits)]
     positions = len({stage.devices for stage in workload.stages})
     of_each = len(workload.stages) // positions
@@ -328,10 +322,6 @@ def layout_words(stages: Sequence[PlacedStage], workload: Workload) -> str:
         + f" pp {positions}"
         + (f" x {of_each}" if of_each > 1 else "")
     )
-
-
-_MOST_SPLITS = 4
-"""Stages whose splits change more often from one to the next are only said to have these, without their order."""
 
 
 def _alternative(trial: Trial) -> Alternative:
@@ -420,11 +410,7 @@ def _why(each: BoundedChoice, best_ns: int, limit: int | None) -> str:
     if unfit and not each.choice.levels:
         return f"{about}: it would hold {short}, which does not fit"
     recomputes = f"it recomputes blocks, as it would otherwise need {short}" if unfit else ""
-    if each.usual_ns < (1 + _FORMS_ERROR) * best_ns:
+    if each.usual_ns < (1 + FORMS_ERROR) * best_ns:
         tie = "a tie, as closed forms are a few percent off"
         return f"{about} by closed form, {tie}{unfit * '; '}{recomputes}"
     return f"{about}: {recomputes or 'uneven stages and its bubble'}"
-
-
-_FORMS_ERROR = 0.02
-"""By how much closed forms are mostly off, as a share."""

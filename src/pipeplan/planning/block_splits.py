@@ -26,6 +26,7 @@ from pipeplan.planning.candidates import (
 )
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
+from pipeplan.search_constants import FINALISTS, ONE_STAGE_SECONDS, ONE_STAGE_SHARE, SPLIT_SHARE
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.workload.elements import Again
 
@@ -83,8 +84,8 @@ class OneStage(CandidateStep):
     time, and at least ``seconds``; not of large requests.
     """
 
-    share: float = 0.1
-    seconds: float = 1.0
+    share: float = ONE_STAGE_SHARE
+    seconds: float = ONE_STAGE_SECONDS
     name = "one stage"
     of = "the limit"
     when = f"{CandidateStep.when}; up to 4,000 blocks x devices; the micro-batch size is open, or one is asked for"
@@ -117,8 +118,8 @@ class SplitFinalists(PlanStep):
     Of stages that have devices of their own. Tracking their frontiers may take a ``share`` of the limit.
     """
 
-    finalists: int = 3
-    share: float = 0.1
+    finalists: int = FINALISTS
+    share: float = SPLIT_SHARE
     name = "split blocks"
     of = "the limit"
     when = "the best {finalists} plans, of one stage per device; --placement auto; up to 4,000 blocks x devices"

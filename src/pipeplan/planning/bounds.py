@@ -27,6 +27,7 @@ from pipeplan.planning.candidates import shards_of, strategy_choices
 from pipeplan.planning.held_bounds import HeldBound, undominated, way_of
 from pipeplan.planning.request import SUBMODULES, Request, size_of
 from pipeplan.planning.uniform_space import Blocks, Choice
+from pipeplan.search_constants import BOUND_SECONDS
 from pipeplan.time_limit import Limit, checked, shielded
 from pipeplan.workload.elements import Again
 
@@ -70,15 +71,11 @@ def prompt_bound(request: Request, clock: Callable[[], float]) -> int:
 
     In deterministic mode it is waited for.
     """
-    moment = Limit(math.inf if request.deterministic else _MOMENT, clock=clock)
+    moment = Limit(math.inf if request.deterministic else BOUND_SECONDS, clock=clock)
     with shielded(), moment.ended():
         return request_bound(request)
     with shielded():
         return rows_bound(request)
-
-
-_MOMENT = 0.3
-"""Seconds that a search which has ended waits for its bound."""
 
 
 def open_bound(request: Request, plan: Plan) -> int | None:

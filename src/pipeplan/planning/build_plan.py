@@ -32,6 +32,7 @@ from pipeplan.planning.request import Request
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
 from pipeplan.schedule.state import Schedule
+from pipeplan.search_constants import MOST_REPEATED, MOST_WRITTEN, NAMED_SIZES
 from pipeplan.simulator.metrics import rates
 from pipeplan.simulator.spares import Spares
 from pipeplan.texts import counted
@@ -124,10 +125,6 @@ def assemble(
             ),
             provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
         )
-
-
-MOST_WRITTEN, MOST_REPEATED = 10_000, 8
-"""Beyond so many entries of programs of many devices what repeats is written once: rounds of so few micro-batches."""
 
 
 def _written(workload: Workload) -> int:
@@ -443,14 +440,10 @@ class CacheCost:
         return {"measure": "cache", **asdict(self), "max_requests": self.max_requests, "blocks": self.blocks}
 
 
-_NAMED = 4
-"""Sizes that are named, where there are more of them."""
-
-
 def _any_of(sizes: Sequence[int]) -> str:
     """``2, 4 or 8``; of many the first, and how many more there are."""
-    if len(sizes) > _NAMED + 1:
-        return f"{', '.join(map(str, sizes[:_NAMED]))} or {len(sizes) - _NAMED} other sizes"
+    if len(sizes) > NAMED_SIZES + 1:
+        return f"{', '.join(map(str, sizes[:NAMED_SIZES]))} or {len(sizes) - NAMED_SIZES} other sizes"
     *others, last = map(str, sizes)
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -24,7 +24,7 @@ from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.autopipe import autopipe, polished
 from pipeplan.partition.chain.costs import Array, Chain
-from pipeplan.partition.chain.rebalance import PER_DEVICE, balanced, even
+from pipeplan.partition.chain.rebalance import balanced, even
 from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.links import CountedLinks
@@ -32,7 +32,7 @@ from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
-from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pricing, free
+from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
 from pipeplan.partition.strategies import SEARCHED, STRATEGIES
 from pipeplan.planning.choices import EVEN
@@ -41,8 +41,33 @@ from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.search import MOST_ENTRIES
 from pipeplan.schedule.state import SearchStep
+from pipeplan.search_constants import (
+    CHECKS,
+    CHUNKS,
+    FAR,
+    FEW_LOOKED_AT,
+    LARGE,
+    MANY_KINDS,
+    MOST_ENTRIES,
+    MOST_IN_TURN,
+    NEAR,
+    PER_DEVICE,
+    PLANNERS_DOWNSETS,
+    PLANNERS_MOST,
+    QUICK_ROWS,
+    RECOMPUTED_BLOCKS,
+    RECOMPUTED_MOST,
+    RECOMPUTED_SECONDS,
+    RECOMPUTED_SHARE,
+    SHORTAGE_SECONDS,
+    STAGE_GRAPHS_ANY_SHARE,
+    STAGE_GRAPHS_CHUNKS,
+    STAGE_GRAPHS_SECONDS,
+    STAGE_GRAPHS_SHARE,
+    STAGE_GRAPHS_TOLERANCE,
+    WORTH,
+)
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
 from pipeplan.workload.elements import Again, ContextExchange, recompute_of
@@ -180,10 +205,6 @@ def sharing(request: Request, placement: Placement) -> Placement:
         for stage, zero in shared
     )
     return placement.model_copy(update={"stages": stages})
-
-
-LARGE = 4_000
-"""Requests of more blocks x devices are large: partitioners take seconds, and known schedules tenths of one."""
 
 
 def is_large(request: Request) -> bool:
@@ -452,13 +473,6 @@ def _directions(choice: Choice, uneven: bool) -> Iterator[Choice]:
         yield replace(choice, backwards=True)
 
 
-CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
-"""How many stages a device may have in turn: virtual stages of interleaved schedules."""
-
-MOST_IN_TURN = 256
-"""Of more groups of devices each has two stages in turn, unless another number is asked for, and pipelines are long."""
-
-
 def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]:
     """How many stages a position may have on each route: as asked; those of a V or W are two, or as asked."""
     if not STRATEGIES[strategy].chunked:
@@ -562,7 +576,7 @@ def _plain(request: Request) -> Iterator[Choice]:
     if has_table(request):
         able, seen, same = _by_name(request), set[Choice](), _SameRequest(request)
         open_ = open_splits(request)
-        many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
+        many = len(_blocks_of(same).each) * len(open_) > MANY_KINDS
         firsts = [(one,) for one in open_] if many else [open_]
         tables = [*((_Length.LONGEST, own) for own in firsts), (_Length.ANY, None)]
         for each in chain.from_iterable(_written_first(request, _uniform_of(same, *which)) for which in tables):
@@ -651,10 +665,6 @@ def num_actions(request: Request, choice: Choice) -> int:
     routes = 1 + STRATEGIES[choice.strategy].two_ways
     stages = _positions(request, choice) * choice.per_position * routes
     return (1 if request.profile.is_inference else 2) * stages * choice.batch.num_microbatches // routes
-
-
-_MANY_KINDS = 1_000
-"""Of more blocks that differ, times numbers of shards, the table takes a second: first come those of one number."""
 
 
 def _wide(request: Request, choice: Choice) -> list[tuple[int, ...]]:
@@ -816,30 +826,27 @@ def _likely_first(request: Request) -> Iterator[BoundedChoice]:
     """The table of a large request, which takes long to make: before it what is :func:`likely <likely_choices>`.
 
     Of that come first what is quick to look at, the best row of each strategy and schedule that should take no longer
-    than the best of all by more than ``_FAR``, as what one kind's closed form leaves out all its rows lack, and those
-    within ``_NEAR``.
+    than the best of all by more than ``FAR``, as what one kind's closed form leaves out all its rows lack, and those
+    within ``NEAR``.
     """
     likely = likely_choices(request)
     best = {(each.choice.strategy, each.choice.usual): each for each in reversed(likely)}
-    kinds = [each for each in best.values() if each.usual_ns <= _FAR * likely[0].usual_ns]
+    kinds = [each for each in best.values() if each.usual_ns <= FAR * likely[0].usual_ns]
     kinds.sort(key=lambda each: each.choice.actions_looked_at)
-    near = takewhile(lambda each: each.usual_ns <= _NEAR * likely[0].usual_ns, likely)
+    near = takewhile(lambda each: each.usual_ns <= NEAR * likely[0].usual_ns, likely)
     first = {id(each): each for each in chain(quick_ones(likely), kinds, near)}
     yield from first.values()
     seen = {each.choice for each in first.values()}
     yield from (each for each in quick_first(uniform_choices(request)) if each.choice not in seen)
 
 
-_NEAR, _FAR = 1.1, 1.25
-
-
 def quick_first(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
     """The rows, best first, but before all others the best few of those whose schedules are quick to make.
 
     Of the best rows of many devices a look takes seconds each, and what they should be shorter by is often less than
-    what closed forms are off by: first come the best :data:`_QUICK` of at most :data:`_FEW_ACTIONS` actions, then of
-    four times as many, and so on; none that should take longer than the best by more than its schedule is quicker to
-    make, :data:`_WORTH` for each four times as many actions.
+    what closed forms are off by: first come the best :data:`QUICK_ROWS` of at most :data:`FEW_LOOKED_AT` actions, then
+    of four times as many, and so on; none that should take longer than the best by more than its schedule is quicker to
+    make, :data:`WORTH` for each four times as many actions.
     """
     quick = quick_ones(rows)
     taken = set(map(id, quick))
@@ -855,21 +862,14 @@ def quick_ones(rows: Sequence[BoundedChoice]) -> list[BoundedChoice]:
         (actions, each)
         for each in checked(rows)
         if (actions := each.choice.actions_looked_at) < all_of_them
-        and each.usual_ns <= rows[0].usual_ns * _WORTH ** math.log(all_of_them / actions, 4)
+        and each.usual_ns <= rows[0].usual_ns * WORTH ** math.log(all_of_them / actions, 4)
     ]
-    most = _FEW_ACTIONS
+    most = FEW_LOOKED_AT
     while most < all_of_them:
         able = (each for actions, each in near if actions <= most)
-        taken.update((id(each), each) for each in islice(able, _QUICK))
+        taken.update((id(each), each) for each in islice(able, QUICK_ROWS))
         most *= 4
     return list(taken.values())
-
-
-_FEW_ACTIONS, _QUICK = 4_000, 3
-
-_WORTH = 1.08
-"""Of GPT-3 on 64 devices a look at the best row takes a second, and rows 9 % longer only delayed it; on 512 it takes
-six, and one 8 % longer was a good plan long before."""
 
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:
@@ -960,17 +960,12 @@ def _block_costs(same: _SameRequest, pricing: Pricing) -> list[StageCost]:
     return _blocks_of(same).costs(pricing)
 
 
-_CHECKS = 6
-"""How often stages recompute more where the schedule, looked at with true orders, does not fit after all: twice as much
-more each time, as what they hold beside what is counted may change little."""
-
-
 def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidate:
     """The chain of a choice, cut so that each stage recomputes of its blocks what it must."""
     chain, usual = fitting_chain(request, choice), choice.usual
     assert usual is not None  # it is of the table
     limits, short = [each.limit for each in chain.holdings], [0] * (1 + max(each.position for each in chain.holdings))
-    for _ in checked(range(_CHECKS), 1):
+    for _ in checked(range(CHECKS), 1):
         found = _cut_to_fit(chain, choice)
         if found is None:
             break
@@ -1241,7 +1236,7 @@ def _problem(
         context=context,
         all_reduce=lambda size, replicas: after(size, min(replicas, units) * context),  # more never go round
         steps=after.steps,
-        patience=math.inf if request.deterministic else PATIENCE,
+        patience=math.inf if request.deterministic else SHORTAGE_SECONDS,
     )
 
 
@@ -1254,11 +1249,11 @@ class StageGraphs(CandidateStep):
     tried where nothing is said; chains have strategies for that.
     """
 
-    share: float = 0.15
-    any_share: float = 0.3
-    seconds: float = 1.0
-    tolerance: float = 0.01
-    chunks: int = 2
+    share: float = STAGE_GRAPHS_SHARE
+    any_share: float = STAGE_GRAPHS_ANY_SHARE
+    seconds: float = STAGE_GRAPHS_SECONDS
+    tolerance: float = STAGE_GRAPHS_TOLERANCE
+    chunks: int = STAGE_GRAPHS_CHUNKS
     name = "stage graphs"
     of = "the limit, each; with any sizes 0.3"
 
@@ -1312,10 +1307,10 @@ class RecomputedBlocks(CandidateStep):
     beyond which they take too long.
     """
 
-    share: float = 0.2
-    seconds: float = 1.0
-    most: int = 20_000
-    blocks: int = 250
+    share: float = RECOMPUTED_SHARE
+    seconds: float = RECOMPUTED_SECONDS
+    most: int = RECOMPUTED_MOST
+    blocks: int = RECOMPUTED_BLOCKS
     name = "recomputed blocks"
     of = "the limit"
     when = (
@@ -1416,8 +1411,8 @@ class PublishedPlanners(CandidateStep):
     size. Piper's where the graph has no more than ``downsets`` sets of blocks that may come before a cut.
     """
 
-    most: int = 4_000
-    downsets: int = 500
+    most: int = PLANNERS_MOST
+    downsets: int = PLANNERS_DOWNSETS
     name = "published planners"
     when = f"{CandidateStep.when}; at most {{most}} blocks x devices"
 

@@ -21,13 +21,14 @@ from pipeplan.planning.infeasibility import most_telling
 from pipeplan.planning.planners import AUTO_PLANNER, EVERY_PLANNER, PLANNERS
 from pipeplan.planning.request import Batch, Request, follows_rules, input_notes, splits_by
 from pipeplan.planning.steps import STEPS, EvenCut, search_plan, without
-from pipeplan.planning.trials import FIRST_SECONDS, workloads
+from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC, Classic, always, as_given
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.state import Progress, SearchStep
+from pipeplan.search_constants import COMPARED_SEARCHING, COMPARED_SECONDS, FIRST_SECONDS
 from pipeplan.simulator.metrics import rates
 from pipeplan.simulator.spares import Spares
 from pipeplan.time_limit import Limit
@@ -315,12 +316,6 @@ def _laid_out(request: Request, asked: Request) -> Request:
 
 _NO_TIME = "there was not enough time; raise --time-limit"
 
-_LAST_SECONDS = 0.5
-"""For timing the classic schedules of a placement whose search was interrupted, where no others have been timed."""
-
-_SEARCHING = 0.8
-"""The part of a placement's time that the search has; the rest is for timing the classic schedules there."""
-
 
 class _RowsSoFar:
     """What the comparison knows so far, placement after placement, so that an interruption leaves it whole."""
@@ -359,11 +354,11 @@ class _RowsSoFar:
         clocked = not asked.deterministic
         limit = Limit(asked.time_limit if clocked else math.inf, whole=self.limit, clock=self.limit.clock)
         try:
-            first = replace(asked, time_limit=asked.time_limit * _SEARCHING) if clocked else asked
+            first = replace(asked, time_limit=asked.time_limit * COMPARED_SEARCHING) if clocked else asked
             found = search_plan(first, progress=self._listen(progress), within=self.limit, steps=self._steps(first))
         except InfeasibleError as error:
             self._failures.append(error)
-            seconds = limit.remaining * _SEARCHING if clocked else asked.time_limit
+            seconds = limit.remaining * COMPARED_SEARCHING if clocked else asked.time_limit
             asked = replace(asked.within(error.enough_bytes or MAX_BYTES), time_limit=seconds)
             found = search_plan(asked, within=self.limit, steps=self._steps(asked))
         self._add(asked, found, limit)
@@ -420,7 +415,7 @@ class _RowsSoFar:
         placed = replace(asked, placement=placement, batch=batch, num_devices=plan.num_devices, chunks=None, sizes=())
         candidate = PlacementCandidate(placement, batch, recompute, "compared")
         if self.limit.interrupted:
-            limit = Limit(_LAST_SECONDS if alone else 0.0)
+            limit = Limit(COMPARED_SECONDS if alone else 0.0)
         elif limit.remaining < self.limit.remaining / 2:
             limit = Limit(self.limit.remaining / 2, whole=self.limit, clock=self.limit.clock)
         if alone and not self.limit.interrupted:
@@ -476,7 +471,7 @@ class _RowsSoFar:
         reached = len({row.placement for row in self._rows})
         if not (schedules or placements) or (schedules and not timed):
             return None
-        timing = len(schedules) * self._seconds / timed / (1 - _SEARCHING) if schedules else 0.0
+        timing = len(schedules) * self._seconds / timed / (1 - COMPARED_SEARCHING) if schedules else 0.0
         return self.limit.seconds * (1 + len(placements) / reached) + timing
 
 

@@ -22,19 +22,11 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile
 from pipeplan.planning.decode_room import fits, most_requests, with_rows_of_few
 from pipeplan.planning.decoding import ServingAsked
+from pipeplan.search_constants import ALL_SIZES, GROUPS_PER_STAGE, MOST_RUN_BYTES
 from pipeplan.sharding.decode_graph import TOKEN_BYTES, DecodeRuns, StepChoice, chain_of
 from pipeplan.sharding.table import FloatArray, IntArray
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 from pipeplan.units import format_bytes
-
-ALL_SIZES = 8
-"""Up to so many devices groups have any number of them; of more, powers of two and all."""
-
-MOST_BYTES = 2 << 30
-"""Of memory for times of runs, from any block to any other: enough for some 2,800 blocks."""
-
-GROUPS_PER_STAGE = 2
-"""Groups of requests that are looked at, at most. With one for each stage all work; more hide what messages take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +199,7 @@ class DecodeSearch:
     def _require_few(self) -> None:
         """Refuse so many blocks that the times of all runs of them would take too much memory. Raises UsageError."""
         each = 8 * (4 * len(self.sizes) + 3)  # as found, as allowed by a bound, and sorted, of each size of groups
-        most, count = math.isqrt(MOST_BYTES // each) - 1, len(self.order)
+        most, count = math.isqrt(MOST_RUN_BYTES // each) - 1, len(self.order)
         if count > most:
             raise UsageError(
                 f"{self.profile.where}: {count} blocks; decode steps are cut between any two of them, whose times "

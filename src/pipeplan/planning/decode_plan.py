@@ -14,8 +14,9 @@ from pipeplan.files import Cluster, Placement, Plan, Profile
 from pipeplan.files.plan import Decode
 from pipeplan.planning.build_plan import assemble, provenance_of
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.decode_loop import STEPS, decode_schedule, enough_bytes
+from pipeplan.schedule.decode_loop import decode_schedule, enough_bytes
 from pipeplan.schedule.state import Schedule
+from pipeplan.search_constants import DECODE_STEPS
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes
 from pipeplan.workload.workload import Workload
@@ -59,7 +60,7 @@ def decode_plan(
         given,
         cache_bytes,
         decode,
-        steps=STEPS,
+        steps=DECODE_STEPS,
         prefill=prefill,
         cluster=cluster,
         memory_bytes=memory_bytes,

@@ -22,18 +22,15 @@ from pipeplan.planning.decode_choice import DecodeChoice, DecodeSearch, DecodeSt
 from pipeplan.planning.decode_plan import decode_plan
 from pipeplan.planning.decoding import DecodeAnswer, LayerVolume, SharedPoint, decoding_of
 from pipeplan.planning.request import Request
-from pipeplan.planning.trials import FIRST_SECONDS
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, Schedule
+from pipeplan.search_constants import DECODE_CHOOSING, FIRST_SECONDS
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.workload.kinds import MemoryBytes
 
 _WIDTHS = {"float64": 8, "float32": 4}
 """Bytes of a number that layers exchange, by the profile's number format; all others have 16 bits."""
-
-_CHOOSING = 0.8
-"""The part of the time in which stages are chosen; scheduling them takes a moment."""
 
 
 def search_decoding(
@@ -155,7 +152,7 @@ def _chosen(search: DecodeSearch, budget: Budget, progress: Progress | None) -> 
         looked = f"decode steps of {counted(groups, 'group')} of requests"
         progress(looked, found.token_ns, math.floor(search.bound_ns(found)), budget.elapsed)
 
-    limit = Limit(math.inf) if budget.deterministic else Limit.part_of(budget, _CHOOSING * budget.remaining)
+    limit = Limit(math.inf) if budget.deterministic else Limit.part_of(budget, DECODE_CHOOSING * budget.remaining)
     try:
         limit.wait(0.0, 3 * FIRST_SECONDS)
         with limit.enforced():

@@ -19,8 +19,8 @@ from pipeplan.files import Cluster, PlacedStage, Placement
 from pipeplan.planning.request import Request
 from pipeplan.planning.start import with_orders
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of, workloads
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK
 from pipeplan.schedule.state import Schedule
+from pipeplan.search_constants import SECONDS_PER_LOOK
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload

@@ -21,6 +21,7 @@ from pipeplan.planning.request import SUBMODULES, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.search_constants import DIVIDED_MARGIN, DIVIDED_MOST, DIVIDED_SHARE
 from pipeplan.time_limit import checkpoint
 
 
@@ -45,9 +46,9 @@ class DivideState(PlanStep):
     a ``margin``: the likeliest first, in a ``share`` of the time that is left.
     """
 
-    most: int = 12
-    margin: float = 0.02
-    share: float = 0.2
+    most: int = DIVIDED_MOST
+    margin: float = DIVIDED_MARGIN
+    share: float = DIVIDED_SHARE
     name = "divide state"
     when = (
         "in turn with the search, once all else is looked at or half the time is over; --zero is open, "

@@ -20,6 +20,7 @@ from pipeplan.planning.request import Request
 from pipeplan.schedule.list_scheduling import list_schedule, policies
 from pipeplan.schedule.search import plain_look, timed
 from pipeplan.schedule.state import Schedule
+from pipeplan.search_constants import EXCHANGES_MUCH, EXCHANGES_RUN
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import ONCE, odd_neighbour
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -30,13 +31,6 @@ What = TypeVar("What")
 
 Every = tuple[int, int]
 """For how many uses parameters are gathered, and after how many micro-batches gradients are reduced."""
-
-MUCH = 1.01
-"""Where blocks exchange inside of actions, their first gathers and last reductions are taken to hide: what exchanges by
-actions, which are timed one by one, is preferred where it is as quick but for so much."""
-
-SHORT_RUN = 3
-"""Micro-batches for each stage in the run that is timed: ramps, and as much of the steady state."""
 
 
 def exchanging_workload(request: Request, candidate: PlacementCandidate, *, split_backward: bool) -> Workload:
@@ -55,7 +49,7 @@ def exchanging_workload(request: Request, candidate: PlacementCandidate, *, spli
     if found is None:
         return inside
     blockwise = _looked_at(inside)
-    return inside if blockwise is not None and found[0] > MUCH * blockwise.iteration_ns else found[3]
+    return inside if blockwise is not None and found[0] > EXCHANGES_MUCH * blockwise.iteration_ns else found[3]
 
 
 def _by_actions(
@@ -124,7 +118,7 @@ def _timed(request: Request, candidate: PlacementCandidate, every: Every, split_
 
 def _looked_at(workload: Workload) -> Schedule | None:
     """A short run by 1F1B, or of several stages per device by a list; None where that does not fit."""
-    least = SHORT_RUN * len(workload.stages)
+    least = EXCHANGES_RUN * len(workload.stages)
     short = workload.with_microbatches(min(workload.num_microbatches, least)) if workload.is_uniform else workload
     try:
         problem = OneMicrobatch.of(short)  # which searches need to have room

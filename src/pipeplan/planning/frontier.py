@@ -39,9 +39,21 @@ from pipeplan.planning.sharding_frontier import (
     split_frontier,
     unprofiled_words,
 )
-from pipeplan.planning.too_large import ROUGH, more_ways, nothing_fits, one_share, too_large
-from pipeplan.planning.trials import FIRST_SECONDS, LATE, LATE_SHARE
+from pipeplan.planning.too_large import more_ways, nothing_fits, one_share, too_large
 from pipeplan.schedule.state import Progress, scheduler_words
+from pipeplan.search_constants import (
+    FIRST_SECONDS,
+    FRONTIER_SECONDS,
+    LATE,
+    LATE_SHARE,
+    ROUGH,
+    SETTLING_SECONDS,
+    SETTLING_SHARE,
+    TRACKED_ROUGHLY,
+    TRACKED_SECONDS,
+    TRACKED_SOON,
+    TRACKED_SOON_SHARE,
+)
 from pipeplan.sharding.baselines import ONLY
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
@@ -295,7 +307,7 @@ def frontier_request(
     }
     if splitting is None:
         asked: dict[str, Any] = {"devices": counts[-1], "placement": ALL, "mini_batch": mini_batch}
-        limit = _PLANS_SECONDS if time_limit is None else time_limit
+        limit = FRONTIER_SECONDS if time_limit is None else time_limit
         request = replace(Request.of(profile, **asked, **common, time_limit=limit), spares=spares)
     else:
         batch = Batch(1, mini_batch or (max(profile.microbatch_sizes, default=1) * counts[-1]))
@@ -337,10 +349,6 @@ def _shared_out(profile: Profile, counts: tuple[int, ...], said: Mapping[str, An
         else:
             able.append(count)
     return tuple(able)
-
-
-_PLANS_SECONDS = 60.0
-"""The time limit for whole plans where none is given: of them there is no end."""
 
 
 def _counts(
@@ -514,10 +522,10 @@ def _tracked(
         SearchTimeoutError: time was up before there was anything.
     """
     limit = Limit.part_of(within, requests[0].time_limit)
-    settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
-    soon = min(_SOON, _SOON_SHARE * limit.seconds)
+    settling = min(SETTLING_SECONDS, SETTLING_SHARE * limit.seconds)
+    soon = min(TRACKED_SOON, TRACKED_SOON_SHARE * limit.seconds)
     patience = max(0.0, -limit.left()) + max(LATE, LATE_SHARE * limit.seconds) / 2
-    limit.reserved = _ROUGHLY * limit.seconds if limit.seconds < math.inf else 0.0
+    limit.reserved = TRACKED_ROUGHLY * limit.seconds if limit.seconds < math.inf else 0.0
     rough = replace(splitting, within=max(splitting.within, ROUGH))
     found: dict[int, Splits] = {}
     nearly: dict[int, Splits] = {}
@@ -558,7 +566,7 @@ def _tracked(
                 found[each.num_devices] = split_frontier(each, splitting, seconds=settling, model=model)
         limit.reserved = 0.0
         limit.wait(0.0, FIRST_SECONDS, patience)
-        with limit.ended(), limit.finishing(_MOMENT):
+        with limit.ended(), limit.finishing(TRACKED_SECONDS):
             for each in requests if models else ():  # else what took all of the time would only begin anew
                 if unfinished(each) and not (limit.interrupted and (nearly or found)):
                     track_roughly(each)
@@ -571,19 +579,6 @@ def _tracked(
             f"no strategies on {devices} were tracked in {limit.elapsed:.1f} s; raise --time-limit, or give --plans"
         )
     return [known[each.num_devices] for each in requests if each.num_devices in known], len(found) < len(requests)
-
-
-_ROUGHLY = 0.3
-"""The part of the time in which the rest is tracked roughly."""
-
-_SOON, _SOON_SHARE = 0.5, 0.05
-"""Seconds, of work where a machine is busy, for tracking each number of devices roughly first; at most, of a limit."""
-
-_MOMENT = 0.3
-"""Seconds for that after an interruption, where there is nothing yet."""
-
-_SETTLING, _SETTLING_SHARE = 10.0, 0.2
-"""Seconds for strategies that have less workspace, so that what is proved holds for peaks; at most, of a time limit."""
 
 
 def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:

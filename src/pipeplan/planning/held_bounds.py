@@ -15,7 +15,7 @@ and for any weight z >= 0 of the second, T is at least
     (B min over w of [sum of W + z (a sum of l + v W)] + steps) / (sum s + z (sum M - state))
 
 The minimum is a dynamic programme from the last block to the first, over how long a sample has passed until then; that
-is rounded down to one of :data:`MOST_CELLS`, so that the bound holds. All ways may differ from block to block: whatever
+is rounded down to one of :data:`HELD_CELLS`, so that the bound holds. All ways may differ from block to block: whatever
 stages, replicas, micro-batch sizes and routes a plan has. Messages, and what else is held, are left out.
 """
 
@@ -29,22 +29,8 @@ import numpy as np
 
 from pipeplan.files import CostRow
 from pipeplan.partition.chain.costs import FloatArray
+from pipeplan.search_constants import HELD_CELLS, HELD_FINER, HELD_WAYS, HELD_WEIGHTS, HELD_WORK, SLACK
 from pipeplan.time_limit import checked
-
-MOST_CELLS = 2**14
-"""Times that are told apart: beyond the longest they are as long as that."""
-
-MOST_WORK = 2**25
-"""Blocks x ways x cells that a weight is looked at with; of more there are fewer cells."""
-
-MOST_WAYS = 4_000
-"""Of all blocks together: of more nothing is said, as looking would take seconds."""
-
-_WEIGHTS = (1 / 256, 1 / 64, 1 / 16, 1 / 4, 1.0, 4.0, 32.0, 512.0)
-"""Of the weight with which both sides of the second count as much as those of the first."""
-
-_FINER = 3
-_SLACK = 1 - 1e-9
 
 
 class BlockWay(NamedTuple):
@@ -75,18 +61,18 @@ class HeldBound(NamedTuple):
 
     def least_ns(self) -> int:
         """Ns that no iteration is below; 0 where memory says nothing."""
-        if self.room <= 0 or any(not own for own in self.ways) or self._count > MOST_WAYS:
+        if self.room <= 0 or any(not own for own in self.ways) or self._count > HELD_WAYS:
             return 0
         usual = self.computing / self.room
-        known = {weight: self._with(weight * usual) for weight in checked(_WEIGHTS, 1)}
-        for _ in checked(range(_FINER), 1):
+        known = {weight: self._with(weight * usual) for weight in checked(HELD_WEIGHTS, 1)}
+        for _ in checked(range(HELD_FINER), 1):
             order = sorted(known)
             best = order.index(max(known, key=lambda weight: known[weight]))
             for near in (best - 1, best):
                 if 0 <= near < len(order) - 1:
                     middle = math.sqrt(order[near] * order[near + 1])
                     known[middle] = self._with(middle * usual)
-        return math.ceil(max(known.values()) * _SLACK)
+        return math.ceil(max(known.values()) * SLACK)
 
     @property
     def _count(self) -> int:
@@ -96,7 +82,7 @@ class HeldBound(NamedTuple):
         """The bound with a weight of what is held."""
         quickest = [min(own, key=lambda way: way.work) for own in self.ways]
         longest = sum(quickest[kind].passing for kind in self.kinds)
-        cells = min(MOST_CELLS, MOST_WORK // self._count)
+        cells = min(HELD_CELLS, HELD_WORK // self._count)
         cell = longest / (cells - 1) or 1.0
         times: FloatArray = np.arange(cells, dtype=np.float64) * cell
         least: FloatArray = np.full(cells, math.inf)

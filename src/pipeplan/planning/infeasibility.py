@@ -34,9 +34,20 @@ from pipeplan.planning.candidates import (
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, SECONDS_PER_QUESTION, Budget
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import SEARCHING
 from pipeplan.schedule.state import Schedule
+from pipeplan.search_constants import (
+    SECONDS_PER_LOOK,
+    SECONDS_PER_QUESTION,
+    SHORTAGE_ABOVE,
+    SHORTAGE_KEPT,
+    SHORTAGE_LEAST_SECONDS,
+    SHORTAGE_MOST_WORKING,
+    SHORTAGE_PRECISION,
+    SHORTAGE_SCHEDULE_SECONDS,
+    SHORTAGE_WORKING,
+)
 from pipeplan.texts import counted
 from pipeplan.time_limit import TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, rounded_up
@@ -55,13 +66,13 @@ class ExplainShortage(PlanStep):
     among those that are known at once may take ``seconds_per_schedule``.
     """
 
-    seconds: float = 0.5
-    kept: float = 0.05
-    precision: float = 1.01
-    above: tuple[float, ...] = (1.0, 1.02, 1.05, 1.1, 1.2)
-    working: float = 0.02
-    most_working: float = 0.5
-    seconds_per_schedule: float = 1.0
+    seconds: float = SHORTAGE_LEAST_SECONDS
+    kept: float = SHORTAGE_KEPT
+    precision: float = SHORTAGE_PRECISION
+    above: tuple[float, ...] = SHORTAGE_ABOVE
+    working: float = SHORTAGE_WORKING
+    most_working: float = SHORTAGE_MOST_WORKING
+    seconds_per_schedule: float = SHORTAGE_SCHEDULE_SECONDS
     name = "explain what does not fit"
     when = "nothing fits into memory"
 

@@ -25,19 +25,18 @@ from pipeplan.planning.kernel_stages import By, StageKernels, may_cover
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.targeted import TimeParts
 from pipeplan.planning.trials import Trial
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK
+from pipeplan.search_constants import (
+    KERNELS_CUT,
+    KERNELS_CUTS,
+    KERNELS_LOOKED,
+    KERNELS_SECONDS,
+    KERNELS_STAGES,
+    KERNELS_WAYS,
+    SECONDS_PER_LOOK,
+)
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_ns
 from pipeplan.workload.elements import Segment
-
-CUT, LOOKED = 0.3, 0.8
-"""Parts of the time: for the plan of either cut; until when variants are looked at."""
-
-LAST_SECONDS = 0.5
-"""For the plan of the best variant, however late it is."""
-
-MOST_WAYS, FEW_STAGES, FEW_CUTS = 64, 6, 200
-"""Of so few ways to run stages all, else of so many stages each set; of so few ways to cut and run them all."""
 
 Segments = tuple[Segment, ...]
 
@@ -89,7 +88,7 @@ class _KernelSearch:
     @property
     def may_look(self) -> bool:
         """Whether there is time for another look."""
-        return not self.parts.interrupted and self.parts.left > (1 - LOOKED) * self.request.time_limit
+        return not self.parts.interrupted and self.parts.left > (1 - KERNELS_LOOKED) * self.request.time_limit
 
     def look(self, variant: _Variant) -> Trial | None:
         """Look at known schedules; None where none fits, or none can be better than what is known."""
@@ -143,7 +142,7 @@ class _KernelSearch:
             return
         places = self._places(order)
         count = math.comb(len(places), len(placement.stages) - 1) * 2 ** len(placement.stages)
-        if count <= FEW_CUTS:
+        if count <= KERNELS_CUTS:
             for cuts in combinations(places, len(placement.stages) - 1):
                 self._look_at(_cut(placement, order, cuts), batch)
             return
@@ -181,7 +180,7 @@ class _KernelSearch:
             if most is not None and trial.bound_ns >= most:
                 continue
             seconds = self.parts.left / 2 if number < len(known) - 1 else self.parts.left
-            seconds = max(seconds, LAST_SECONDS)
+            seconds = max(seconds, KERNELS_SECONDS)
             found = self.parts.search(variant.request(self.request), seconds)
             if found is not None and (most is None or found.plan.predicted.iteration_ns < most):
                 best = found
@@ -194,7 +193,7 @@ def _choices(covers: Sequence[Sequence[Segments]]) -> Iterator[Sequence[Segments
     Where there are few ways in all each stage is run by each of its covers or by eager torch; else by the cheapest of
     them or not, all sets of few stages, of more those from one end.
     """
-    if math.prod(1 + len(own) for own in covers) <= MOST_WAYS:
+    if math.prod(1 + len(own) for own in covers) <= KERNELS_WAYS:
         yield from product(*([*own, ()] for own in covers))
         return
     able = [number for number, own in enumerate(covers) if own]
@@ -204,7 +203,7 @@ def _choices(covers: Sequence[Sequence[Segments]]) -> Iterator[Sequence[Segments
 
 def _sets(able: Sequence[int]) -> Iterator[Sequence[int]]:
     """Sets of stages: all first."""
-    if len(able) <= FEW_STAGES:
+    if len(able) <= KERNELS_STAGES:
         flags = product((True, False), repeat=len(able))
         yield from ([number for number, flag in zip(able, each, strict=True) if flag] for each in flags)
         return
@@ -277,14 +276,14 @@ def search_kernels(request: Request, *, within: Limit | None = None, **how: Any)
     parts = TimeParts(request, whole, how)
     search = _KernelSearch(request, kernels, parts)
     plain = replace(request, kernels=None)
-    eager = None if asked.cover is not None else parts.search(plain, CUT * request.time_limit)
+    eager = None if asked.cover is not None else parts.search(plain, KERNELS_CUT * request.time_limit)
     bases = [] if eager is None else [eager]
     if request.joined is None and not isinstance(request.placement, Placement):
         by_covers = replace(plain, profile=kernels.covered(), stated=None)
-        found = parts.search(by_covers, CUT * request.time_limit)
+        found = parts.search(by_covers, KERNELS_CUT * request.time_limit)
         bases += [] if found is None else [found]
     elif eager is None:
-        found = parts.search(plain, CUT * request.time_limit)
+        found = parts.search(plain, KERNELS_CUT * request.time_limit)
         bases += [] if found is None else [found]
     for base in bases:
         batch = Batch(base.plan.num_microbatches, base.plan.microbatch_size)

@@ -27,6 +27,7 @@ from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.search_constants import MOVES_LONGEST, MOVES_SHARE, MOVES_SHORTEST
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import again_of, recompute_of
 from pipeplan.workload.workload import Workload
@@ -39,9 +40,9 @@ class Moves(PlanStep):
     In every turn a ``share`` of the time that is left. Blocks move from the ``longest`` devices to the ``shortest``.
     """
 
-    share: float = 0.1
-    longest: int = 2
-    shortest: int = 3
+    share: float = MOVES_SHARE
+    longest: int = MOVES_LONGEST
+    shortest: int = MOVES_SHORTEST
     name = "moves"
     of = "what is left, each turn"
     when = (

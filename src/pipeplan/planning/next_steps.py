@@ -19,16 +19,11 @@ from pipeplan.planning.candidates import PlacementCandidate, has_table, is_large
 from pipeplan.planning.divided_state import divides_by_default
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import placement_bound
+from pipeplan.search_constants import LEAST_ESTIMATED, LEAST_GAIN, REPLAYED_ACTIONS
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, named_devices
 from pipeplan.workload.workload import Workload
-
-_MOST_ACTIONS = 60_000
-"""Actions of a run with twice the micro-batches beyond which it is not replayed to see what that brings."""
-_LEAST_GAIN = 0.005
-_LEAST_ESTIMATED = 0.02
-"""What closed forms must say that something brings: they are off by about as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +91,11 @@ def _more_time(request: Request, result: Result, simulation: Simulation) -> Iter
 
     So it only says where to look first: what is left goes before what is known to bring less than half of its gap.
     """
-    if not result.timed_out or result.gap < _LEAST_GAIN:
+    if not result.timed_out or result.gap < LEAST_GAIN:
         return
     if result.not_tried:
         brings, weight = result.not_tried, max(result.placement_gap, result.gap / (1 + result.gap)) / 2
-    elif result.placement_gap >= _LEAST_GAIN:
+    elif result.placement_gap >= LEAST_GAIN:
         brings, weight = (
             f"at most the {result.placement_gap:.1%} to the bound on this placement",
             result.placement_gap / 2,
@@ -124,7 +119,7 @@ def _other_schedules(request: Request, result: Result, simulation: Simulation) -
     with suppress(PipeplanError):
         bound = placement_bound(opened, PlacementCandidate(stages, batch, bool(request.recompute), "these stages"))
         gain = 1 - bound / plan.predicted.iteration_ns
-        if gain >= _LEAST_GAIN:
+        if gain >= LEAST_GAIN:
             without = "" if request.rules is None else "in place of --rules, "
             yield NextStep("--scheduler auto", f"{without}at most {gain:.1%} shorter iterations on these stages", gain)
 
@@ -133,12 +128,12 @@ def _more_microbatches(request: Request, result: Result, simulation: Simulation)
     workload = simulation.workload
     actions = 2 * sum(len(slots) for slots in workload.slots)
     outright = request.rules is not None and request.rules.order
-    if simulation.repetend is None or actions > _MOST_ACTIONS or outright:
+    if simulation.repetend is None or actions > REPLAYED_ACTIONS or outright:
         return
     unroll, count = simulation.repetend.unroll, workload.num_microbatches
     twice = simulate(result.plan, count + max(1, round(count / unroll)) * unroll)
     now, then = (each.throughput.samples_per_second for each in (simulation, twice))
-    if now and then and then / now - 1 >= _LEAST_GAIN:
+    if now and then and then / now - 1 >= LEAST_GAIN:
         brings = f"{then / now - 1:.1%} more samples/s, idle {simulation.idle.total:.1%} -> {twice.idle.total:.1%}"
         more = 2 * count  # a number that people choose; what is replayed is the one next to it with whole repetends
         about = "" if more == twice.workload.num_microbatches else "about "
@@ -195,7 +190,7 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
         if before > after:
             brings = f"the fullest device keeps {format_bytes(after)} instead of {format_bytes(before)} of state"
             gain = (_after_ns(workload) - _after_ns(divided)) / simulation.iteration_ns
-            if gain >= _LEAST_GAIN:
+            if gain >= LEAST_GAIN:
                 brings = f"about {gain:.1%} shorter iterations, and {brings}"
             yield NextStep("--zero auto", brings, max(0.0, gain))
 
@@ -230,7 +225,7 @@ def _more_sharing(request: Request, result: Result, simulation: Simulation) -> I
         opened = replace(request, zero=AUTO, positions=1)
         about = min((each.usual_ns for level in opened.levels for each in uniform_choices(level)[:1]), default=math.inf)
         gain = 1 - about / result.plan.predicted.iteration_ns
-        if gain >= _LEAST_ESTIMATED:
+        if gain >= LEAST_ESTIMATED:
             brings = f"up to about {gain:.1%} shorter iterations; ZeRO 2 and 3 (FSDP) are tried as well"
             yield NextStep("--zero auto", brings, gain)
 

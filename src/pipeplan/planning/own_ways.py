@@ -46,6 +46,14 @@ from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.planning.uniform_space import Blocks, Choice, KeptBytes
 from pipeplan.planning.usual import USUAL
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.search_constants import (
+    OWN_WAYS_CUTS,
+    OWN_WAYS_GAIN,
+    OWN_WAYS_LESS,
+    OWN_WAYS_MOST,
+    OWN_WAYS_SHARE,
+    OWN_WAYS_TRIES,
+)
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import Again, recompute_of
 
@@ -58,11 +66,11 @@ class OwnWays(PlanStep):
     do not fit, again with so much ``less`` memory, ``tries`` times in all.
     """
 
-    share: float = 0.1
-    most: int = 6
-    gain: float = 0.002
-    less: float = 0.94
-    tries: int = 3
+    share: float = OWN_WAYS_SHARE
+    most: int = OWN_WAYS_MOST
+    gain: float = OWN_WAYS_GAIN
+    less: float = OWN_WAYS_LESS
+    tries: int = OWN_WAYS_TRIES
     name = "own ways"
     of = "what is left, each turn"
     when = (
@@ -191,9 +199,6 @@ class _WayCosts:
     workspace: FloatArray
 
 
-_MOST_CUTS = 12
-
-
 class _Assigned(NamedTuple):
     """Where stages end, and the number of each stage's way."""
 
@@ -242,7 +247,7 @@ class _WaysOfStages:
     def levelled(self) -> Iterator[_Assigned]:
         """Ways and cuts in turn: the ways that are quickest for a cut, then that which is levelled for these."""
         ends, seen = self.ends, set[tuple[int, ...]]()
-        while ends not in seen and len(seen) < _MOST_CUTS:
+        while ends not in seen and len(seen) < OWN_WAYS_CUTS:
             checkpoint()
             seen.add(ends)
             ways = self._quickest(ends)

@@ -31,6 +31,14 @@ from pipeplan.planning.candidates import (
     uniform_layouts,
 )
 from pipeplan.planning.request import Batch, Request
+from pipeplan.search_constants import (
+    LIMIT_COARSE,
+    LIMIT_GRAPHS,
+    LIMIT_PASSED,
+    LIMIT_SCHEDULED,
+    LIMIT_STEP,
+    STAGE_WAYS_MOST,
+)
 from pipeplan.workload.elements import Again
 
 
@@ -45,11 +53,11 @@ class _UnderLimits:
     stage graph may take its part of the time, were ``graphs`` to share it.
     """
 
-    step: float = 0.92
-    coarse: float = 0.92**4
-    scheduled: int = 3
-    passed: int = 9
-    graphs: int = 20
+    step: float = LIMIT_STEP
+    coarse: float = LIMIT_COARSE
+    scheduled: int = LIMIT_SCHEDULED
+    passed: int = LIMIT_PASSED
+    graphs: int = LIMIT_GRAPHS
 
 
 HOW = _UnderLimits()
@@ -167,7 +175,7 @@ class StageWays(CandidateStep):
     the programme takes longer than all else.
     """
 
-    most: int = 3
+    most: int = STAGE_WAYS_MOST
     name = "stage ways"
     when = f"{CandidateStep.when}; up to 4,000 blocks x devices"
 

@@ -40,10 +40,25 @@ from pipeplan.planning.partition_trials import (
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, least_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS, num_left, plan_of, run_search, search_of
-from pipeplan.planning.trials import FIRST_SECONDS, PlanSearch, Trial, on_cluster
+from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.workers import CandidateWorkers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress
+from pipeplan.search_constants import (
+    FIRST_SECONDS,
+    FRONTIER_CHAINS,
+    FRONTIER_COUNTING,
+    FRONTIER_EXPLAINING,
+    FRONTIER_FIRST,
+    FRONTIER_MOST_COUNTING,
+    FRONTIER_ONE_STAGE,
+    FRONTIER_ROUGH,
+    FRONTIER_ROUGHLY,
+    FRONTIER_SEARCHING,
+    FRONTIER_SPLIT,
+    FRONTIER_TRYING,
+    MOST_TIMES_DEVICES,
+)
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
@@ -65,17 +80,17 @@ class _Constants:
     ``trying``; counting what was not tried gets ``counting``, but no more than ``most_counting`` seconds.
     """
 
-    searching: float = 0.6
-    first: float = 0.65
-    one_stage: float = 0.7
-    rough: float = 0.01
-    roughly: float = 0.75
-    chains: float = 0.8
-    split: float = 0.9
-    explaining: float = 0.5
-    trying: float = 1.0
-    counting: float = 0.05
-    most_counting: float = 2.0
+    searching: float = FRONTIER_SEARCHING
+    first: float = FRONTIER_FIRST
+    one_stage: float = FRONTIER_ONE_STAGE
+    rough: float = FRONTIER_ROUGH
+    roughly: float = FRONTIER_ROUGHLY
+    chains: float = FRONTIER_CHAINS
+    split: float = FRONTIER_SPLIT
+    explaining: float = FRONTIER_EXPLAINING
+    trying: float = FRONTIER_TRYING
+    counting: float = FRONTIER_COUNTING
+    most_counting: float = FRONTIER_MOST_COUNTING
 
 
 _HOW = _Constants()
@@ -297,14 +312,10 @@ def _doubled(request: Request) -> Iterator[tuple[str, Request]]:
     """More and more devices for the same samples, as many as the cluster has."""
     most = math.inf if request.cluster is None else request.cluster.num_devices
     count = request.num_devices
-    while count < most and count < _MOST_TIMES * request.num_devices:
+    while count < most and count < MOST_TIMES_DEVICES * request.num_devices:
         count = int(min(2 * count, most))
         asked = replace(request, num_devices=count, device_counts=(count,))
         yield f"give --devices {count} --mini-batch {request.batch.mini_batch}", asked
-
-
-_MOST_TIMES = 16
-"""Where nothing fits, up to this many times as many devices are tried."""
 
 
 @dataclass(slots=True)

@@ -28,7 +28,6 @@ from pipeplan.costs.uniform.shares import faster_than_reached
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
 from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, read_placement
-from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
@@ -47,6 +46,7 @@ from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
+from pipeplan.search_constants import NOISY, PER_DEVICE
 from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
 from pipeplan.workload.elements import MAX_DEVICES, Again, ContextExchange
@@ -1062,12 +1062,8 @@ def input_notes(request: Request) -> Iterator[str]:
         shown = shlex.join(["pipeplan", "profile", "--show", profile.where])
         where = shown if os.path.isfile(profile.where) else "pipeplan.inspect(profile)"
         spread = mean_spread(profile)
-        noisy = f", and times that vary by {spread:.0%} on average, and so do predictions" if spread > _NOISY else ""
+        noisy = f", and times that vary by {spread:.0%} on average, and so do predictions" if spread > NOISY else ""
         yield f"the profile has {counted(len(found), 'warning')}{noisy}: {where}"
-
-
-_NOISY = 0.2
-"""Mean spread of a profile's times from which on predictions are said to be no better."""
 
 
 def _one_of_each(request: Request) -> str | None:

@@ -22,11 +22,9 @@ from pipeplan.planning.candidates import cut_so, open_splits
 from pipeplan.planning.decoding import DecodeCost, Decoding, decoding_of
 from pipeplan.planning.request import Request
 from pipeplan.planning.uniform_space import Blocks, Choice
+from pipeplan.search_constants import SERVING_STEPS
 from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes
-
-_MOST = 2_000_000
-"""Steps in which stages are evened out that need not be the busiest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +270,7 @@ class _ServedChain:
     def _evened(self, most_ns: int, tokens: int) -> tuple[int, ...] | None:
         """Of the cuts with this bottleneck the one whose stages are most alike; None where that takes too long."""
         ranks, blocks = len(self.speeds), len(self.costs)
-        if ranks * blocks * min(blocks, 2 + 2 * blocks // ranks) > _MOST:
+        if ranks * blocks * min(blocks, 2 + 2 * blocks // ranks) > SERVING_STEPS:
             return None
         best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
         for rank in range(ranks):

@@ -22,6 +22,7 @@ from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile
 from pipeplan.planning.build_plan import assemble, provenance_of
 from pipeplan.planning.choices import choices_of_splits
 from pipeplan.planning.request import Request, Splitting
+from pipeplan.search_constants import WORKSPACE_LEVELS
 from pipeplan.sharding.baselines import IMPOSSIBLE, ONLY, fastest_strategy
 from pipeplan.sharding.cost_model import CostModel, CostOptions, Unprofiled, cost_model, unpriced_model
 from pipeplan.sharding.details import split_blocks
@@ -202,7 +203,7 @@ def split_frontier(
     """
     begun = time.monotonic()
     model = model or costs_of_splits(request, splitting)
-    least = _LEVELS if splitting.whole_blocks and not splitting.within else 0
+    least = WORKSPACE_LEVELS if splitting.whole_blocks and not splitting.within else 0
     rounds = _Rounds(splitting.within, seconds, least, as_far)
     if splitting.only is not None:
         tracked, points, settled = _only(splitting.only, model, rounds)
@@ -246,10 +247,6 @@ def _with_its_workspace(model: CostModel, strategy: Strategy) -> SplitPoint:
     ways = model.configurations
     workspace = max(ways[name][index].workspace_bytes for name, index in strategy.configurations.items())
     return SplitPoint(strategy, strategy.memory_bytes + workspace, workspace)
-
-
-_LEVELS = 8
-"""Frontiers of less and less workspace that are tracked in any case; those of whole blocks take a second each."""
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from pipeplan.planning.build_plan import Result
 from pipeplan.planning.comparison import Comparison
 from pipeplan.planning.frontier import FrontierResult
 from pipeplan.planning.request import Request
+from pipeplan.search_constants import SPARES_RESERVED
 from pipeplan.simulator.failures import SECONDS_PER_DEVICE, are_simulated, failures
 from pipeplan.simulator.spares import Spares
 from pipeplan.time_limit import Limit
@@ -27,11 +28,7 @@ def _reserved(request: Request) -> float:
     """Seconds for what a plan takes where spare nodes take over; none where that is known, or would take too long."""
     assert request.cluster is not None
     seconds = SECONDS_PER_DEVICE * request.cluster.num_devices
-    return seconds if are_simulated(request.cluster) and seconds <= _MOST_RESERVED * request.time_limit else 0.0
-
-
-_MOST_RESERVED = 0.25
-"""Part of the time."""
+    return seconds if are_simulated(request.cluster) and seconds <= SPARES_RESERVED * request.time_limit else 0.0
 
 
 def for_both(

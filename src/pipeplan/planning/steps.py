@@ -39,7 +39,6 @@ from pipeplan.planning.alternatives import DifferentPlans, explained, kept_alter
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, said_of_choices
 from pipeplan.planning.candidates import (
-    LARGE,
     UNDIVIDED,
     PlacementCandidate,
     Proposal,
@@ -69,7 +68,6 @@ from pipeplan.planning.request import SUBMODULES, Request, first_layers_open
 from pipeplan.planning.restrictions import layers_in
 from pipeplan.planning.start import StartPlan, gain_said, require_start, with_orders
 from pipeplan.planning.trials import (
-    ENDING,
     BackwardWays,
     MadePlan,
     PlanSearch,
@@ -85,10 +83,37 @@ from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.usual import USUAL
 from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, CandidateWorkers, workers_of
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_RETIMING, Budget
-from pipeplan.schedule.search import MOST_ENTRIES, PLAIN, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.search import PLAIN, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
+from pipeplan.search_constants import (
+    CHAINS_BETWEEN,
+    CHAINS_FIRST,
+    COUNTING_SECONDS,
+    EASING_BEYOND,
+    ENDING,
+    EVEN_CUT_HURRY,
+    EVEN_CUT_MOST,
+    EVEN_CUT_SECONDS,
+    EVEN_CUT_SHARE,
+    EVEN_CUT_WORKING,
+    FEW_ENTRIES,
+    FINALISTS,
+    GIVING_UP,
+    LARGE,
+    LARGER_GROUPS_MORE,
+    LARGER_GROUPS_SHARE,
+    LAST_PLAN_SECONDS,
+    LOOK_LEAST,
+    LOOK_SHARE,
+    MAKING_SHARE,
+    MAX_WRITTEN,
+    MOST_ENTRIES,
+    SEARCHED_ROUNDS,
+    SECONDS_PER_RETIMING,
+    SLICED_FEW,
+)
 from pipeplan.time_limit import Limit, Telling, TimeUpError, checked, checkpoint, shielded, time_is_up
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
@@ -96,7 +121,6 @@ from pipeplan.workload.elements import Recompute, Stage, recompute_of
 from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.slices import without_parts
-from pipeplan.workload.steady_state.loop import MAX_WRITTEN
 from pipeplan.workload.workload import Workload
 
 
@@ -107,8 +131,8 @@ class EaseRecomputation(PlanStep):
     Where nothing is left of a time that counts work, it may take a part ``beyond`` of the limit all the same.
     """
 
-    finalists: int = 3
-    beyond: float = 0.1
+    finalists: int = FINALISTS
+    beyond: float = EASING_BEYOND
     name = "ease recomputation"
     when = "the best {finalists} plans; recomputation is open; orders still fit"
 
@@ -183,7 +207,7 @@ class EaseFirstLayers(PlanStep):
     Cuts choose how many by what a usual schedule holds, which true orders may not.
     """
 
-    finalists: int = 3
+    finalists: int = FINALISTS
     name = "ease first layers"
     when = "the best {finalists} plans; --for megatron; recomputation is open; first layers recompute"
 
@@ -250,7 +274,7 @@ class EaseSharding(PlanStep):
     3 exchange with each micro-batch is all the less, the less they divide, and the nearer the replicas of a group are.
     """
 
-    finalists: int = 3
+    finalists: int = FINALISTS
     name = "ease sharding"
     when = "the best {finalists} plans; --zero auto; one route"
 
@@ -331,7 +355,7 @@ class ExchangeByActions(PlanStep):
     Of small requests each candidate is tried so from the beginning (:mod:`.exchanging`).
     """
 
-    finalists: int = 3
+    finalists: int = FINALISTS
     name = "exchanges by actions"
     when = f"more than {LARGE} blocks x devices; the best {{finalists}} plans whose replicas divide gradients"
 
@@ -393,7 +417,7 @@ class LateInputs(PlanStep):
     that. Bounds are then of both.
     """
 
-    finalists: int = 3
+    finalists: int = FINALISTS
     name = "late inputs"
     when = "--late-inputs auto; the best {finalists} plans, of stages that are a graph"
 
@@ -444,8 +468,8 @@ class SliceForwards(PlanStep):
     Those take but some tenths of a second, so they are tried at once.
     """
 
-    finalists: int = 3
-    few: int = 30_000
+    finalists: int = FINALISTS
+    few: int = SLICED_FEW
     name = "slice forwards"
     when = "the best {finalists} plans, and candidates of at most {few} actions x stages; one stage per device"
 
@@ -605,11 +629,11 @@ class EvenCut(PlanStep):
     request where rules are given, or a repetend is asked for.
     """
 
-    seconds: float = 2.0
-    share: float = 0.2
-    working: float = 3.0
-    most: float = 0.8
-    hurry: float = 1.0
+    seconds: float = EVEN_CUT_SECONDS
+    share: float = EVEN_CUT_SHARE
+    working: float = EVEN_CUT_WORKING
+    most: float = EVEN_CUT_MOST
+    hurry: float = EVEN_CUT_HURRY
     name = "even cut"
     when = (
         "first, once; any strategy, with --scheduler auto or a named schedule, and for more than "
@@ -776,10 +800,10 @@ class LookAtCandidates(PlanStep):
     tried without that at once (:class:`KeepAll`).
     """
 
-    share: float = 0.5
-    least: float = 0.1
-    chains_between: int = 8
-    chains_first: int = 48
+    share: float = LOOK_SHARE
+    least: float = LOOK_LEAST
+    chains_between: int = CHAINS_BETWEEN
+    chains_first: int = CHAINS_FIRST
     name = "look at candidates"
     when = "always, in turn with the search; once there is a plan, only while more than {least} of the limit is left"
     of = "what is left"
@@ -819,7 +843,7 @@ class LookAtCandidates(PlanStep):
         search.trials.append(trial)
         search.looked_at += 1
         given = isinstance(request.placement, Placement)
-        few = max(sum(map(len, way.slots)) for way in trial.ways) <= _FEW
+        few = max(sum(map(len, way.slots)) for way in trial.ways) <= FEW_ENTRIES
         if given and not few:
             self._look_plainly(search, trial)
         if _is_named(request) and (few or is_large(request)) and not given and not trial.worse(best):
@@ -866,8 +890,8 @@ class LargerGroups(PlanStep):
     entries each time.
     """
 
-    share: float = 0.2
-    more: int = 4
+    share: float = LARGER_GROUPS_SHARE
+    more: int = LARGER_GROUPS_MORE
     name = "larger groups"
     when = "in turn with the search; the best plan is an even cut that runs group by group"
     of = "what is left, each"
@@ -897,7 +921,7 @@ class SearchCandidates(PlanStep):
     As long as there may be more candidates, only the first round.
     """
 
-    rounds: tuple[tuple[int, float], ...] = ((8, 0.4), (3, 0.5), (1, 1.0))
+    rounds: tuple[tuple[int, float], ...] = SEARCHED_ROUNDS
     name = "search candidates"
     when = "always, in turn with the looking; those that may become the best"
     needed = True
@@ -1145,7 +1169,7 @@ def _looking_ahead(search: PlanSearch, workers: CandidateWorkers | None) -> Iter
 def num_left(search: PlanSearch) -> int:
     """How many candidates there was no time for, as far as that is known without making them, which takes long."""
     found, all_seen = 0, False
-    with Limit(math.inf if search.budget.deterministic else _COUNTING, clock=search.budget.clock).ended():
+    with Limit(math.inf if search.budget.deterministic else COUNTING_SECONDS, clock=search.budget.clock).ended():
         for propose in checked(search.open):
             found += not search.refutes(propose)
         all_seen = True
@@ -1157,14 +1181,6 @@ def _sizes_left(search: PlanSearch) -> tuple[int, ...]:
     request = search.request
     possible = [size for size in request.sizes if request.batch.mini_batch % size == 0]
     return tuple(size for size in possible if size not in search.sizes)
-
-
-_COUNTING = 0.05
-"""Seconds in which what is left is counted."""
-
-_GIVING_UP = 0.05
-"""Giving up a plan that is half made takes so much of the time that it was being made: its parts go one by one, which
-was 3 % of it for a million and a half entries."""
 
 
 def _nothing(search: PlanSearch) -> BaseException:
@@ -1212,8 +1228,8 @@ def _secure(search: PlanSearch) -> None:
     else:
         expected = made.seconds * size / _entries(made.schedule)
         larger = size > 2 * _entries(made.schedule)
-        cheap = search.making_seconds + expected <= _MAKING * search.budget.elapsed
-        if larger or (_improves(best, made) and expected > _MOMENT / 2 and cheap):
+        cheap = search.making_seconds + expected <= MAKING_SHARE * search.budget.elapsed
+        if larger or (_improves(best, made) and expected > LAST_PLAN_SECONDS / 2 and cheap):
             made = _made_late(search, best)
     search.budget.wait_no_longer()
     expected = made.seconds * size / _entries(made.schedule)
@@ -1232,22 +1248,9 @@ def _improves(trial: Trial, made: MadePlan) -> bool:
     return trial.value_ns is not None and trial.value_ns < made.plan.predicted.iteration_ns
 
 
-_FEW = 4_000
-"""Of up to so many actions and messages in programs, and blocks, a first plan takes so little that it is made whatever
-the time, and whatever is heard."""
-
-
 def _takes_little(search: PlanSearch, schedule: Schedule | None) -> bool:
     """Whether there is a schedule, of whose plan there is so little."""
-    return schedule is not None and _entries(schedule) + len(search.request.profile.blocks) <= _FEW
-
-
-_MOMENT = 0.4
-"""Seconds in which a plan is made after an interruption; else it is the one that was made before, if there is one. What
-is begun ends before, and what is known is written after: of plans that took longer half a second became 0.55."""
-
-_MAKING = 0.1
-"""The part of the time that making plans on the way may take, beside the first and those of many more actions."""
+    return schedule is not None and _entries(schedule) + len(search.request.profile.blocks) <= FEW_ENTRIES
 
 
 def _made(search: PlanSearch, trial: Trial) -> MadePlan:
@@ -1267,7 +1270,7 @@ def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
     """The same, for which the search may be late: what ends in the middle is lost."""
     budget = search.budget
     budget.reserved = 0.0
-    budget.patience = max(0.0, search.lateness - ENDING - _GIVING_UP * (max(0.0, budget.left()) + search.lateness))
+    budget.patience = max(0.0, search.lateness - ENDING - GIVING_UP * (max(0.0, budget.left()) + search.lateness))
     try:
         return _made(search, trial)
     finally:
@@ -1281,7 +1284,7 @@ def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
         TimeUpError: there was not, and there is not going to be.
     """
     assert trial.best is not None
-    with shielded() if _takes_little(search, trial.best) else search.budget.finishing(_MOMENT):
+    with shielded() if _takes_little(search, trial.best) else search.budget.finishing(LAST_PLAN_SECONDS):
         try:
             return _made(search, trial)
         except TimeUpError:
@@ -1312,7 +1315,7 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
                 "--time-limit"
             ) from None
     try:
-        with budget.finishing(_MOMENT):
+        with budget.finishing(LAST_PLAN_SECONDS):
             return _made_late(search, best)
     except (KeyboardInterrupt, TimeUpError):
         known, value = before.plan.predicted.iteration_ns, best.value_ns or 0

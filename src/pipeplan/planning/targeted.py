@@ -24,14 +24,17 @@ from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.serving import Served, request_of, served, serving_of
 from pipeplan.planning.start import busiest_ns, gain_said
 from pipeplan.planning.steps import STEPS, search_plan
-from pipeplan.planning.trials import FIRST_SECONDS
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, SearchStep, scheduler_words
+from pipeplan.search_constants import (
+    FEW_WRITTEN_FOR_TARGETS,
+    FIRST_SECONDS,
+    MOST_WRITTEN_FOR_TARGETS,
+    TARGET_FREE,
+    TARGET_LEAST,
+)
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_ns
-
-FREE = 0.3
-"""The part of the time in which plans without the target's limits are searched."""
 
 
 @dataclass(slots=True)
@@ -113,12 +116,12 @@ def search_target(
     variants = [*_variants(request)]
     weights = [_weight(asked) for asked in variants]
     for number, asked in enumerate(variants):
-        seconds = max(0.0, parts.left - FREE * request.time_limit) * weights[number] / sum(weights[number:])
+        seconds = max(0.0, parts.left - TARGET_FREE * request.time_limit) * weights[number] / sum(weights[number:])
         found = parts.search(asked, seconds, explain=explain)
         parts.results += [] if found is None else [found]
     failures, parts.failures = parts.failures, []
     without = None
-    if parts.left > 0.05 * request.time_limit:
+    if parts.left > TARGET_LEAST * request.time_limit:
         without = parts.search(free, parts.left, progress=None)
     if not parts.results:
         if parts.interrupted:
@@ -247,19 +250,15 @@ def _served(request: Request, parts: TimeParts, explain: bool) -> Result:
     return _merged(request, replace(found, cost=_cost_of(request, cut, parts), notes=tuple(notes)), parts, ())
 
 
-_MOST_ENTRIES, _FEW_ENTRIES = 50_000, 10_000
-"""Forwards and messages of one pipeline that are written, some 40 microseconds each; and where there are more."""
-
-
 def _written(request: Request) -> Batch:
     """As many micro-batches as a plan of forwards alone has, in which a round repeats only once the pipeline is full.
 
     On each device a micro-batch has a forward, and a message before and after it.
     """
     batch, each = request.batch, 3 * request.num_devices
-    if not request.profile.is_inference or each * batch.num_microbatches <= _MOST_ENTRIES:
+    if not request.profile.is_inference or each * batch.num_microbatches <= MOST_WRITTEN_FOR_TARGETS:
         return batch
-    return replace(batch, num_microbatches=max(1, _FEW_ENTRIES // each))
+    return replace(batch, num_microbatches=max(1, FEW_WRITTEN_FOR_TARGETS // each))
 
 
 def _cut(request: Request, parts: TimeParts) -> Served:

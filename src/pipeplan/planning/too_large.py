@@ -13,27 +13,17 @@ from pipeplan.files import Profile
 from pipeplan.planning.plan_frontier import changes_that_do, halved, some_plan
 from pipeplan.planning.request import Request, Splitting
 from pipeplan.planning.sharding_frontier import least_of_splits, split_frontier
+from pipeplan.search_constants import (
+    ROUGH,
+    TOO_LARGE_BOUNDING,
+    TOO_LARGE_DEVICES,
+    TOO_LARGE_LEAST_SECONDS,
+    TOO_LARGE_PLAN_SECONDS,
+    TOO_LARGE_SECONDS,
+)
 from pipeplan.sharding.least_memory import LeastMemory
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_bytes, named_devices, rounded_up
-
-ROUGH = 0.01
-"""Within this a frontier is tracked in seconds where the exact one would take minutes."""
-
-_EXPLAINING = 5.0
-"""Seconds to look for changes that would do where nothing fits."""
-
-_SHORTEST = 0.5
-"""Seconds for that where the time limit is over."""
-
-_PLANS = 3.0
-"""Seconds of these at most to find a plan that would do."""
-
-_BOUNDING = 0.2
-"""The part of a time limit in which it is found out on each number of devices whether anything can fit."""
-
-_SOON = 8
-"""Up to this many devices costs of all strategies are soon worked out, and say how much exactly is too little."""
 
 
 def too_large(request: Request, splitting: Splitting, within: Limit | None) -> LeastMemory | None:
@@ -42,10 +32,10 @@ def too_large(request: Request, splitting: Splitting, within: Limit | None) -> L
     It is asked where working out their costs would take long. Of thousands of kinds of blocks it would, too: after a
     part of the time it is not known.
     """
-    if request.least_memory is None or request.num_devices <= _SOON:
+    if request.least_memory is None or request.num_devices <= TOO_LARGE_DEVICES:
         return None
     found = None
-    with nullcontext() if within is None else Limit.part_of(within, _BOUNDING * within.seconds).ended():
+    with nullcontext() if within is None else Limit.part_of(within, TOO_LARGE_BOUNDING * within.seconds).ended():
         found = least_of_splits(request, splitting)
     return found if found is not None and found.num_bytes > request.least_memory else None
 
@@ -67,7 +57,9 @@ def nothing_fits(
     needs = ", ".join(f"{format_bytes(least[count])} on {named_devices(count)}" for count in sorted(least))
     enough = rounded_up(min(found.values())) if found else None
     missing = (enough or min(least.values())) - limit
-    time = Limit(_EXPLAINING if within is None else min(_EXPLAINING, max(_SHORTEST, within.left())))
+    time = Limit(
+        TOO_LARGE_SECONDS if within is None else min(TOO_LARGE_SECONDS, max(TOO_LARGE_LEAST_SECONDS, within.left()))
+    )
     with time.hearing_interrupts():
         ways = list(_ways(request, splitting, plans, time))
     if enough is not None:
@@ -96,7 +88,7 @@ def _ways(request: Request, splitting: Splitting, plans: Request, time: Limit) -
         rough = replace(splitting, within=max(splitting.within, ROUGH))
         return split_frontier(asked, rough).points[0].memory_bytes <= limit
 
-    searching = Limit.part_of(time, _PLANS)
+    searching = Limit.part_of(time, TOO_LARGE_PLAN_SECONDS)
     plan = some_plan(plans, searching)
     yield from changes_that_do(request, fits, time)
     if plan is not None:

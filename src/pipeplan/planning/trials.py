@@ -36,13 +36,25 @@ from pipeplan.planning.exchanging import exchanging_workload
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
 from pipeplan.planning.workers import Ahead, Given, LostError
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_CUT, SECONDS_PER_LOOK, Budget
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
-from pipeplan.schedule.search import MOST_ENTRIES, PLAIN, SEARCHING, FirstLook, first_look, plain_look, search_schedule
+from pipeplan.schedule.search import PLAIN, SEARCHING, FirstLook, first_look, plain_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named, noted
 from pipeplan.schedule.steps import STEPS, RepetendSearch
+from pipeplan.search_constants import (
+    BACKWARD_WAYS_SHARE,
+    ENDING,
+    FEW_ACTIONS,
+    FIRST_SECONDS,
+    LATE,
+    LATE_SHARE,
+    MOST_ENTRIES,
+    REPETEND_SHARE_KEPT,
+    SECONDS_PER_CUT,
+    SECONDS_PER_LOOK,
+)
 from pipeplan.time_limit import shielded
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import weak_iteration_bound
@@ -141,7 +153,7 @@ def _summed_bytes(stage: Stage, workload: Workload) -> int:
 class BackwardWays(SearchStep):
     """Each way of running backward gets a short look, then the better one the rest of the candidate's time."""
 
-    share: float = 0.15
+    share: float = BACKWARD_WAYS_SHARE
     name = "both ways of backward"
     when = "--split-backward is open, and the profile has costs for both"
     of = "the candidate's time, each"
@@ -296,7 +308,10 @@ class Trial:
         As it is proved, little but the search for a repetend applies: it may take half of the time.
         """
         assert self.best is not None
-        longer = [replace(step, share=0.5) if isinstance(step, RepetendSearch) else step for step in self.steps]
+        longer = [
+            replace(step, share=REPETEND_SHARE_KEPT) if isinstance(step, RepetendSearch) else step
+            for step in self.steps
+        ]
         workload = self.best.workload
         self.offer(self._searched(request, workload, budget, budget.remaining, self.best, None, longer))
 
@@ -427,19 +442,6 @@ class _Coming:
 
     def __call__(self) -> CandidateOrError | None:
         return self.given.item.propose()
-
-
-FEW_ACTIONS = 10_000
-"""Of so many actions all known schedules are a matter of seconds."""
-
-FIRST_SECONDS = 1.0
-"""Seconds of work that every search has for its first plan, however little is left when it begins."""
-
-LATE, LATE_SHARE = 1.0, 0.1
-"""How late a command may be, in seconds or as a part of its limit: for its first plan, and to make its last one."""
-
-ENDING = 0.25
-"""Seconds of these that a search takes after its last plan, or for want of one: it counts what is left, and ends."""
 
 
 @dataclass(frozen=True, slots=True)

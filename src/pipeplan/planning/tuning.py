@@ -28,7 +28,6 @@ from pipeplan.planning.candidates import PlacementCandidate, even_cuts, grid, is
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
-from pipeplan.planning.trials import ENDING, FIRST_SECONDS, LATE, LATE_SHARE
 from pipeplan.planning.tuning_cells import (
     Cache,
     Cell,
@@ -44,6 +43,20 @@ from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.workers import deaf, processes
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress, Schedule
+from pipeplan.search_constants import (
+    ENDING,
+    FIRST_SECONDS,
+    LATE,
+    LATE_SHARE,
+    TUNING_LEAVING_SECONDS,
+    TUNING_MAKING,
+    TUNING_PLACED,
+    TUNING_PLACING,
+    TUNING_POLL_SECONDS,
+    TUNING_ROUND,
+    TUNING_SAID_AFTER,
+    TUNING_SHORTAGE_SECONDS,
+)
 from pipeplan.time_limit import Limit, Telling, TimeUpError, shielded
 from pipeplan.units import format_bytes
 
@@ -115,11 +128,11 @@ class Workers:
         """
         told = 0
         while not future.done():
-            wait([future], _POLL)
+            wait([future], TUNING_POLL_SECONDS)
             if self._limit.interrupted:  # by another thread, maybe, of which processes must hear
                 self.interrupt()
             told += self._limit.over
-            if told * _POLL > _MOMENT:
+            if told * TUNING_POLL_SECONDS > TUNING_LEAVING_SECONDS:
                 raise TimeUpError(self._limit)
         return future.result()
 
@@ -136,10 +149,6 @@ class Workers:
     def _here(self, work: Work[Item, Found], item: Item) -> Found:
         with self._limit.enforced():
             return work(self._request, item, lambda: self.stopped)
-
-
-_MOMENT, _POLL = 0.3, 0.05
-"""Seconds that processes have to stop, and between two looks at them."""
 
 
 class _WorkerState:
@@ -169,18 +178,6 @@ def _apply(work: Work[Item, Found], item: Item) -> Found:
     with _WorkerState.limit.enforced():
         return work(_WorkerState.request, item, lambda: _WorkerState.limit.expired)
 
-
-_PLACED, _PLACING = 32, 0.4
-"""Points of the grid placed at once when there is a plan, and the part of the time left in which more are."""
-
-_ROUND = 8
-"""Cells of a round, once there is a plan, for processes to share. As many are placed for the first plan."""
-
-_SAID_AFTER = 2.0
-"""Seconds until it is said that there is no row yet."""
-
-_MAKING = 0.4
-"""Plans are made while tuning goes on as long as that takes no more of the time than this."""
 
 _NO_RULES = "no built-in rules make a schedule that fits into the devices' memory; let --scheduler auto search"
 
@@ -317,7 +314,7 @@ class _Tuner:
         """All rounds."""
         waiting = self._points()
         self.limit.wait(0.0, FIRST_SECONDS)
-        telling = Telling(_SAID_AFTER, clock=self.limit.clock, tell=self._none_yet)
+        telling = Telling(TUNING_SAID_AFTER, clock=self.limit.clock, tell=self._none_yet)
         try:
             with self.limit.ended(), telling.enforced():
                 self._begin()
@@ -369,7 +366,7 @@ class _Tuner:
     def _secure(self) -> None:
         """Make a plan of the best row, unless that has taken much of the time already."""
         known = 0.0 if self.made is None else self.made.seconds
-        if self.found and self.making_seconds + known <= _MAKING * self._elapsed:
+        if self.found and self.making_seconds + known <= TUNING_MAKING * self._elapsed:
             made = self._made_of(*min(self.found, key=lambda pair: pair[1].rank))
             self.limit.reserved = max(self.limit.reserved, made.seconds)
 
@@ -380,11 +377,11 @@ class _Tuner:
         """
         while waiting and not self.workers.stopped:
             begun = self._elapsed
-            placing = _PLACING * (self.request.time_limit - begun) if self.found else 0.0
+            placing = TUNING_PLACING * (self.request.time_limit - begun) if self.found else 0.0
             cells = deque(sorted(self._placed(waiting, begun + placing), key=lambda point: point.cell.bound_ns))
             self.partition_seconds += self._elapsed - begun
             while cells and not self.workers.stopped:
-                size = _ROUND if self.found else 1
+                size = TUNING_ROUND if self.found else 1
                 self._round([cells.popleft() for _ in range(min(size, len(cells)))])
                 self._report()
                 if is_large(self.request):
@@ -415,7 +412,9 @@ class _Tuner:
         """
         found: list[_GridPoint] = []
         while waiting and (self._elapsed < until or not found) and not self.workers.stopped:
-            points = [waiting.popleft() for _ in range(min(_PLACED if self.found else _ROUND, len(waiting)))]
+            points = [
+                waiting.popleft() for _ in range(min(TUNING_PLACED if self.found else TUNING_ROUND, len(waiting)))
+            ]
             cells = self._look_up("cell", Cell, cell_of, points, [point.choice for point in points])
             for point, cell in zip(points, cells, strict=True):
                 point.cell = cell
@@ -512,12 +511,12 @@ class _Tuner:
     def _last_made(self, cell: Cell, row: TuningRow) -> _TunedPlan:
         """The plan of a row, or the one that is there where that would be too late."""
         known = self.made
-        if known is None or (known.seconds <= _MOMENT and not is_large(self.request)):
+        if known is None or (known.seconds <= TUNING_LEAVING_SECONDS and not is_large(self.request)):
             return self._made_of(cell, row)
-        if self.workers.interrupted and known.seconds > _MOMENT:
+        if self.workers.interrupted and known.seconds > TUNING_LEAVING_SECONDS:
             return known
         late = max(LATE, LATE_SHARE * self.request.time_limit) - ENDING
-        seconds = _MOMENT if self.workers.interrupted else late + self.limit.left()
+        seconds = TUNING_LEAVING_SECONDS if self.workers.interrupted else late + self.limit.left()
         with shielded(), Limit(seconds, clock=self.limit.clock).ended():
             return self._made_of(cell, row)
         return known
@@ -553,7 +552,9 @@ class _Tuner:
             return SearchTimeoutError(f"interrupted before any schedule was found; {self._kept}let it run longer")
         error = next((each for each in self.failures if isinstance(each, InfeasibleError)), None)
         step = ExplainShortage()
-        why = error and shortage(self.request, error, min(5.0, max(step.seconds, self.limit.remaining)), step)
+        why = error and shortage(
+            self.request, error, min(TUNING_SHORTAGE_SECONDS, max(step.seconds, self.limit.remaining)), step
+        )
         if self.workers.stopped:
             enough = f", or --memory to {format_bytes(why.enough_bytes)}" if why and why.enough_bytes else ""
             limit = self.request.time_limit

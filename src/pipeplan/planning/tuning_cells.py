@@ -27,6 +27,7 @@ from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
+from pipeplan.search_constants import MOST_STARTED
 from pipeplan.simulator.metrics import rates
 from pipeplan.texts import of_json, problems_of
 from pipeplan.time_limit import TimeUpError
@@ -160,10 +161,6 @@ def _read(path: Path, number: int, line: bytes) -> dict[str, object]:
     for place, problem in problems_of(entry):
         raise UsageError(f"--cache {path}, line {number}: {place} {problem}")
     return entry
-
-
-_MOST_STARTED = 150_000
-"""All built-in rules are tried where together they start at most this many actions; else section 6's alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +318,7 @@ def _rules(workload: Workload) -> list[Rules]:
     """The rules to try on a workload: where that is much work, 1F1B's, and then those of the paper's own search."""
     rules = built_in_rules(workload)
     started = len(rules) * workload.num_microbatches * len(workload.operations)
-    if started <= _MOST_STARTED:
+    if started <= MOST_STARTED:
         return rules
     return [*_plain_rules(workload), *built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))]
 

@@ -19,18 +19,13 @@ from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.build_plan import assemble
 from pipeplan.planning.comparison import defined_run, written_run
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.search_constants import MOST_ACTIONS, MOST_LAYERS
 from pipeplan.workload.bounds import period_bound, weak_iteration_bound
 from pipeplan.workload.elements import MAX_COUNT, MAX_DEVICES
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.loop import LoopedOrders
 from pipeplan.workload.workload import Workload
-
-MOST_ACTIONS = 500_000
-"""Of a run of which nothing repeats: beyond that it is not planned."""
-
-MOST_LAYERS = 10_000
-"""With more layers a layout is not planned."""
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Batch, Request, first_layers_open
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
 from pipeplan.schedule.longer import ShorterRun
+from pipeplan.search_constants import HALVINGS, MOST_LOOK_UPS, MOST_POSITIONS, ROOMY, SLACK
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import Again, ContextExchange
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
@@ -472,7 +473,7 @@ def longest_stages(sums: Sequence[Array], most: int, wanted: Array | None = None
     count = len(sums[0])
     apart = 1 + max(int(each[-1]) for each in sums)  # chain after chain, so that one look-up is for all
     line = np.concatenate([each + 2 * apart * number for number, each in enumerate(sums)])
-    step = -(-len(sums) * most * most // _MOST_LOOK_UPS)
+    step = -(-len(sums) * most * most // MOST_LOOK_UPS)
     every = np.arange(1, most + 1)
     looked = np.unique(((every if wanted is None else wanted) - 1) // step)
     stages = step * (looked + 1)
@@ -481,7 +482,7 @@ def longest_stages(sums: Sequence[Array], most: int, wanted: Array | None = None
     whole = np.array([each[-1] for each in sums])[:, None]
     blocks = np.array([np.diff(each).max() for each in sums])[:, None]
     low, high = np.maximum(-(-whole // stages), blocks), -(-whole // stages) + blocks
-    for _ in range(_HALVINGS):
+    for _ in range(HALVINGS):
         middle = (low + high) // 2
         at = firsts.copy()
         for first in checked(more, 16):
@@ -493,15 +494,6 @@ def longest_stages(sums: Sequence[Array], most: int, wanted: Array | None = None
     lows[:, looked] = low
     found: Array = np.maximum(np.maximum(-(-whole // every), blocks), lows[:, (every - 1) // step])
     return found
-
-
-_MOST_LOOK_UPS = 2**20
-"""Of each halving: as many take some hundredths of a second."""
-
-_HALVINGS = 12
-
-_SLACK = 1 - 1e-9
-"""Floats are off by less than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,7 +595,7 @@ class _BoundTable:
         stepped *= p / together  # all parameters are stepped once
         least = np.maximum(least * eased, m * work / together * eased + stepped)
         return cls(
-            least=np.maximum(1.0, np.floor(least * _SLACK)),
+            least=np.maximum(1.0, np.floor(least * SLACK)),
             usual=np.where(np.isfinite(again), usual_ns, m * busiest.clip(max=1e18)),
             needs=held,
             smallest=smallest,
@@ -622,16 +614,12 @@ class _BoundTable:
             if choice.exchange is not None
         }
         least = request.least_memory
-        room = math.inf if least is None else _ROOMY * least
+        room = math.inf if least is None else ROOMY * least
         for row, (choice, usual) in enumerate(rows if others else ()):
             if choice.exchange is None and (other := others.get((choice, id(usual)))) is not None:
                 one, more = sorted((row, other), key=lambda each: (self.least[each], self.needs[each]))
                 found[more] = self.possible[one] and self.needs[one] <= max(room, self.needs[more])
         return found
-
-
-_ROOMY = 0.9
-"""What needs no more than this part of the memory by the closed forms fits: true orders hold some percent more."""
 
 
 def _together(speeds: Sequence[float], positions: FloatArray, each: FloatArray) -> FloatArray:
@@ -684,7 +672,7 @@ def _fitted(
     """[choice] bytes of the fullest position of an even cut, the same where all is recomputed that may be, and ns that
     all recompute together where that must fit.
 
-    ``inf`` where nothing fits. ``rows`` [choice] are the places of their sums. Of more than :data:`_MOST_LOOKED_AT`
+    ``inf`` where nothing fits. ``rows`` [choice] are the places of their sums. Of more than :data:`MOST_POSITIONS`
     positions only this many are looked at, evenly spaced from first to last, to represent the others.
     """
     needs, smallest, again = np.zeros(len(choices)), np.zeros(len(choices)), np.zeros(len(choices))
@@ -702,7 +690,7 @@ def _fitted(
         one = choices[own[0]]
         chunks, routes = one.per_position, 1 + STRATEGIES[one.strategy].two_ways
         places = positions[own]
-        looked = np.minimum(places, _MOST_LOOKED_AT)
+        looked = np.minimum(places, MOST_POSITIONS)
         number = np.arange(int(looked.max()))[None, :]
         there = number < looked
         at = np.where(there, number * (places - 1) // np.maximum(looked - 1, 1), places - 1)
@@ -809,10 +797,6 @@ def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
             size = 0 if middling is None else middling.bytes_per_sample * samples // parts
             known[samples, parts, apart] = least or sum(transfer_time(request.cluster, 0, apart, size))
         yield known[samples, parts, apart]
-
-
-_MOST_LOOKED_AT = 64
-"""Of a thousand positions each is much like its neighbours."""
 
 
 def _always(zero: Zero, copies: int) -> Zero:

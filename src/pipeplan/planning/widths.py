@@ -40,6 +40,7 @@ from pipeplan.planning.candidates import (
     sharings,
 )
 from pipeplan.planning.request import Batch, Request
+from pipeplan.search_constants import WIDTHS_BLOCKS, WIDTHS_DEVICES, WIDTHS_MOST
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, ContextExchange, recompute_of
 
@@ -52,9 +53,9 @@ class EveryWidth(CandidateStep):
     take no time. All others are no better, where that is so and 1F1B is asked for.
     """
 
-    blocks: int = 6
-    devices: int = 8
-    most: int = 24
+    blocks: int = WIDTHS_BLOCKS
+    devices: int = WIDTHS_DEVICES
+    most: int = WIDTHS_MOST
     name = "every width"
     when = f"{CandidateStep.when}; chains of at most {{blocks}} blocks, {{devices}} devices"
 

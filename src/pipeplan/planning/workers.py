@@ -23,6 +23,14 @@ from threading import Lock, Thread
 from typing import Any, Generic, TypeVar
 
 from pipeplan.errors import UsageError
+from pipeplan.search_constants import (
+    CLIENT_LEAVING_SECONDS,
+    LEAST_PATIENCE,
+    MOST_POLLS,
+    SCHEDULER_PATIENCE,
+    WORKER_POLL_SECONDS,
+    WORKERS_AT_ONCE,
+)
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 
 Item = TypeVar("Item")
@@ -173,19 +181,12 @@ class Ahead(Generic[Item, Found]):
         polls = 0
         while not future.done():
             checkpoint()
-            wait([future], _POLL)
+            wait([future], WORKER_POLL_SECONDS)
             if self.close is not None and _gone(self._executor):
                 polls += 1  # the executor says so itself, unless it waits for the rest of an answer
-                if polls > _MOST_POLLS and not future.done():
+                if polls > MOST_POLLS and not future.done():
                     raise BrokenExecutor("a process has ended in the middle of an answer")
         return future.result()
-
-
-_POLL = 0.02
-"""Seconds between two looks at whether there is time."""
-
-_MOST_POLLS = 50
-"""So many for an executor to notice that a process of its has ended."""
 
 
 def answered(told: bytes, job: bytes) -> bytes:
@@ -266,7 +267,7 @@ def workers_of(count: int, executor: Executor | None) -> Iterator[CandidateWorke
         )
     if executor is not None:
         given = executor
-        yield CandidateWorkers(lambda: given, None, 2 * max(count, _AT_ONCE))
+        yield CandidateWorkers(lambda: given, None, 2 * max(count, WORKERS_AT_ONCE))
         return
     if count == 1:
         yield None
@@ -289,10 +290,6 @@ def workers_of(count: int, executor: Executor | None) -> Iterator[CandidateWorke
     finally:
         for executor in held:
             ended(executor)
-
-
-_AT_ONCE = 8
-"""For how many workers of an executor that is given there is work, where nobody said how many there are."""
 
 
 def processes(
@@ -320,7 +317,7 @@ def processes(
         inside._result_queue._writer.close()
         manager: Thread | None = inside._executor_manager_thread
         if manager is not None:
-            manager.join(_MOST_POLLS * _POLL)
+            manager.join(MOST_POLLS * WORKER_POLL_SECONDS)
             if manager.is_alive():
                 inside._call_queue._reader.close()
         executor.shutdown(wait=True, cancel_futures=True)
@@ -380,7 +377,7 @@ def named_executor(name: str, within: Limit | None = None) -> Iterator[Executor]
     except ImportError:
         raise UsageError("--executor dask needs Dask; install pipeplan[dask]") from None
     limit = Limit() if within is None else within
-    patience = min(_PATIENCE, max(_LEAST_PATIENCE, limit.left()))
+    patience = min(SCHEDULER_PATIENCE, max(LEAST_PATIENCE, limit.left()))
     try:
         client: Any = _waited_for(
             lambda: Client(address, timeout=patience),  # type: ignore[no-untyped-call]  # Dask has it without types
@@ -404,7 +401,7 @@ def named_executor(name: str, within: Limit | None = None) -> Iterator[Executor]
         yield client.get_executor(pure=False)
     finally:
         with suppress(Exception):  # a scheduler that does not answer any more is left to itself
-            _waited_for(lambda: _closed(client), _LEAVING, Limit())
+            _waited_for(lambda: _closed(client), CLIENT_LEAVING_SECONDS, Limit())
 
 
 def _closed(client: Any) -> None:
@@ -441,12 +438,5 @@ def _waited_for(
         if limit.interrupted or limit.clock() >= until:
             future.add_done_callback(leave)
             raise KeyboardInterrupt if limit.interrupted else TimeoutError("it took too long")
-        wait([future], _POLL)
+        wait([future], WORKER_POLL_SECONDS)
     return future.result()
-
-
-_PATIENCE, _LEAST_PATIENCE = 5.0, 0.5
-"""Seconds for which a scheduler, and then a worker, is waited for: while there is time, and the latter in any case."""
-
-_LEAVING = 0.2
-"""Seconds allowed for telling a scheduler that this client leaves."""

@@ -13,11 +13,11 @@ from itertools import islice, product
 
 from pipeplan.graphs import connected_parts
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_RULES, SECONDS_PER_TRIALS
 from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, makespan
+from pipeplan.search_constants import LEAST_TRIED, MOST_REMEMBERED, SECONDS_PER_RULES, SECONDS_PER_TRIALS, TASKS_TRIED
 from pipeplan.time_limit import checked
 from pipeplan.workload import task_graph as timing
 from pipeplan.workload.memory import fits, peak_memory
@@ -131,7 +131,7 @@ def by_rules(name: str) -> Orderer:
         key = name, _structure(workload)
         if key not in _remembered:
             _remembered[key] = schedule_by_rules(graph, rules)
-            while len(_remembered) > 1 and sum(map(_size, _remembered.values())) > _MOST_REMEMBERED:
+            while len(_remembered) > 1 and sum(map(_size, _remembered.values())) > MOST_REMEMBERED:
                 del _remembered[next(iter(_remembered))]
         return [list(order) for order in _remembered[key]]
 
@@ -165,9 +165,6 @@ def _in_units(problem: OneMicrobatch, name: str, size: int) -> Orders:
 
 _remembered: dict[Hashable, Orders] = {}
 """{(name, structure): orders}, the oldest first."""
-
-_MOST_REMEMBERED = 200_000
-"""Actions of all orders that are remembered; about 8 MB."""
 
 
 def _size(orders: Orders) -> int:
@@ -298,7 +295,7 @@ def automatic(depth: int | None) -> Orderer:
     def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         bounded = problem if depth is None else replace(problem, capacity=_room(problem, depth))
         limits = [None, *(limit for limit in in_flight_limits(bounded) if len(set(limit)) == len(limit))]
-        tried = islice(policies(limits[:3]), max(_LEAST_TRIED, _TASKS_TRIED // graph.num_tasks))
+        tried = islice(policies(limits[:3]), max(LEAST_TRIED, TASKS_TRIED // graph.num_tasks))
         found = [order for policy in tried if (order := list_schedule(bounded, graph, policy)) is not None]
         written = _handcrafted(problem, graph, depth)
         fitting = [order for order in written if depth is not None or fits(graph, order)]
@@ -310,13 +307,6 @@ def automatic(depth: int | None) -> Orderer:
 def _handcrafted(problem: OneMicrobatch, graph: TaskGraph, depth: int | None) -> list[Orders]:
     """ZB-H2, which needs room for 2 D - 1 micro-batches, and ZB-H1 for D."""
     return [by_rules(name)(problem, graph) for name in (["zb-h1"] if depth == 1 else ["zb-h2", "zb-h1"])]
-
-
-_TASKS_TRIED = 200_000
-"""Settings are tried until their schedules have this many actions in all: all settings up to 5,000 actions ..."""
-
-_LEAST_TRIED = 3
-"""... and at least this many settings."""
 
 
 def _room(problem: OneMicrobatch, depth: int) -> tuple[int | None, ...]:

@@ -21,6 +21,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern, compose, microbatch_by_microbatch
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
+from pipeplan.search_constants import DECODE_INSTANCES
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import Engine
@@ -28,12 +29,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import repetend_of
 from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
-
-STEPS = 4
-"""Of every group that a plan says: at least the first, two that repeat, and the last."""
-
-_MOST_INSTANCES = 400
-"""Operations of all groups up to which the solver is asked."""
 
 
 def decode_schedule(workload: Workload, budget: Budget) -> Schedule:
@@ -157,7 +152,7 @@ def _solved(
 ) -> tuple[Fraction, tuple[Fraction, int, Schedule] | None]:
     """What is proved of the period, and a schedule that is better: by a pattern of so many groups that all repeat."""
     groups = problem.workload.step_microbatches
-    if problem.num_operations * unroll > _MOST_INSTANCES and below is not None:
+    if problem.num_operations * unroll > DECODE_INSTANCES and below is not None:
         return bound, None
     limit = budget.remaining / (2 if unroll < groups else 1)
     least = least_period(problem, budget, limit, unroll=unroll, below=below, known=bound)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LABEL
 from pipeplan.schedule.state import ScheduleStep, SearchState
+from pipeplan.search_constants import FEW_TASKS, PROVING_SHARE_OF_FEW, SECONDS_PER_LABEL
 from pipeplan.workload.few_device_bounds import FewDeviceBounds
 
 
@@ -16,8 +16,8 @@ class ProvingByDevices(ScheduleStep):
     With at most ``few_tasks`` it is worth more of the time, since it ends with a proof.
     """
 
-    few_tasks: int = 200
-    share_of_few: float = 0.25
+    few_tasks: int = FEW_TASKS
+    share_of_few: float = PROVING_SHARE_OF_FEW
     name = "few devices"
     when = "nothing proved best; a device's memory is limited"
 

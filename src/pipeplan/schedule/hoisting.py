@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipeplan.schedule.state import ScheduleStep, SearchState, origin_of
+from pipeplan.search_constants import HOISTED_SHARE
 from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.elements import Device
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -85,7 +86,7 @@ class Hoisted(ScheduleStep):
     """The outermost blocks of all devices all at once, and the best that ``steps`` find of what is left between."""
 
     steps: tuple[ScheduleStep, ...] = ()
-    share: float = 0.2
+    share: float = HOISTED_SHARE
     name = "hoisted blocks"
     when = "auto; nothing proved best; blocks on all devices are first or last and hold nothing; the span is open"
 

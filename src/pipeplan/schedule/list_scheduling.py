@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 
+from pipeplan.search_constants import PACES, REPACED
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import Role
@@ -278,7 +279,7 @@ class PolicySearch:
         falling = tuple(max(1, self._room + 1 - (device + 1) // 2) for device in range(self._num_devices))
         yield Policy(1.0, 1.0, alternate=True, slot=self._slot)
         yield Policy(1.0, 1.0, slot=self._slot, in_flight=falling)
-        for slot, share, group in itertools.product((self._slot, 0), _PACES, dict.fromkeys((1, 3, self._room))):
+        for slot, share, group in itertools.product((self._slot, 0), PACES, dict.fromkeys((1, 3, self._room))):
             yield Policy(1.0, 1.0, alternate=True, slot=slot, group=group, pace=round(share * group * self._period))
 
     def _repaced(self, policy: Policy) -> Policy:
@@ -291,7 +292,7 @@ class PolicySearch:
             group = random.choice((1, 2, 3, 4, 6, 8, self._room, max(1, policy.group - 1), policy.group + 1))
             pace = policy.pace / policy.group or self._period
             return replace(policy, group=group, pace=round(group * pace))
-        return replace(policy, pace=round((policy.pace or policy.group * self._period) * random.choice(_REPACED)))
+        return replace(policy, pace=round((policy.pace or policy.group * self._period) * random.choice(REPACED)))
 
     def _changed(self, policy: Policy) -> Policy:
         random = self._random
@@ -318,12 +319,6 @@ def _period_apart(problem: OneMicrobatch) -> Fraction | None:
     """Least period in ns beside actions of all devices; None where there are none, or nothing else."""
     left = WithoutSharedTime.of(problem)
     return period_bound(left.problem) if left is not None and max(left.problem.durations) else None
-
-
-_PACES = (1.05, 0.85, 1.0, 0.9, 0.95, 1.1)
-"""Shares of the least period at which micro-batches may enter."""
-
-_REPACED = (0.9, 0.95, 0.98, 1.02, 1.05, 1.1)
 
 
 _FIRST_RULES = (Policy(), Policy(alternate=True), Policy(1.0, 0.5, alternate=True), Policy(0.5, 1.0, alternate=True))

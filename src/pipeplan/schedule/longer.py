@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.state import Schedule, SearchStep
+from pipeplan.search_constants import MAX_WRITTEN, SHORTER_MOST, SHORTER_TASKS, SHORTER_UNROLL, SHORTER_UNROLLS
 from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.exchanges import microbatches_alike
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch, microbatches_per_round, num_working
-from pipeplan.workload.steady_state.loop import MAX_WRITTEN, LoopedOrders, counts_of, looped
+from pipeplan.workload.steady_state.loop import LoopedOrders, counts_of, looped
 from pipeplan.workload.steady_state.pace import paced_run, phases_of
 from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import repeating_part, repeating_phases
@@ -35,10 +36,10 @@ class ShorterRun(SearchStep):
     rounds of at most ``most_unroll`` micro-batches.
     """
 
-    most: int = 10_000
-    tasks: int = 2_000
-    unrolls: int = 12
-    most_unroll: int = 8
+    most: int = SHORTER_MOST
+    tasks: int = SHORTER_TASKS
+    unrolls: int = SHORTER_UNROLLS
+    most_unroll: int = SHORTER_UNROLL
     name = "shorter run, repeated"
     when = "more than {most} actions, and twice as many as in the shorter run"
     needed = True

@@ -12,13 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, permutations
 
 from pipeplan.schedule.pattern import Pattern
+from pipeplan.search_constants import MODULO_ORDERS, MODULO_TASKS
 from pipeplan.workload.one_microbatch import OneMicrobatch
-
-_MOST_ORDERS = 24
-"""Orders of what several devices run together that are tried."""
-
-_MOST_ON_DEVICE = 60
-"""Operations on one device up to which this takes milliseconds."""
 
 
 def modulo_schedule(problem: OneMicrobatch, repetend_ns: int) -> Pattern | None:
@@ -26,7 +21,7 @@ def modulo_schedule(problem: OneMicrobatch, repetend_ns: int) -> Pattern | None:
 
     Of those found it is the one with the shortest way through, so that few micro-batches are in flight.
     """
-    if max(problem.work) > repetend_ns or max(map(len, problem.on_device)) > _MOST_ON_DEVICE:
+    if max(problem.work) > repetend_ns or max(map(len, problem.on_device)) > MODULO_TASKS:
         return None
     found = (_scheduled(problem, repetend_ns, places) for places in _places_of_shared(problem))
     patterns = [pattern for pattern in found if pattern is not None and _has_room(problem, pattern)]
@@ -36,7 +31,7 @@ def modulo_schedule(problem: OneMicrobatch, repetend_ns: int) -> Pattern | None:
 def _places_of_shared(problem: OneMicrobatch) -> Iterator[dict[int, int]]:
     """Where in the repetend time the operations of several devices may start: side by side, in several orders."""
     shared = [x for x in problem.order if len(problem.devices[x]) > 1]
-    for order in islice(permutations(shared[1:]), _MOST_ORDERS):
+    for order in islice(permutations(shared[1:]), MODULO_ORDERS):
         places, end = {}, 0
         for x in (*shared[:1], *order):
             places[x] = end

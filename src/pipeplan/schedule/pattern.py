@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from pipeplan.search_constants import SETTLING_ROUNDS
 from pipeplan.time_limit import checked
 from pipeplan.units import rounded_up
 from pipeplan.workload.elements import Repetend
@@ -146,13 +147,13 @@ def whole_repetitions(problem: OneMicrobatch, pattern: Pattern) -> frozenset[int
 def pattern_of(problem: OneMicrobatch, orders: Orders, repetend: Repetend) -> Pattern | None:
     """The steady state of a schedule's repetend, in the times it settles to; None if it does not settle soon."""
     unroll, period = repetend.unroll, repetend.repetend_ns
-    larger, longer = extend(problem.workload, orders, repetend, problem.num_microbatches + _SETTLING * unroll)
+    larger, longer = extend(problem.workload, orders, repetend, problem.num_microbatches + SETTLING_ROUNDS * unroll)
     starts = earliest_starts(task_graph(larger), longer)
     rows: list[list[int]] = []
     for x, begin in enumerate(CutOrders.of(problem.workload, orders, repetend.first, unroll).begins):
         row = [0] * unroll
         for u in range(unroll):
-            m = begin + (_SETTLING - 1) * unroll + u
+            m = begin + (SETTLING_ROUNDS - 1) * unroll + u
             task = x * larger.num_microbatches + m
             if starts[task + unroll] - starts[task] != period:
                 return None
@@ -160,10 +161,6 @@ def pattern_of(problem: OneMicrobatch, orders: Orders, repetend: Repetend) -> Pa
         rows.append(row)
     first = min(map(min, rows))
     return Pattern(unroll, period, tuple(tuple(start - first for start in row) for row in rows))
-
-
-_SETTLING = 8
-"""Repetitions after which times are taken to have settled."""
 
 
 def microbatch_by_microbatch(problem: OneMicrobatch) -> list[list[int]]:

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pipeplan.errors import InfeasibleError, NotApplicableError, TooLongError, UsageError, choose_from
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import shortest_way_through, solve_pattern
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.cpsat.windows import Ramps, WholeHorizon, reschedule
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.modulo import modulo_schedule
@@ -36,6 +36,18 @@ from pipeplan.schedule.state import (
     scheduler_words,
 )
 from pipeplan.schedule.steps import STEPS, KnownSchedule
+from pipeplan.search_constants import (
+    FEWER_LEAST,
+    FEWER_PART,
+    FEWER_SHARE,
+    FEWER_STEP,
+    LENGTHENED,
+    LENGTHENED_TASKS,
+    MAX_WRITTEN,
+    MOST_ENTRIES,
+    SECONDS_PER_LOOK,
+    THOROUGH_TASKS,
+)
 from pipeplan.time_limit import TimeUpError, checked, checkpoint
 from pipeplan.units import format_bytes, format_ns, rounded_up
 from pipeplan.workload.bounds import period_bound, strong_iteration_bound, weak_iteration_bound
@@ -43,7 +55,7 @@ from pipeplan.workload.engine import with_links
 from pipeplan.workload.exchanges import microbatches_alike
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.steady_state.loop import MAX_WRITTEN, LoopedOrders
+from pipeplan.workload.steady_state.loop import LoopedOrders
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -205,16 +217,12 @@ class FirstLook(SearchStep):
     within ``most_written`` actions, else all of it.
     """
 
-    thorough_tasks: int = 5_000
-    lengthened: int = 3
-    most_written: int = 20_000
+    thorough_tasks: int = THOROUGH_TASKS
+    lengthened: int = LENGTHENED
+    most_written: int = LENGTHENED_TASKS
     name = "first look"
     when = "each candidate, those that take a moment; with at most {thorough_tasks} actions all, if eased"
     needed = True
-
-
-MOST_ENTRIES = 10_000
-"""A first plan's programs have no more entries, computing and messages, than this: one takes some 40 microseconds."""
 
 
 PLAIN = ("1f1b", "gpipe")
@@ -434,10 +442,10 @@ class FewerBytes(SearchStep):
     gets ``part`` of the time that is left. Up to ``most_tasks`` actions are ordered as one where no pattern does.
     """
 
-    share: float = 0.25
-    step: float = 0.02
-    least: float = 0.01
-    part: float = 0.5
+    share: float = FEWER_SHARE
+    step: float = FEWER_STEP
+    least: float = FEWER_LEAST
+    part: float = FEWER_PART
     most_tasks: int = WholeHorizon.most_tasks
     name = "fewer bytes"
     when = "the best plan is proved and written out; time is left"

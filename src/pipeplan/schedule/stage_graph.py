@@ -21,6 +21,7 @@ from itertools import groupby
 
 from pipeplan.errors import UsageError
 from pipeplan.partition.graph.in_flight import KFKB, kfkb_word, samples_in_flight
+from pipeplan.search_constants import MOST_STARTS
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.engine import Engine, with_links
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
@@ -354,7 +355,7 @@ def greedy_orders(workload: Workload, graph: TaskGraph) -> Orders:
     The iteration time is the least that is found with what fits in memory, where devices have one stage each.
     Stage after stage from the last to the first, the samples it may have in flight are lowered as far as the whole
     iteration gets no longer. Each trial runs all devices in time, O(actions log actions), and ends as soon as it is
-    late; after ``_MOST_STARTS`` actions in all trials the stages that are left stay as they are. Devices may have
+    late; after ``MOST_STARTS`` actions in all trials the stages that are left stay as they are. Devices may have
     several stages and stages several devices; of several actions that can run, that of the deeper stage goes first.
     """
     stages = Stages(graph)
@@ -362,9 +363,6 @@ def greedy_orders(workload: Workload, graph: TaskGraph) -> Orders:
     for stage in reversed(range(stages.count)):
         best = _tightened(stages, best, stage)
     return best.device_orders
-
-
-_MOST_STARTS = 500_000
 
 
 def _first_run(stages: Stages) -> TrialRun:
@@ -398,7 +396,7 @@ def _tightened(stages: Stages, best: TrialRun, stage: int) -> TrialRun:
 
     def is_as_short(count: int) -> bool:
         for forward_first in checked((False, True), 1):
-            if stages.num_starts > _MOST_STARTS:
+            if stages.num_starts > MOST_STARTS:
                 return False
             rules = best.rules.copy()
             rules[stage] = Rule(count * size, forward_first)

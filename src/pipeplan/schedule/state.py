@@ -14,6 +14,7 @@ from typing import ClassVar, TypeVar
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern
+from pipeplan.search_constants import OTHERS_KEPT
 from pipeplan.time_limit import TimeUpError
 from pipeplan.workload.bounds import period_bound, strong_iteration_bound, weak_iteration_bound
 from pipeplan.workload.engine import with_links
@@ -288,7 +289,7 @@ class SearchState:
             return False
         better = False
         if not any(candidate.value[:2] == other.value[:2] for other in self.others):
-            self.others = sorted([*self.others, candidate], key=lambda other: other.value)[: _OTHERS + 1]
+            self.others = sorted([*self.others, candidate], key=lambda other: other.value)[: OTHERS_KEPT + 1]
         if candidate.frozen and (self.steady is None or candidate.value < self.steady.value):
             self.steady, better = candidate, True
         if self.best is None or candidate.value < self.best.value:
@@ -319,10 +320,6 @@ class SearchState:
         """Whether the best is proved best."""
         assert self.best is not None
         return self.best.iteration <= self.bound
-
-
-_OTHERS = 4
-"""Schedules kept beside the best, for the repetitions in them."""
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from itertools import permutations
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, SECONDS_PER_POLICY, SECONDS_PER_SWEEP
 from pipeplan.schedule.cpsat.windows import Ramps, SlidingWindows, WholeHorizon
 from pipeplan.schedule.few_devices import ProvingByDevices
 from pipeplan.schedule.hoisting import Hoisted
@@ -32,6 +31,28 @@ from pipeplan.schedule.pattern import (
 )
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
 from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, SearchStep, origin_of
+from pipeplan.search_constants import (
+    CLASSIC_TASKS,
+    HOISTED_POLICIES_SHARE,
+    LAST_ORDERS,
+    POLICIES_FRUITLESS,
+    POLICIES_KEPT,
+    POLICIES_SHARE,
+    POLICIES_SWEPT,
+    POLICIES_WAITS,
+    PROVING_SHARE_FIRST,
+    PROVING_SHARE_LAST,
+    PROVING_SHARE_SECOND,
+    REPETEND_SHARE,
+    REPETEND_SHARE_ASKED,
+    RULES_SHARE,
+    RULES_TASKS,
+    SECONDS_PER_LOOK,
+    SECONDS_PER_POLICY,
+    SECONDS_PER_SWEEP,
+    UNROLLED_MOST,
+    UNROLLED_SHARE,
+)
 from pipeplan.units import format_bytes
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
@@ -106,7 +127,7 @@ class QuickClassics(ScheduleStep):
     they may need less memory.
     """
 
-    most_tasks: int = 5000
+    most_tasks: int = CLASSIC_TASKS
     name = "classic schedules"
     when = "auto; at most {most_tasks} actions"
 
@@ -124,7 +145,7 @@ class SlowClassics(ScheduleStep):
     Where the best is proved, those for which there are many actions are left out.
     """
 
-    few_tasks: int = QuickClassics.most_tasks
+    few_tasks: int = CLASSIC_TASKS
     name = "slow classic schedules"
     when = "auto; at most {few_tasks} actions, or nothing proved best"
 
@@ -152,8 +173,8 @@ def _offer_classics(state: SearchState, *, quick: bool) -> None:
 class RepetendSearch(ScheduleStep):
     """The best pattern of unroll 1, or of the one that is asked for, as it is and with its shortest way through."""
 
-    share: float = 1 / 8
-    share_of_asked: float = 1 / 3
+    share: float = REPETEND_SHARE
+    share_of_asked: float = REPETEND_SHARE_ASKED
     name = "repetend"
     when = "always"
 
@@ -195,8 +216,8 @@ def _offer_pattern(state: SearchState, pattern: Pattern) -> None:
 class BuiltInRules(ScheduleStep):
     """The built-in rules (FlexPipe, section 6): as many as have about ``tasks`` actions in all."""
 
-    share: float = 0.2
-    tasks: int = 20_000
+    share: float = RULES_SHARE
+    tasks: int = RULES_TASKS
     name = "built-in rules"
     when = "auto; nothing proved best"
 
@@ -221,11 +242,11 @@ class ListScheduling(ScheduleStep):
     policies are changed further, to ``shares`` of durations to wait.
     """
 
-    share: float = 0.15
-    fruitless: int = 400
-    swept: int = 2
-    kept: int = 8
-    shares: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5)
+    share: float = POLICIES_SHARE
+    fruitless: int = POLICIES_FRUITLESS
+    swept: int = POLICIES_SWEPT
+    kept: int = POLICIES_KEPT
+    shares: tuple[float, ...] = POLICIES_WAITS
     name = "list scheduling"
     when = "auto; nothing proved best; every stage on one device, or on all"
 
@@ -276,8 +297,8 @@ class AdoptedRepetitions(ScheduleStep):
 class UnrolledRepetends(ScheduleStep):
     """Several micro-batches per repetend, where one rounds the period up: only for less than what is known."""
 
-    share: float = 1 / 8
-    most_unroll: int = 4
+    share: float = UNROLLED_SHARE
+    most_unroll: int = UNROLLED_MOST
     name = "unrolled repetends"
     when = "--scheduler repetend; the unroll is open"
 
@@ -342,7 +363,7 @@ class LastWeightGradients(ScheduleStep):
     ends sooner for it.
     """
 
-    most: int = 24
+    most: int = LAST_ORDERS
     name = "last weight gradients"
     when = "auto; backward is split, and gradients are summed, stepped or gathered; a device has several stages"
 
@@ -393,20 +414,20 @@ STEPS: tuple[SearchStep, ...] = (
     KnownSchedule(),
     FirstSchedule(),
     QuickClassics(),
-    ProvingByDevices(share=1 / 25, share_of_few=0.0),
+    ProvingByDevices(share=PROVING_SHARE_FIRST, share_of_few=0.0),
     Hoisted(
         steps=(
             FirstSchedule(),
             QuickClassics(),
-            ProvingByDevices(share=1 / 25, share_of_few=0.0),
-            ListScheduling(share=0.6),
+            ProvingByDevices(share=PROVING_SHARE_FIRST, share_of_few=0.0),
+            ListScheduling(share=HOISTED_POLICIES_SHARE),
             SlowClassics(),
             BuiltInRules(),
         )
     ),
     RepetendSearch(),
     ListScheduling(),
-    ProvingByDevices(share=1 / 10),
+    ProvingByDevices(share=PROVING_SHARE_SECOND),
     SlowClassics(),
     BuiltInRules(),
     AdoptedRepetitions(),
@@ -416,7 +437,7 @@ STEPS: tuple[SearchStep, ...] = (
     WholeHorizon(),
     SlidingWindows(),
     WholeHorizon(),
-    ProvingByDevices(share=1 / 5),
+    ProvingByDevices(share=PROVING_SHARE_LAST),
     LessMemory(),
 )
 """After the first valid schedule the most valuable comes first, as long as there is time."""

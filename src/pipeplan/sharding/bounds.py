@@ -26,17 +26,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipeplan.search_constants import AS_QUICK, SPREAD_SUMS
 from pipeplan.sharding.compiled import kernels
 from pipeplan.sharding.graph import Expression, in_order
 from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Table, Weights, weighed
 from pipeplan.sharding.threads import spread
 from pipeplan.time_limit import checkpoint
-
-_SPREAD_SUMS = 1 << 20
-"""Sums that are worth a thread of their own."""
-
-_AS_QUICK = 100
-"""Sums of numbers in the time of one of points."""
 
 RELAXED = 1e-9
 """The share by which limits are relaxed, so that rounding loses nothing."""
@@ -116,9 +111,9 @@ def _shares(part: Expression, rest: FloatArray, sources: Sequence[FloatArray]) -
 def _min_plus(left: FloatArray, right: FloatArray) -> FloatArray:
     """min over m of left[r, m] + right[m, c]."""
     num_sums = left.size * right.shape[1]
-    loops = kernels(num_sums / _AS_QUICK)
+    loops = kernels(num_sums / AS_QUICK)
     of_rows = _of_rows if loops is None else loops.min_plus
-    rows = -(-left.shape[0] // max(1, min(left.shape[0], num_sums // _SPREAD_SUMS)))
+    rows = -(-left.shape[0] // max(1, min(left.shape[0], num_sums // SPREAD_SUMS)))
     left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
     parts = [left[start : start + rows] for start in range(0, left.shape[0], rows)]
     if len(parts) == 1:

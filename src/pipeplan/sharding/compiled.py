@@ -16,11 +16,9 @@ from types import ModuleType
 
 import numpy as np
 
+from pipeplan.search_constants import COMPILED_AFTER
 from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Points, Ranked, Table, made, union
 from pipeplan.sharding.threads import stoppable
-
-AFTER = 2e7
-"""Sums of points of a process after which further ones are compiled: some two seconds of numpy's."""
 
 _offered = 0.0
 
@@ -29,7 +27,7 @@ def kernels(num_sums: float) -> ModuleType | None:
     """The compiled loops, where so many more sums are worth it."""
     global _offered
     _offered += num_sums
-    return _imported() if _offered > AFTER else None
+    return _imported() if _offered > COMPILED_AFTER else None
 
 
 @cache

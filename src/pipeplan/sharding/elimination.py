@@ -15,6 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from pipeplan.search_constants import MERGED
 from pipeplan.sharding.bounds import inside
 from pipeplan.sharding.graph import CostGraph, Expression, Strategy, Writer, in_order
 from pipeplan.sharding.table import (
@@ -158,10 +159,6 @@ class Reduced:
             del self.edges[min(node, other), max(node, other)]
 
 
-_MERGED = 4096
-"""Configurations that branch elimination may make; a node that would make more is settled by heuristics."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReducedPart:
     """A graph that eliminations reduce to one cell: all of the given one, or with some operators held to a choice.
@@ -252,7 +249,7 @@ class Reducing:
     """
 
     linear: bool = True
-    merged: int = _MERGED
+    merged: int = MERGED
 
     def exact(self, graph: CostGraph) -> bool:
         """Whether a graph needs no heuristics."""

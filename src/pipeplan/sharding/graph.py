@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.graphs import topological_order
+from pipeplan.search_constants import BATCH_POINTS
 from pipeplan.sharding.table import (
     CellPairs,
     IntArray,
@@ -403,11 +404,7 @@ def _before(root: Expression) -> Iterator[Expression]:
         stack.extend(part.sources)
 
 
-_BATCH_POINTS = 1 << 21
-"""Sums held at once: as many as stay near the caches (16 MiB an array)."""
-
-
-def contract(left: Table, right: Table, limit: PointLimit | None = None, *, batch_points: int = _BATCH_POINTS) -> Table:
+def contract(left: Table, right: Table, limit: PointLimit | None = None, *, batch_points: int = BATCH_POINTS) -> Table:
     """The table of ``left.rows`` x ``right.columns`` cells, or what is wanted of it.
 
     ``batch_points`` bounds the sums held at once.

@@ -20,6 +20,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeplan.search_constants import (
+    CORRIDOR,
+    CORRIDOR_GROWTH,
+    GAP_WEIGHTINGS,
+    MANY_SUMS,
+    POINT_WEIGHTINGS,
+    SUMS_AT_ONCE,
+)
 from pipeplan.sharding import compiled
 from pipeplan.sharding.bounds import (
     RELAXED,
@@ -140,18 +148,6 @@ def computed(whole: Whole, bounds: Bounds | None = None, *, most_sums: float = m
     return PartFrontier(whole.strategies(points_taken(whole.expression, tables), tables), num_sums=num_sums)
 
 
-_MOST_WEIGHTINGS = 64
-"""Weightings by which a frontier is cut into gaps."""
-
-_SHARE = 0.01
-"""The first corridor, of the height of a gap's triangle."""
-
-_WIDER = (4.0, 2.0)
-"""By how much a corridor grows at a time: after few sums of points, and after many."""
-
-_MANY_SUMS = 300_000
-
-
 def fewer(whole: Whole, bounds: Bounds) -> ReducedPart:
     """The part without configurations that the bounds rule out; equal operators keep the same."""
     known: dict[int, IntArray] = {}
@@ -187,7 +183,7 @@ def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float, *, as_far: 
             raise
 
     leanest, quickest = end_weights(root)
-    gaps = hull_of(solve_in_time, (solve(leanest), solve(quickest)), within, _MOST_WEIGHTINGS)
+    gaps = hull_of(solve_in_time, (solve(leanest), solve(quickest)), within, GAP_WEIGHTINGS)
     wide = [gap for gap in gaps if gap.factor > 1 + within]
     inner: dict[Gap, PartFrontier] = {}
 
@@ -220,13 +216,13 @@ def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, We
     """What is in a gap, by corridors that get wider until that is proved."""
     corner = corner_of(gap, ends, weighing(whole.expression, level(gap.left, gap.right)))
     least, most = corner.weighings[-1].least, corner.most[-1]
-    limit = least + _SHARE * (most - least)
+    limit = least + CORRIDOR * (most - least)
     while True:
         found = _at_corner(reducing, whole, corner.lower(limit))
         left = _left(found, gap, corner.weighings[-1], limit)
         if left.factor <= 1 + within:
             return found.within(left.factor)
-        limit = min(left.highest, least + _WIDER[found.num_sums > _MANY_SUMS] * (limit - least))
+        limit = min(left.highest, least + CORRIDOR_GROWTH[found.num_sums > MANY_SUMS] * (limit - least))
 
 
 def _at_corner(reducing: Reducing, whole: Whole, corner: Corner) -> PartFrontier:
@@ -255,13 +251,6 @@ def _left(found: PartFrontier, gap: Gap, line: Weighing, limit: float) -> _Left:
     points = [Solved(int(m), int(t), line.solved.at) for m, t in zip(memory, time, strict=True)]
     stairs = [Gap(points[at], points[at + 1], line.solved.at, limit) for at in open_.tolist()]
     return _Left(max(stair.factor for stair in stairs), float(costs[open_].max()))
-
-
-_WEIGHTINGS = 24
-"""Weightings by which configurations, and then points, are dropped."""
-
-_AT_ONCE = 2e7
-"""Sums of points up to which a frontier is computed as one; beyond, gap by gap of its hull."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,9 +330,9 @@ def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float, a
     if within:
         return gap_by_gap(reducing, part, within, as_far=as_far)
     whole = reducing.whole(part)
-    part = fewer(whole, bounds_of(whole.expression, _WEIGHTINGS))
+    part = fewer(whole, bounds_of(whole.expression, POINT_WEIGHTINGS))
     whole = reducing.whole(part)
-    at_once = computed(whole, bounds_of(whole.expression, _WEIGHTINGS), most_sums=_AT_ONCE)
+    at_once = computed(whole, bounds_of(whole.expression, POINT_WEIGHTINGS), most_sums=SUMS_AT_ONCE)
     return [at_once] if at_once else gap_by_gap(reducing, part, within)
 
 

@@ -14,6 +14,7 @@ from fractions import Fraction
 from operator import itemgetter
 
 from pipeplan.graphs import longest_paths
+from pipeplan.search_constants import UNROLLED_TASKS
 from pipeplan.time_limit import checked
 from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.kinds import GRADIENT_ROLES
@@ -271,16 +272,12 @@ def _unrolled(problem: OneMicrobatch) -> int:
     tails, whose preemptive optimum is Jackson's rule: of what is there, run what has the longest tail.
     """
     count = problem.num_microbatches
-    if problem.num_operations * count > _UNROLLED_TASKS:
+    if problem.num_operations * count > UNROLLED_TASKS:
         return 0
     recurrences = memory_recurrences(problem)
     heads = _longest(problem, problem.incoming, [(r.target, r.source, r.distance) for r in recurrences])
     tails = _longest(problem, problem.outgoing, [(r.source, r.target, r.distance) for r in recurrences], backward=True)
     return max(_one_machine(problem, device, heads, tails) for device in range(len(problem.on_device)))
-
-
-_UNROLLED_TASKS = 20_000
-"""Beyond this many actions the unrolled bound is left out: it is for few micro-batches, where it matters."""
 
 
 def _longest(

@@ -16,30 +16,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
+from pipeplan.search_constants import (
+    FEW_KINDS,
+    FEW_LABELS,
+    FIRST_ALONE,
+    FIRST_ROUND,
+    LABEL_ROUNDS,
+    LABELS_ALONE,
+    LABELS_AT_ONCE,
+    LABELS_MORE,
+    MOST_ALONE,
+    MOST_KNOWN,
+    MOST_SEARCHED,
+    MOST_STORED,
+    SMALL_GROUP,
+)
 from pipeplan.workload.few_devices import FewDevices
 from pipeplan.workload.least_span import LeastSpan
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.shared_time import WithoutSharedTime
 from pipeplan.workload.task_graph import NEVER
-
-_FEW_LABELS = 400
-"""How many labels of a chunk or two are looked at, about, for what is known of few micro-batches."""
-
-_FEW_KINDS = 6
-"""Of more kinds than a chunk or two have, labels take longer, and fewer are looked at."""
-
-_MOST_KNOWN = 16
-"""Micro-batches of which it is known."""
-
-_MOST_SEARCHED = 1024
-"""Of more micro-batches only what few of them say is a bound: a search of all would take minutes."""
-
-_CHUNK = 50
-_MOST_ALONE, _FIRST_ALONE, _ALONE, _FIRST_ROUND, _MORE, _ROUNDS = 16, 150, 10_000, 2_000, 4, 8
-_SMALL = 4
-
-_MOST_STORED = 500_000
-"""Labels of all searches together: some 300 MB."""
 
 Devices = tuple[int, ...]
 
@@ -50,7 +46,7 @@ class DeviceAlone:
     def __init__(self, few: FewDevices, entry: int) -> None:
         self.few, self.entry = few.after(entry), entry
         self.head = few.kinds[entry].head
-        self.most_labels = _FEW_LABELS * _FEW_KINDS // max(_FEW_KINDS, len(few.kinds))
+        self.most_labels = FEW_LABELS * FEW_KINDS // max(FEW_KINDS, len(few.kinds))
         self._starts, self._spans = [0], [0]
 
     def learn(self) -> int:
@@ -132,26 +128,26 @@ class FewDeviceBounds:
         if problem.workload.needs:
             return
         limited = filter(self._may_fill, range(problem.num_devices))
-        for device in sorted(limited, key=self._share, reverse=True)[:_MOST_ALONE]:
+        for device in sorted(limited, key=self._share, reverse=True)[:MOST_ALONE]:
             yield from self._learn(device)
-        if not self._proved or problem.num_microbatches > _MOST_SEARCHED:
+        if not self._proved or problem.num_microbatches > MOST_SEARCHED:
             return
         yield from self._best_alone()
-        most = _FIRST_ROUND
-        for number in range(_ROUNDS):
+        most = FIRST_ROUND
+        for number in range(LABEL_ROUNDS):
             for devices in self._subsets(number):
                 yield from self._search(devices, most)
-                if sum(search.num_stored for search in self._searches.values()) > _MOST_STORED:
+                if sum(search.num_stored for search in self._searches.values()) > MOST_STORED:
                     return
-            most *= _MORE
+            most *= LABELS_MORE
 
     def _best_alone(self) -> Iterator[bool]:
         """The device whose own bound is best: half of them are left after each round, which takes twice as long."""
         left: list[Devices] = sorted(self._proved)
-        most = _FIRST_ALONE
+        most = FIRST_ALONE
         while left:
             for devices in left:
-                yield from self._search(devices, most if len(left) > 1 else _ALONE)
+                yield from self._search(devices, most if len(left) > 1 else LABELS_ALONE)
             left = sorted(left, key=lambda devices: -self._proved[devices])[: len(left) // 2]
             most *= 2
 
@@ -162,7 +158,7 @@ class FewDeviceBounds:
         """
         everything = tuple(range(self._problem.num_devices))
         chosen: Devices = max((each for each in self._proved if len(each) == 1), key=lambda each: self._proved[each])
-        if len(everything) <= _SMALL:
+        if len(everything) <= SMALL_GROUP:
             yield everything
         yield chosen
         while len(chosen) < len(everything):
@@ -195,7 +191,7 @@ class FewDeviceBounds:
             return
         known = DeviceAlone(few, few.entries[0])
         begun = self.num_labels
-        for _ in range(min(_MOST_KNOWN, self._problem.num_microbatches)):
+        for _ in range(min(MOST_KNOWN, self._problem.num_microbatches)):
             self.num_labels += known.learn()
             yield True
             if self.num_labels > begun + known.most_labels:
@@ -214,7 +210,7 @@ class FewDeviceBounds:
         search = self._searches[devices]
         while search.num_labels < most_labels and not search.done:
             before = search.num_labels
-            search.advance(_CHUNK, self._below)
+            search.advance(LABELS_AT_ONCE, self._below)
             self.num_labels += search.num_labels - before
             self._prove(devices, search.bound)
             yield True

@@ -28,6 +28,7 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTimes
 from pipeplan.partition.chain.kernel import ShortestStages, least_split
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way, least_enough
+from pipeplan.search_constants import LEAST_POLISHING, MAX_SIMULATED, MAX_SIMULATIONS, MOST_CUTS
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.units import format_bytes
 
@@ -201,15 +202,6 @@ def steps_in_order(num_stages: int, num_microbatches: int) -> Iterator[Step]:
 Cuts = tuple[int, ...]
 """The first block of each stage."""
 
-MAX_SIMULATIONS = 1_000
-"""Schemes a search looks at before it ends with the best of them; the papers' models need some dozens."""
-
-MAX_STEPS = 2_000_000
-"""Actions it simulates before it ends so, about a second's."""
-
-LEAST_POLISHING = 100_000
-"""Actions that polishing may simulate at least, some hundredths of a second's; else as many as the search did."""
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -255,7 +247,7 @@ class _Polish:
 
     def polished(self, begins: Cuts, fits: FitTest | None) -> Cuts:
         """Move one border by one block at a time as long as that helps, the best first."""
-        most = min(MAX_STEPS, self.num_steps + max(self.num_steps, LEAST_POLISHING))
+        most = min(MAX_SIMULATED, self.num_steps + max(self.num_steps, LEAST_POLISHING))
         while True:
             best = begins
             for each in checked(self.near(begins), 1):
@@ -293,7 +285,7 @@ class _AutoPipeSearch(_Polish):
         self.look(begins)
         waiting = [begins]
         done: set[Cuts] = set()
-        while waiting and len(self.seen) < MAX_SIMULATIONS and self.num_steps < MAX_STEPS:
+        while waiting and len(self.seen) < MAX_SIMULATIONS and self.num_steps < MAX_SIMULATED:
             checkpoint()
             current = waiting.pop()
             current = self.settled(current, self.look(current).master_stage)
@@ -339,10 +331,6 @@ class _AutoPipeSearch(_Polish):
                 later = (cut, *begins[stage + 1 :])
                 yield (*begins[:stage], *later)
                 yield (*self.balance.begins_of(cut, stage), *later)
-
-
-MOST_CUTS = 100
-"""So few cuts of a chain are all looked at."""
 
 
 def polished(line: Cuttable, begins: Cuts, num_microbatches: int, fits: FitTest) -> Cuts:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array
+from pipeplan.search_constants import MOST_RANGES
 from pipeplan.time_limit import checked
 
 Values = NDArray[Any]
@@ -33,9 +34,6 @@ negative, and not less for more blocks."""
 
 Fits = Callable[[int, Array, Array], NDArray[np.bool_]]
 """(kind of stage, begins, ends) -> whether blocks begin..end-1 fit as such a stage; fewer of them fit if all do."""
-
-MOST_RANGES = 2**16
-"""Stages looked at together, which bounds memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,19 +31,8 @@ from numpy.typing import NDArray
 from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array, Chain, Held, Range
 from pipeplan.partition.chain.kernel import Cost, Fits, balanced_split, least_split
+from pipeplan.search_constants import MAX_REBALANCED, MOST_LENGTH_RANGES, MOST_LENGTHS, PER_DEVICE
 from pipeplan.time_limit import checked
-
-PER_DEVICE = 4
-"""Micro-batches for each device in a run: as many as where nobody says how many there are."""
-
-MAX_STEPS = 50_000
-"""Choices the search looks at before it gives up: some tenths of a second."""
-
-_MOST_LENGTHS = 64
-"""Longest stages that are tried."""
-
-_MOST_RANGES = 2**20
-"""Ranges of blocks whose times are looked at for them: of 10,000 blocks there are fifty times as many."""
 
 State = tuple[Range, ...]
 """What is left of each segment."""
@@ -60,12 +49,12 @@ def run_time(chain: Chain, begins: Sequence[int]) -> int:
 def shortest_run(chain: Chain, below: int) -> tuple[int, ...] | None:
     """Cuts that fit and whose :func:`run_time` is as short as can be, if that is less than ``below`` ns.
 
-    None if there are none, or none were found in ``MAX_STEPS`` steps. Where stages can have many times, not all of
+    None if there are none, or none were found in ``MAX_REBALANCED`` steps. Where stages can have many times, not all of
     these are tried as that of the longest. Devices of different speeds are not looked at so.
     """
-    if chain.speeds or math.comb(chain.num_blocks - 1, len(_sides(chain)) - 1) > MAX_STEPS:
+    if chain.speeds or math.comb(chain.num_blocks - 1, len(_sides(chain)) - 1) > MAX_REBALANCED:
         return None
-    best, steps = None, iter(range(MAX_STEPS))
+    best, steps = None, iter(range(MAX_REBALANCED))
     for longest in checked(_lengths(chain, below), 1):
         found = least_busiest(chain, -(-(below - longest) // PER_DEVICE), longest, steps)
         if found is not None:
@@ -85,11 +74,11 @@ def _lengths(chain: Chain, below: int) -> list[int]:
     sums = chain.costs.compute
     firsts, lasts = (np.searchsorted(sums, sums + limit) for limit in (chain.longest(even), most))
     counts = np.maximum(lasts - firsts, 0)
-    begins = np.arange(0, len(sums), 1 + int(counts.sum()) // _MOST_RANGES)
+    begins = np.arange(0, len(sums), 1 + int(counts.sum()) // MOST_LENGTH_RANGES)
     own = zip(begins.tolist(), firsts[begins].tolist(), lasts[begins].tolist(), strict=True)
     ranges = [sums[first:last] - sums[begin] for begin, first, last in own]
     times = np.unique(np.concatenate(ranges))
-    some = np.unique(np.linspace(0, max(0, len(times) - 1), _MOST_LENGTHS).astype(int))
+    some = np.unique(np.linspace(0, max(0, len(times) - 1), MOST_LENGTHS).astype(int))
     lengths: list[int] = times[some[: len(times)]].tolist()
     return lengths[::-1]
 

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.partition.problem import Way
+from pipeplan.search_constants import GRID
 from pipeplan.workload.kinds import Role
 
 
@@ -82,9 +83,6 @@ def kfkb_word(stage: KFKB, in_flight: int, mini_batch: int) -> Iterator[Role]:
 
 
 Integers = NDArray[np.int64]
-
-GRID = 16
-"""Totals up to twice this times the least micro-batch size are states of their own, then this many per doubling."""
 
 
 class Need(NamedTuple):

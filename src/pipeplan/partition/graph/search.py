@@ -27,9 +27,8 @@ from pipeplan.partition.graph.in_flight import Integers, Need
 from pipeplan.partition.graph.shapes import NEVER, Group, PartBounds, Shape, Shapes
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
+from pipeplan.search_constants import CHUNK
 from pipeplan.time_limit import checked, checkpoint
-
-_CHUNK = 256
 
 
 class Entry(NamedTuple):
@@ -106,8 +105,8 @@ def _unbeaten_fronts(devices: Integers, totals: Integers, differences: Integers)
     """
     order = np.lexsort((differences, totals, devices))
     left = np.zeros(0, dtype=np.int64)
-    for start in range(0, len(order), _CHUNK):
-        chunk = order[start : start + _CHUNK]
+    for start in range(0, len(order), CHUNK):
+        chunk = order[start : start + CHUNK]
         if len(left):
             chunk = chunk[~_covered(chunk, left, totals, differences).any(axis=1)]
         inside = np.tril(_covered(chunk, chunk, totals, differences), -1)

@@ -26,11 +26,8 @@ from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.graph.in_flight import Integers, Needs
 from pipeplan.partition.problem import Costs, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part
+from pipeplan.search_constants import MAX_GROUPS
 from pipeplan.time_limit import checked
-
-MAX_GROUPS = 3_000
-"""Ways to take a group of branches from those that are left, over all that can be left, of a parallel part; beyond
-that groups are of neighbours in order of their work."""
 
 Group = tuple[int, ...]
 """Branches that are taken together, by shape."""

@@ -31,6 +31,7 @@ from pipeplan.graphs import longest_paths
 from pipeplan.schedule.cpsat.solver import Answer, Budget, load_solver, solve
 from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_time
+from pipeplan.search_constants import DECISION_PART, FARTHEST
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import memory_recurrences, period_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -38,9 +39,6 @@ from pipeplan.workload.workload import Hold
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
-
-_FARTHEST = 1_000
-"""Micro-batches apart beyond which order means nothing to a pattern; times that far overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ class _Constraints:
         v = self._variables
         for recurrence in memory_recurrences(self._problem):
             z, x = recurrence.source, recurrence.target
-            if recurrence.distance > _FARTHEST:
+            if recurrence.distance > FARTHEST:
                 continue
             for u in range(v.unroll):
                 back, other = divmod(u - recurrence.distance, v.unroll)
@@ -220,14 +218,14 @@ class _Constraints:
         ended = [self._repetitions(v.absolute[x] - v.absolute[y, u] - v.durations[y]) for y in hold.targets]
         if len(ended) == 1:
             return begun - ended[0]
-        held = self._model.new_int_var(0, 2 * _FARTHEST, "")
+        held = self._model.new_int_var(0, 2 * FARTHEST, "")
         for each in ended:
             self._model.add(held >= begun - each)
         return held
 
     def _repetitions(self, time: Any) -> Any:
         """``floor(time / T)``"""
-        whole = self._model.new_int_var(-_FARTHEST, _FARTHEST, "")
+        whole = self._model.new_int_var(-FARTHEST, FARTHEST, "")
         rest = self._model.new_int_var(0, self._variables.period - 1, "")
         self._model.add(self._variables.period * whole + rest == time)
         return whole
@@ -366,7 +364,7 @@ def least_period(
         feasible: bool | None = True
         if pattern is None:
             feasible, pattern, _ = solve_pattern(
-                problem, candidate, budget, left / _SHARE, unroll=unroll, max_span=max_span, hint=search.best
+                problem, candidate, budget, left / DECISION_PART, unroll=unroll, max_span=max_span, hint=search.best
             )
         search.learn(candidate, feasible, pattern)
         if pattern is not None and on_pattern is not None:
@@ -375,10 +373,6 @@ def least_period(
     if best is None and below is None and (max_span or unroll) >= unroll:  # hard proofs took all the time
         best = one_after_another(problem, unroll)
     return LeastPeriod(best, search.bound_ns, budget.elapsed - begun)
-
-
-_SHARE = 4
-"""A decision gets this part of the time left, so that one hard proof is not everything."""
 
 
 class _Bisection:

@@ -13,53 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pipeplan.search_constants import (
+    DETERMINISTIC_PER_SECOND,
+    SOLVE_SECONDS,
+    SOLVER_LEAVING_SECONDS,
+    SOLVER_POLL_SECONDS,
+    SOLVER_STOP_SECONDS,
+)
 from pipeplan.time_limit import Limit, checkpoint, time_is_up
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
-_POLL_SECONDS = 0.05
-
-_STOP_SECONDS = 0.2
-"""How long a solver may take to stop once it is asked to; while it prepares a large model it does not hear."""
-
-_LEAVING_SECONDS = 1.0
-"""How long the end of the process waits for solvers that were left to themselves."""
-
-_DETERMINISTIC_PER_SECOND = 0.2
-"""The solver's deterministic time that counts as a second: measured on this search with one worker, 0.15 to 0.3."""
-
-_SOLVE_SECONDS = 0.02
-"""What building a model counts when seconds are deterministic, so that many small solves end, too."""
-
-SECONDS_PER_QUESTION = 0.01
-"""The charge for placing blocks once, whatever their number."""
-
-SECONDS_PER_CUT = 0.2
-"""The same where it is many blocks times devices, and what is placed is tested with true orders for whether it fits."""
 
 # What work outside the solver counts per action when seconds are deterministic:
-
-SECONDS_PER_LOOK = 5e-5
-"""Known schedules of a candidate."""
-
-SECONDS_PER_SWEEP = 5e-5
-"""A set of built-in rules, and separating gradients."""
-
-SECONDS_PER_RULES = 3e-5
-"""A set of rules alone."""
-
-SECONDS_PER_POLICY = 5e-6
-"""Scheduling by a policy."""
-
-SECONDS_PER_TRIALS = 2.5e-4
-"""Orders that are made by trying many: the automatic zero-bubble schedules, and greedy ones."""
-
-SECONDS_PER_RETIMING = 5e-5
-"""The orders there are on stages that have changed."""
-
-SECONDS_PER_LABEL = 5e-5
-"""A label of the programme that proves bounds: not per action."""
 
 
 @dataclass(slots=True, eq=False)
@@ -157,7 +124,7 @@ def solve(
         parameters.cp_model_probing_level = 0  # there a minute of it counts, and finds, as good as nothing
     if budget.deterministic:
         parameters.num_workers = 1
-        parameters.max_deterministic_time = limit * _DETERMINISTIC_PER_SECOND
+        parameters.max_deterministic_time = limit * DETERMINISTIC_PER_SECOND
     else:
         parameters.num_workers = budget.workers
         parameters.max_time_in_seconds = math.inf if by_work else limit
@@ -165,7 +132,7 @@ def solve(
         return Answer(None, False, solver.value, None)
     working = Limit(limit, clock=budget.clock) if by_work else Limit()
     status = _run(solver, model, budget, working, _callback(on_solution) if on_solution is not None else None)
-    budget.spent += solver.response_proto.deterministic_time / _DETERMINISTIC_PER_SECOND + _SOLVE_SECONDS
+    budget.spent += solver.response_proto.deterministic_time / DETERMINISTIC_PER_SECOND + SOLVE_SECONDS
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     bound = round(solver.best_objective_bound) if model.has_objective() else None
     feasible = True if found else False if status == cp_model.INFEASIBLE else None
@@ -200,12 +167,12 @@ def _run(
     thread.start()
     while not done.is_set():
         try:
-            done.wait(_POLL_SECONDS)
+            done.wait(SOLVER_POLL_SECONDS)
             over = budget.interrupted or time_is_up()
             if over or working.expired:  # again and again: a solve that had not begun hears no first one
                 solver.stop_search()
                 asked += over
-            if asked * _POLL_SECONDS > _STOP_SECONDS:
+            if asked * SOLVER_POLL_SECONDS > SOLVER_STOP_SECONDS:
                 checkpoint()
         except KeyboardInterrupt:
             budget.interrupt()
@@ -226,9 +193,9 @@ def _end_all() -> None:
     """
     begun = time.monotonic()
     for thread, solver in list(_running.items()):
-        while thread.is_alive() and time.monotonic() < begun + _LEAVING_SECONDS:
+        while thread.is_alive() and time.monotonic() < begun + SOLVER_LEAVING_SECONDS:
             solver.stop_search()
-            thread.join(_POLL_SECONDS)
+            thread.join(SOLVER_POLL_SECONDS)
 
 
 def _callback(on_solution: Callable[[int, int], None]) -> cp_model.CpSolverSolutionCallback:

@@ -23,6 +23,15 @@ from typing import TYPE_CHECKING
 
 from pipeplan.schedule.cpsat.solver import Budget, load_solver, solve
 from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, origin_of
+from pipeplan.search_constants import (
+    FEW_TASKS,
+    RAMPS_SHARE,
+    WHOLE_SHARE,
+    WHOLE_SHARE_OF_FEW,
+    WHOLE_TASKS,
+    WINDOW_SECONDS,
+    WINDOW_SIZES,
+)
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import memory_recurrences
 from pipeplan.workload.kinds import GRADIENT_ROLES
@@ -379,8 +388,8 @@ class _Rescheduling(ScheduleStep):
     CP-SAT decides in about a second what may change in the largest of them, and less.
     """
 
-    sizes: tuple[int, ...] = (40, 80, 160, 320)
-    seconds: float = 1.0
+    sizes: tuple[int, ...] = WINDOW_SIZES
+    seconds: float = WINDOW_SECONDS
 
     def applies(self, state: SearchState) -> bool:
         return not state.finished
@@ -399,7 +408,7 @@ class _Rescheduling(ScheduleStep):
 class Ramps(_Rescheduling):
     """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
 
-    share: float = 1 / 8
+    share: float = RAMPS_SHARE
     name = "ramps"
     when = "nothing proved best; some schedule can be repeated"
 
@@ -422,10 +431,10 @@ class WholeHorizon(ScheduleStep):
     With at most ``few_tasks`` it is worth more of the time, since it ends with a proof.
     """
 
-    share: float = 0.5
-    most_tasks: int = 600
-    few_tasks: int = 200
-    share_of_few: float = 0.85
+    share: float = WHOLE_SHARE
+    most_tasks: int = WHOLE_TASKS
+    few_tasks: int = FEW_TASKS
+    share_of_few: float = WHOLE_SHARE_OF_FEW
     name = "whole horizon"
     when = "nothing proved best; at most {most_tasks} actions; the span is open"
     of = "what is left"

@@ -25,14 +25,12 @@ from pipeplan.schedule.rules.given_order import orders_of
 from pipeplan.schedule.rules.language import ReadyAction, Rules, answer_of, name_of, naming
 from pipeplan.schedule.rules.separation import Joined, separate
 from pipeplan.schedule.rules.settings import Resolved
+from pipeplan.search_constants import STUCK_STEPS
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import MemoryState
 from pipeplan.workload.task_graph import TaskGraph
-
-_PATIENCE = 100
-"""Steps without any action after which user functions that still refuse everything are taken to refuse it for good."""
 
 
 def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
@@ -324,7 +322,7 @@ class RulesRun(Engine):
 
     def _stir(self) -> bool:
         """Nothing runs: let time pass for user functions, then let strict turns give way. False if nothing helps."""
-        for _ in range(_PATIENCE if self._attentive else 0):
+        for _ in range(STUCK_STEPS if self._attentive else 0):
             self.now += 1
             self._choose()
             if self.events:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from pipeplan.errors import InvalidPlanError
+from pipeplan.search_constants import SEPARATION_PASSES, SEPARATION_PATIENCES
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Operation
 from pipeplan.workload.engine import Engine, with_links
@@ -140,12 +141,8 @@ def _best(case: _Case, most: int | None) -> Timed:
 
 def _tries(case: _Case) -> Iterator[Timed]:
     """Everything stashed, which is often enough; then what backtracking says."""
-    yield from filter(None, (case.tried(case.weights, patience) for patience in _PATIENCES))
+    yield from filter(None, (case.tried(case.weights, patience) for patience in SEPARATION_PATIENCES))
     yield from _backtracked(case)
-
-
-_PATIENCES = (1.0, 0.5)
-"""How late W may end where all are stashed, in shares of their durations: 0 and the rest bring nothing more."""
 
 
 def _backtracked(case: _Case) -> Iterator[Timed]:
@@ -153,17 +150,13 @@ def _backtracked(case: _Case) -> Iterator[Timed]:
     found: Timed | None = case.given
     stashed: frozenset[int] = frozenset()
     sources = _sources(case.graph)
-    for _ in range(_PASSES):
+    for _ in range(SEPARATION_PASSES):
         more = frozenset() if found is None else stashed | _blocking(case, sources, found)
         if len(more) <= len(stashed):
             return
         stashed, found = more, case.tried(more, 0.0)
         if found is not None:
             yield found
-
-
-_PASSES = 4
-"""The most bubbles that are backtracked from."""
 
 
 def _sources(graph: TaskGraph) -> list[list[tuple[int, int]]]:

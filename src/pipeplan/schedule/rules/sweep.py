@@ -13,7 +13,7 @@ from itertools import product
 from typing import Literal
 
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_RULES, Budget
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import memory_in_turn
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
 from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal, naming
@@ -21,6 +21,7 @@ from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.rules.values import Limit
 from pipeplan.schedule.state import Schedule
+from pipeplan.search_constants import SECONDS_PER_RULES, SEPARATED
 from pipeplan.time_limit import TimeUpError, checked
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import strong_iteration_bound, weak_iteration_bound
@@ -132,14 +133,10 @@ def sweeping(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[Swept]:
         if swept is not None:
             yield swept
             found.append((swept.iteration_ns, len(found), each, orders))
-    for _, _, each, orders in heapq.nsmallest(_SEPARATED, found):
+    for _, _, each, orders in heapq.nsmallest(SEPARATED, found):
         swept = _finished(graph, each, orders, None) if each.separate else None
         if swept is not None:
             yield swept
-
-
-_SEPARATED = 4
-"""The number of the best for which all ways of separating gradients are tried."""
 
 
 def _finished(graph: TaskGraph, rules: Rules, orders: list[list[int]], tries: int | None) -> Swept | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 from pipeplan.errors import InvalidPlanError
+from pipeplan.search_constants import FEW_ROUNDS, MAX_WRITTEN
 from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.exchanges import Snapshot, exchanges_come_out, snapshots
@@ -143,19 +144,16 @@ def find_loop(
     return LoopCut(microbatches, tuple(moments), tuple(begins), counts, one_of), min(there)
 
 
-_FEW = 256
-
-
 def _places(low: int, high: int) -> Iterator[int]:
     """Numbers of actions with which a round may begin: all of few, of many ever more apart from the end on.
 
     Once times repeat they do until cooldown begins, so that what repeats for long is met.
     """
-    if high - low <= _FEW:
+    if high - low <= FEW_ROUNDS:
         yield from range(low, high)
         return
-    yield from range(high - 1, high - _FEW, -1)
-    back = _FEW
+    yield from range(high - 1, high - FEW_ROUNDS, -1)
+    back = FEW_ROUNDS
     while high - back > low:
         yield high - back
         back += back // 4
@@ -373,10 +371,6 @@ def shortened(graph: TaskGraph, orders: Orders, starts: Sequence[int], most_micr
     _, cut, there = best
     smaller, left = _shorter(graph, orders, cut, there - 1)
     return LoopedOrders(smaller, left, earliest_starts(smaller, left), cut.without(there - 1, there))
-
-
-MAX_WRITTEN = 200_000
-"""Actions and messages after which a schedule that has not come to repeat itself is given up."""
 
 
 def looped(

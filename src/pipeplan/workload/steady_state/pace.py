@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pipeplan.search_constants import PACE_RAMP
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.steady_state.loop import LoopedOrders, counts_of, looped
 from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
-
-_RAMP = 3
-"""Micro-batches beside those that fill a pipeline until a round is there that can be repeated."""
 
 
 def at_own_pace(workload: Workload, before: Workload) -> Workload:
@@ -75,11 +73,11 @@ def paced_run(workload: Workload, phases: Sequence[int], most_written: int) -> L
     pace. None where all of them are few.
     """
     parts = _parts(workload, phases)
-    count = _RAMP + max(-(-part.latency_ns // part.pace_ns) for part in parts)
+    count = PACE_RAMP + max(-(-part.latency_ns // part.pace_ns) for part in parts)
     count = min(count, most_written // workload.entries)
-    if count <= _RAMP + 1 or count >= workload.num_microbatches:
+    if count <= PACE_RAMP + 1 or count >= workload.num_microbatches:
         return None
-    paces = [max(part.pace_ns, -(-part.latency_ns // (count - _RAMP))) for part in parts]
+    paces = [max(part.pace_ns, -(-part.latency_ns // (count - PACE_RAMP))) for part in parts]
     graph = task_graph(_at_pace(workload.with_microbatches(count), parts, paces))
     orders = [list[int]() for _ in workload.devices]
     for part in parts:

@@ -20,6 +20,7 @@ from operator import eq, sub
 import numpy as np
 
 from pipeplan.errors import InvalidPlanError, UsageError
+from pipeplan.search_constants import MAX_REPLAYED
 from pipeplan.time_limit import checked
 from pipeplan.workload.columns import IntArray, Lines
 from pipeplan.workload.task_graph import Orders
@@ -209,10 +210,6 @@ def require_equal_sizes(workload: Workload) -> None:
         raise UsageError("a repetend needs one route, no micro-batch in parts and no dependency with counts of its own")
 
 
-MAX_TASKS = 400_000
-"""The longest replay, in actions, in which a repetend must become periodic to count as one."""
-
-
 def steady_bubble_rate(workload: Workload, period: Fraction) -> float:
     """Idle share of the devices when a micro-batch ends every ``period`` ns (Tessel Fig. 11, 12, Table II)."""
     num_devices = len(workload.devices)
@@ -222,7 +219,7 @@ def steady_bubble_rate(workload: Workload, period: Fraction) -> float:
 def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> Fraction | None:
     """Time from one repetition to the next on average, in ns per micro-batch, when copies run without end.
 
-    This is by how much a micro-batch more lengthens the makespan. None where a replay of :data:`MAX_TASKS` actions
+    This is by how much a micro-batch more lengthens the makespan. None where a replay of :data:`MAX_REPLAYED` actions
     does not become periodic.
 
     Raises:
@@ -233,7 +230,11 @@ def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], 
 
 
 def steady_state(
-    workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int, max_tasks: int = MAX_TASKS
+    workload: Workload,
+    runs: Sequence[Sequence[Entry]],
+    first: Sequence[int],
+    unroll: int,
+    max_tasks: int = MAX_REPLAYED,
 ) -> tuple[int, int] | None:
     """(cycle, time): every ``cycle`` copies shift by ``time`` ns when copies run without end.
 

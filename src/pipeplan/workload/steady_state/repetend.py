@@ -15,11 +15,11 @@ from itertools import islice, takewhile
 from operator import eq
 
 from pipeplan.errors import UsageError
+from pipeplan.search_constants import MAX_REPLAYED, REPETEND_SAMPLES, SWEPT_UNROLL
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import MAX_COUNT, Repetend
 from pipeplan.workload.steady_state.rate import (
-    MAX_TASKS,
     CutOrders,
     Entry,
     link_begins,
@@ -30,18 +30,13 @@ from pipeplan.workload.steady_state.rate import (
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
-_SWEPT_UNROLL = 8
-"""Unrolls up to this are looked for at every moment of a run, larger ones where a sample of moments shows them."""
-
-_SAMPLES = 16
-
 
 def find_repetend(
     graph: TaskGraph,
     orders: Orders,
     starts: Sequence[int],
     max_unroll: int | None = None,
-    max_tasks: int = MAX_TASKS,
+    max_tasks: int = MAX_REPLAYED,
     *,
     repeated: bool = False,
 ) -> Repetend | None:
@@ -261,8 +256,8 @@ class _RepetendFinder:
 
     def unrolls(self, limit: int) -> list[int]:
         """Unrolls worth a sweep, ascending."""
-        shown = set(range(1, min(limit, _SWEPT_UNROLL) + 1))
-        stride = max(1, len(self.steps) // _SAMPLES)
+        shown = set(range(1, min(limit, SWEPT_UNROLL) + 1))
+        stride = max(1, len(self.steps) // REPETEND_SAMPLES)
         positions = [0] * len(self.lines)
         for index, (_, going_on) in checked(enumerate(self.steps), 256):
             if index % stride == 0:
