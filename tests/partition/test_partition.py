@@ -294,7 +294,7 @@ def test_longest_stages_to_try_are_times_of_stages_however_many_ranges_there_are
     possible = {time for time in possible if chain.longest(even) <= time < limit}
     every = rebalance._lengths(chain, below)
     assert every == sorted(every, reverse=True)
-    assert set(every) == possible if len(possible) <= rebalance._MOST_LENGTHS else set(every) < possible
+    assert set(every) == possible if len(possible) <= rebalance.MOST_LENGTHS else set(every) < possible
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rebalance, "MOST_LENGTH_RANGES", most)
         assert set(rebalance._lengths(chain, below)) <= possible
