@@ -5,7 +5,8 @@ imported torch, which saves 4 s of processor time each. At a moment that is draw
 written, one of its processes is killed, stopped, stopped for a while, told to end, cut off from the others (all its
 sockets are shut down) or left without room on the disk. Then: the command ends within 10 s (after its timeout, where a
 process stands still), names what failed in one message, leaves no process, every checkpoint that was whole is, and the
-same command with ``--resume``, or again, gets to the end, with the losses of a training that nothing disturbed.
+same command with ``--resume``, or again, gets to the end, with the losses of a training that nothing disturbed. Half
+of the launchers that are killed leave ranks that stand still, and that only the system can end.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from unittest import mock
 
 from attack_part import Ended, drawn_for
 
-__all__ = ["PRELOADED", "Faults", "Forked", "children", "left_over", "living"]
+__all__ = ["PRELOADED", "Fault", "Faults", "Forked", "children", "left_over", "living", "wrong_message"]
 
 TESTS = Path(__file__).parents[1] / "tests"
 SOON_S = 10.0
@@ -61,20 +62,22 @@ COMMANDS = {
     "train": f"run plan.json --model runtime_support.models:chain --local --dtype float64 --steps {STEPS} --timeout 3s "
     "--checkpoint kept --checkpoint-every 1",
     "profile": "profile gpt2-tiny --microbatch 1,2,4 --repeats 60 -o profile.json",
-    "links": "profile --communication --processes 2 --max-bytes 4MiB --repeats 30 -o links.json",
+    "links": "profile --communication --processes 2 --max-bytes 4MiB --repeats 8 -o links.json",
 }
 WEIGHTS = {"emulate": 4, "train": 9, "profile": 4, "links": 2}
 KINDS = ("killed", "stopped", "slow", "ended", "interrupted", "cut off", "disk full", "launcher killed")
 
+PLACE = r"(in [^;:]+ \(step \d+, program counter |(in|after) step \d+|before its first step|after its last|while )"
 SAID = {
-    "killed": r"rank \d+ (was killed|lost|is gone)|killed|SIGKILL",
-    "stopped": r"rank \d+ (hangs|got nothing|was stopped|is stopped)|--timeout|did not",
+    "killed": rf"^rank VICTIM was killed \(SIGKILL\) {PLACE}",
+    "stopped": rf"^rank VICTIM hangs {PLACE}",
     "ended": r"interrupted|SIGTERM|ended",
     "interrupted": r"interrupted",
-    "cut off": r"rank \d+ ",
+    "cut off": rf"^rank \d+ .*{PLACE}",
     "disk full": r"cannot be written|could not|cannot|No space|too large",
 }
-"""What the message says in some words."""
+"""What the message says in some words, and the rank and place that it names."""
+REMARKS = ("warning", "resuming", "2 processes on", "measuring ", "checkpoint ")
 
 
 # Processes that are forked, not started ---------------------------------------------------------------------------
@@ -359,6 +362,7 @@ class Faults:
     def _attacked(self, fault: Fault, folder: Path) -> Ended:
         pid = start(COMMANDS[fault.verb], folder)
         victim, kept = _wait_for(fault, pid, folder)
+        steps = _steps(folder)
         if victim is None:
             status_of(pid, time.monotonic() + 60)
             return Ended("over before")
@@ -375,7 +379,7 @@ class Faults:
         for wrong, found in (
             ("orphan", left),
             ("traceback", "Traceback" in _text(folder, "err")),
-            ("message", _wrong_message(fault, code, _text(folder, "err"))),
+            ("message", wrong_message(fault, code, _text(folder, "err"), range(steps - 1, _steps(folder) + 2))),
             ("lost", self._lost(fault, folder, kept)),
         ):
             if found:
@@ -418,11 +422,11 @@ def _wait_for(fault: Fault, pid: int, folder: Path) -> tuple[int | None, int]:
             return None, kept
         ready = time.monotonic() >= until
         if fault.verb == "train" and fault.step >= 0:
-            ready = _text(folder, "out").count("step ") > fault.step
+            ready = _steps(folder) > fault.step
             if fault.in_checkpoint:
                 ready = ready and any((folder / "kept").glob(".step-*"))
         elif fault.verb == "emulate" and fault.step >= 0:
-            ready = ready and _text(folder, "out").count("step ") > fault.step
+            ready = ready and _steps(folder) > fault.step
         ranks = [pid] if fault.is_on_launcher or fault.verb == "profile" else living(children(pid))[:2]
         ready = ready and (folder / "ready").exists()
         if ready and len(ranks) > (0 if ranks == [pid] else 1):
@@ -440,6 +444,9 @@ def _inflict(fault: Fault, pid: int, folder: Path) -> None:
         "interrupted": signal.SIGINT,
     }
     with contextlib.suppress(ProcessLookupError):
+        if fault.kind == "launcher killed" and fault.victim:
+            for rank in children(pid):
+                os.kill(rank, signal.SIGSTOP)
         if fault.kind in numbers:
             os.kill(pid, numbers[fault.kind])
             if fault.kind == "slow":
@@ -451,9 +458,9 @@ def _inflict(fault: Fault, pid: int, folder: Path) -> None:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (512, 512))
 
 
-def left_over() -> list[int]:
+def left_over(soon_s: float = 5.0) -> list[int]:
     """Processes that have not ended soon after the command has."""
-    until = time.monotonic() + 5.0
+    until = time.monotonic() + soon_s
     while found := living(children(os.getpid())):
         if time.monotonic() > until:
             return found
@@ -461,10 +468,10 @@ def left_over() -> list[int]:
     return []
 
 
-def _wrong_message(fault: Fault, code: int, said: str) -> str:
-    """What is wrong with how it says what happened."""
-    lines = [line.removeprefix("pipeplan: ") for line in said.splitlines() if line.startswith("pipeplan: ")]
-    errors = [line for line in lines if not line.startswith(("warning", "resuming", "2 processes on", "measuring "))]
+def wrong_message(fault: Fault, code: int, said: str, steps: range) -> str:
+    """What is wrong with how it says what happened, which must have been in one of these ``steps``, if in any."""
+    told = [" ".join(text.split()) for text in re.split(r"^pipeplan: ", said, flags=re.MULTILINE)[1:]]
+    errors = [text for text in told if not text.startswith(REMARKS)]
     if code == 0:  # it had done what the fault would have hit
         return ""
     if code < 0:
@@ -474,10 +481,14 @@ def _wrong_message(fault: Fault, code: int, said: str) -> str:
         return "a pause ends it"
     if code not in (1, 2, 130) and not (fault.kind == "ended" and code == 128 + signal.SIGTERM):
         return f"exit {code}"
-    if not errors:
-        return "no message"
-    wanted = SAID.get(fault.kind)
-    return "" if wanted is None or re.search(wanted, " ".join(errors)) else f"says nothing of {wanted}"
+    if len(errors) != 1:
+        return f"{len(errors)} messages"
+    wanted = SAID.get(fault.kind, "").replace("VICTIM", str(fault.victim))
+    found = re.search(wanted, errors[0])
+    if not found:
+        return f"says nothing of {wanted}"
+    step = re.search(r"step (\d+)", found[0]) if fault.verb in ("train", "emulate") else None
+    return f"names step {step[1]}, which is not in {steps}" if step and int(step[1]) not in steps else ""
 
 
 def whole(folder: Path) -> list[int]:
@@ -488,6 +499,11 @@ def whole(folder: Path) -> list[int]:
 def losses_of(folder: Path) -> list[str]:
     """The losses that a training printed."""
     return re.findall(r"^step \d+\s+loss (\S+)", _text(folder, "out"), re.MULTILINE)
+
+
+def _steps(folder: Path) -> int:
+    """How many steps it has told of."""
+    return _text(folder, "out").count("step ")
 
 
 def _text(folder: Path, name: str) -> str:

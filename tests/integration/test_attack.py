@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from support.paths import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 
 import attack_bounds
+import attack_faults
 import attack_inputs
 import attack_plans
 import judge
@@ -29,6 +32,7 @@ from attack_part import Ended
 
 from pipeplan.checker import Report
 from pipeplan.files import write_file
+from pipeplan.runtime.launch.processes import die_with_parent
 
 PIECE = {"inputs": 75, "plans": 40, "bounds": 10}
 """Attacks in one test."""
@@ -224,6 +228,75 @@ def test_instructions_may_hold_up_more_and_passes_no_others(parts: dict[str, Any
     assert differs(*ends, ("2GATHER", "1B")) == "", "no profile says what an instruction holds up"
     assert differs(*ends, ("0F", "1B"))
     assert differs(*(each for each in ends if each != ("2GATHER", "1F"))), "1F has to wait for 0F, through it"
+
+
+def launcher(binds: Callable[[int], object], folder: Path) -> int:
+    """Start what stands for a command with two ranks, which are bound to its end in some way."""
+    read, _ = os.pipe()
+    pid = os.fork()
+    if pid:
+        return pid
+    os.dup2(read, 0)  # which a rank reads to its end
+    own, ready = os.getpid(), [folder / "first", folder / "ready"]
+    for mark in ready:
+        if not os.fork():
+            os.setsid()
+            binds(own)
+            mark.touch()
+            while True:
+                time.sleep(1)
+        while not mark.exists():
+            time.sleep(0.001)
+    while True:
+        time.sleep(1)
+
+
+def test_what_a_killed_launcher_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks stand still then, and end only where the system has been asked to end them."""
+    cases: list[tuple[str, Callable[[int], object], str]] = [
+        ("emulate", die_with_parent, ""),
+        ("emulate", abs, "orphan"),
+        ("train", die_with_parent, "lost"),
+    ]
+
+    steps = iter([[2]])
+    monkeypatch.setattr(
+        attack_faults, "whole", lambda folder: next(steps, [1])
+    )  # it was, and no more as the fault came
+    monkeypatch.setattr(attack_faults, "left_over", partial(attack_faults.left_over, 0.2))
+    for verb, binds, wrong in cases:
+        fault = attack_faults.Fault(verb, "launcher killed", 1, 0.0, -1, False)
+        monkeypatch.setattr(attack_faults, "drawn_faults", lambda *drawn, fault=fault: [fault])
+        monkeypatch.setattr(attack_faults, "start", lambda command, folder, binds=binds: launcher(binds, folder))
+        (found,) = Pool(attack_faults.Faults(), 0, iter([0])).run(1, time.monotonic() + 1000)
+        assert found.ended.wrong == wrong, found.ended.what
+
+
+KILLED = "rank 1 was killed (SIGKILL) in 0F3 (step 4, program\ncounter 3 of 40); often because memory ran out\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "wrong"),
+    [
+        ("killed", f"checkpoint kept written\nlast: 3\npipeplan: {KILLED}", ""),
+        ("killed", "rank 1 was killed (SIGKILL) after step 4: writing a checkpoint", ""),
+        ("killed", KILLED.replace("rank 1", "rank 0"), "says nothing"),
+        ("killed", KILLED.replace("(step 4, program\ncounter 3 of 40)", ""), "says nothing"),
+        ("killed", KILLED.replace("step 4", "step 7"), "names step 7"),
+        ("killed", "rank 0 lost rank 1 in 0F3 (step 4, program counter 3 of 40)", "says nothing"),
+        ("killed", f"{KILLED}pipeplan: {KILLED}", "2 messages"),
+        ("killed", "resuming at step 4", "0 messages"),
+        ("stopped", "rank 1 hangs in 3RECV_F0 (step 4, program counter 5 of 40); rank 0 waits for it", ""),
+        ("stopped", "rank 0 hangs in 3RECV_F0 (step 4, program counter 5 of 40); rank 1 waits for it", "says nothing"),
+        ("slow", KILLED, "a pause ends it"),
+        ("disk full", "something is wrong", "says nothing"),
+    ],
+)
+def test_what_a_failed_run_says_is_judged(kind: str, said: str, wrong: str) -> None:
+    fault = attack_faults.Fault("train", kind, 1, 0.0, 4, False)
+    found = attack_faults.wrong_message(fault, 1, f"pipeplan: {said}", range(3, 6))
+    assert found.startswith(wrong), found
+    assert bool(found) == bool(wrong), found
 
 
 @dataclass
