@@ -16,45 +16,9 @@ Objects show themselves in a notebook, by :mod:`pipeplan.reporting.notebook`, wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from pipeplan import _api, display
-from pipeplan._face import (
-    add_links,
-    check,
-    choose_kernels,
-    compare,
-    estimate,
-    example,
-    example_cluster,
-    export,
-    frontier,
-    import_plan,
-    inspect,
-    measure_links,
-    profile,
-    read_cluster,
-    read_placement,
-    read_plan,
-    read_profile,
-    report,
-    run,
-    search,
-    simulate,
-    tune,
-    write,
-)
 from pipeplan._version import __version__
-from pipeplan.errors import (
-    ExecutionError,
-    FileError,
-    InfeasibleError,
-    InvalidPlanError,
-    PipeplanError,
-    SearchTimeoutError,
-    UsageError,
-)
 
+TYPE_CHECKING = False  # as in typing, which with all that functions need takes a moment, in which Ctrl-C is a traceback
 if TYPE_CHECKING:
     from pipeplan._api import (
         Comparison,
@@ -72,6 +36,40 @@ if TYPE_CHECKING:
         Simulation,
         Tuning,
     )
+    from pipeplan._face import (
+        add_links,
+        check,
+        choose_kernels,
+        compare,
+        estimate,
+        example,
+        example_cluster,
+        export,
+        frontier,
+        import_plan,
+        inspect,
+        measure_links,
+        profile,
+        read_cluster,
+        read_placement,
+        read_plan,
+        read_profile,
+        report,
+        run,
+        search,
+        simulate,
+        tune,
+        write,
+    )
+    from pipeplan.errors import (
+        ExecutionError,
+        FileError,
+        InfeasibleError,
+        InvalidPlanError,
+        PipeplanError,
+        SearchTimeoutError,
+        UsageError,
+    )
     from pipeplan.files import (
         Block,
         Cluster,
@@ -86,7 +84,6 @@ if TYPE_CHECKING:
         Profile,
         Source,
     )
-
 
 __all__ = [
     "Block",
@@ -148,14 +145,17 @@ __all__ = [
     "write",
 ]
 
-display.renderer = "pipeplan.reporting.notebook"
-
 
 def __getattr__(name: str) -> object:
-    """A type, imported when it is asked for."""
-    if name in __all__:
-        return getattr(_api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """A function, an error or a type, imported when it is asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pipeplan import _api, _face, errors
+
+    for room in (_face, errors):
+        if name in vars(room):
+            return vars(room)[name]
+    return getattr(_api, name)
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """``python -m pipeplan``: the command line, as torchrun starts it."""
 
+import _thread
 import signal
 import sys
 import time
@@ -10,6 +11,7 @@ BEGAN = time.monotonic()
 
 def main() -> None:
     """Entry point of the ``pipeplan`` command."""
+    sys.unraisablehook = _let_come_again
     try:
         from pipeplan.cli.main import main
     except KeyboardInterrupt:  # before anything there hears it, which another one may follow
@@ -19,6 +21,19 @@ def main() -> None:
         exec("")  # as main says
         sys.exit(130)
     main(BEGAN)
+
+
+def _let_come_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Ctrl-C that comes while Python ignores exceptions, as where an import ends, is not lost: it comes again."""
+    if ignored.exc_type is KeyboardInterrupt:
+        _thread.start_new_thread(_interrupt_in_a_moment, ())
+    else:
+        sys.__unraisablehook__(ignored)
+
+
+def _interrupt_in_a_moment() -> None:
+    time.sleep(0.01)
+    _thread.interrupt_main()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-renderer = ""
-"""The module with ``html_of(object)`` and ``text_of(object)``, which ``pipeplan/__init__.py`` names; none if empty."""
+_RENDERER = "pipeplan.reporting.notebook"
+"""The module with ``html_of(object)`` and ``text_of(object)``."""
 
 
 class Displayed:
@@ -18,10 +18,10 @@ class Displayed:
         """What is shown of an object whose type the renderer, which imports no torch, does not know."""
         return [repr(self)]
 
-    def _repr_html_(self) -> str | None:
-        """What IPython and Jupyter show; None for the text."""
-        return None if not renderer else str(importlib.import_module(renderer).html_of(self))
+    def _repr_html_(self) -> str:
+        """What IPython and Jupyter show."""
+        return str(importlib.import_module(_RENDERER).html_of(self))
 
     def text(self) -> str:
         """What the command line prints of it, at the width of the terminal or of ``COLUMNS``."""
-        return repr(self) if not renderer else str(importlib.import_module(renderer).text_of(self))
+        return str(importlib.import_module(_RENDERER).text_of(self))

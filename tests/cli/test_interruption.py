@@ -99,6 +99,18 @@ main()
 """A signal comes as a module is imported."""
 
 
+def test_an_interruption_where_python_ignores_it_comes_again(tmp_path: Path) -> None:
+    """As in what it calls when the lock of an import is let go: it was lost, and the command went on."""
+    (tmp_path / "p.json").write_text(to_json(shape("v", 4)))
+    signals = "os.kill(os.getpid(), signal.SIGINT)"
+    ignored = f"weakref.finalize(Finder(), lambda: [{signals}, time.sleep(0)])"
+    own = IMPORTING.format(name="pipeplan.cli.main", number="SIGINT").replace(signals, ignored)
+    (tmp_path / "command.py").write_text(f"import time, weakref\n{own}")
+    command = [sys.executable, "-m", "command", "search", "p.json", "--devices", "4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (130, "pipeplan: interrupted")
+
+
 @pytest.mark.parametrize(
     ("name", "number", "arguments"),
     [
