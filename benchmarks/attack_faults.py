@@ -19,6 +19,7 @@ import os
 import re
 import resource
 import runpy
+import select
 import signal
 import socket
 import stat
@@ -97,15 +98,21 @@ class Forked:
         env: Mapping[str, str],
     ) -> None:
         read, write = os.pipe()
+        alone, own = os.pipe()
         self._status: int | None = None
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         self.pid = os.fork()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what Python does when forking swallows exceptions
         if not self.pid:
+            with contextlib.suppress(PermissionError):
+                os.setsid()
+            os.write(own, b"\n")
             _become(command[2], env, {0: read, 1: stdout, 2: stderr, **{number: number for number in pass_fds}})
-        os.close(read)
+        if not select.select([alone], [], [], 1.0)[0]:  # it was stopped at once, and is to have a group all the same
+            os.setpgid(self.pid, self.pid)
+        for descriptor in (read, alone, own):
+            os.close(descriptor)
         self.stdin = os.fdopen(write, "wb")
-        os.setpgid(self.pid, self.pid)  # from here, so that it has a group even if it is stopped at once
 
     def poll(self) -> int | None:
         if self._status is None:

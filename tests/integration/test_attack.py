@@ -230,6 +230,16 @@ def test_instructions_may_hold_up_more_and_passes_no_others(parts: dict[str, Any
     assert differs(*(each for each in ends if each != ("2GATHER", "1F"))), "1F has to wait for 0F, through it"
 
 
+def test_forked_ranks_have_sessions_of_their_own_as_started_ones() -> None:
+    """In its launcher's, the system hangs up on one that stands still as the launcher ends, which hid orphans."""
+    with open(os.devnull, "r+") as null:
+        streams = [null.fileno()] * 3
+        rank = attack_faults.Forked(["", "-m", "platform"], *streams, pass_fds=(), start_new_session=True, env={})
+    assert os.getsid(rank.pid) == rank.pid
+    assert rank.wait() == 0
+    rank.stdin.close()
+
+
 def launcher(binds: Callable[[int], object], folder: Path) -> int:
     """Start what stands for a command with two ranks, which are bound to its end in some way."""
     read, _ = os.pipe()
