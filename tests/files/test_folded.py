@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 
-from builders.folds import plans_of, two_levels
+from builders.folds import alike_profile, plans_of, two_levels
 from pipeplan.checker import check
+from pipeplan.costs import build_workload, stages
 from pipeplan.errors import FileError, UsageError
-from pipeplan.files import Plan, parse, to_json
+from pipeplan.files import PlacedStage, Placement, Plan, parse, to_json
 from pipeplan.files.folded import folded_plan, folded_workload, unfolded
 from pipeplan.files.packed import packed, packed_starts, unpacked, unpacked_starts
 from pipeplan.interop.export import exported
 from pipeplan.simulator.recost import with_costs_of
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.elements import Players
+from pipeplan.workload.folding import Fold
+from pipeplan.workload.workload import Workload
 
 _CASES = range(10)
 
@@ -113,6 +116,11 @@ def _crossing(plan: dict[str, Any]) -> None:
     plan["stages"][0]["replicas"] = 1
 
 
+def _across(plan: dict[str, Any]) -> None:
+    """A stage on two programs, each of whose players have as many replicas of it as there are of one."""
+    plan["stages"][0]["devices"] = [0, 1]
+
+
 def _unlike_sizes(plan: dict[str, Any]) -> None:
     plan["stages"][0]["microbatch_size"] //= 2
 
@@ -134,6 +142,7 @@ def _no_room(plan: dict[str, Any]) -> None:
         (_missing, "plays no program"),
         (_of_no_program, "players has 1 entries for 2 devices"),
         (_crossing, "no whole replicas"),
+        (_across, "no whole replicas"),
         (_unlike_sizes, "players: stages have micro-batches of"),
         (_no_steps, "each count has one"),
         (_no_room, "has no room"),
@@ -154,6 +163,28 @@ def test_messages_that_take_unlike_links_in_two_places_are_found(monkeypatch: py
     assert next(problem.message for problem in report.problems if "place" in problem.message) == (
         f"goes over level 'node' in place 0 of its programs, and over 'net' in place {half}"
     )
+
+
+def test_devices_whose_messages_take_unlike_links_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two positions of four devices each, side by side, where nodes have six: they stay apart, and as priced."""
+    players = [own for own in map(Players.of, (range(4), range(4, 8))) if own is not None]
+    found = [Fold(players).alike([(0, 1)], [size]) for size in (4, 6, 8)]
+    assert found == [True, False, True]
+    monkeypatch.setattr(stages, "FOLD_FROM", 0)
+    profile = alike_profile(Random(5), tied=False)
+    placed = tuple(
+        PlacedStage(blocks=tuple(f"b{4 * place + n}" for n in range(4)), devices=(*own.devices,), replicas=4)
+        for place, own in enumerate(players)
+    )
+    placement = Placement(strategy="by hand", num_devices=8, stages=placed)
+
+    def workload(node: int, least: int) -> Workload:
+        sizes = {"num_microbatches": 2, "microbatch_size": 8, "fold_least": least}
+        return build_workload(profile, placement, split_backward=True, cluster=two_levels(8, node), **sizes)
+
+    assert workload(4, 2).players_each == 4
+    assert workload(6, 2) == workload(6, 0)
+    assert len({hop.occupancy_ns for each in workload(6, 2).dependencies for hop in each.hops}) > 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo.mixture import ExpertFeedForward, GPTExpertsSize
 from pipeplan.runtime.parallel.context import context_of, own_positions
-from pipeplan.runtime.parallel.sharding import Split
+from pipeplan.runtime.parallel.sharding import Shards, Split
 
 EXPERTS, EACH, SEQUENCE, HIDDEN = 8, 2, 16, 32
 
@@ -100,6 +101,55 @@ def uneven() -> Model:
     return _choosing(unevenly(), SIZE, "uneven")
 
 
-def full() -> Model:
-    """The same, of whose experts each takes at most the even share."""
-    return _choosing(unevenly(), replace(SIZE, capacity=1.0), "full")
+class DroppingByHand(ExpertFeedForward):
+    """Leaves out what is beyond capacities word by word: each device's own are those of some places of some samples."""
+
+    samples: int
+    places: list[list[int]]
+
+    def _chosen(self, normed: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        if normed.is_meta:
+            return super()._chosen(normed, chosen, shares)
+        kept = torch.zeros(*normed.shape[:2], EXPERTS, dtype=shares.dtype)
+        for first in range(0, len(normed), self.samples):
+            for own in self.places:
+                words = [(sample, place) for sample in range(first, first + self.samples) for place in own]
+                room = [-(-len(words) * EACH // EXPERTS)] * EXPERTS  # the even share
+                for word in words:
+                    for number, expert in enumerate(chosen[word].tolist()):
+                        room[expert] -= 1
+                        if room[expert] >= 0:
+                            kept[(*word, expert)] = shares[word][number]
+        wide = F.gelu(torch.einsum("swh,efh->swef", normed, self.expand), approximate="tanh")
+        return torch.einsum("swef,ehf,swe->swh", wide, self.project, kept)
+
+
+def full(samples: int = 1, parts: int = 1, *, pieces: bool = False) -> Model:
+    """The same, of whose experts each takes at most the even share of a device's words in a micro-batch.
+
+    Whole, it does as devices do that have so many samples of each, and of each sequence one of some parts: slices, or
+    an early and a late one of smaller pieces.
+    """
+    model = _choosing(unevenly(), replace(SIZE, capacity=1.0), "full")
+    each = [own_positions(SEQUENCE // parts, Shards(parts, n), torch.device("cpu")).tolist() for n in range(parts)]
+    slices = [list(range(n * SEQUENCE // parts, (n + 1) * SEQUENCE // parts)) for n in range(parts)]
+
+    def by_hand(build: Callable[[], nn.Module]) -> nn.Module:
+        made = build()
+        made.__class__, made.samples, made.places = (  # type: ignore[assignment]  # those of its class now
+            DroppingByHand,
+            samples,
+            each if pieces else slices,
+        )
+        return made
+
+    blocks = (
+        replace(block, build=partial(by_hand, block.build)) if block.operator == "moe" else block
+        for block in model.blocks
+    )
+    return replace(model, blocks=tuple(blocks))
+
+
+def full_pieces() -> Model:
+    """Of two samples of each micro-batch, and two pieces of each sequence."""
+    return full(2, 2, pieces=True)

@@ -122,6 +122,15 @@ def test_the_loss_is_that_of_two_searches(found: pipeplan.Result) -> None:
     assert figures["failures"][0]["taken_over_by"] == [8, 9]
 
 
+def test_spares_that_fail_too_take_over_nothing() -> None:
+    """Two nodes in one rack: with it the spare one is gone."""
+    spares = searched(nodes(4), 2, time_limit=0.2).spares
+    assert spares is not None
+    node, rack, *_ = spares.failures
+    assert (node.covered, node.by) == (True, (2, 3))
+    assert (rack.covered, rack.in_use, rack.missing) == (False, 2, 2)
+
+
 def test_in_a_tree_it_takes_longer_on_another_rack() -> None:
     """Racks of two nodes; the spare node is alone in the last, so that a pair of stages comes apart."""
     cluster = nodes(10, ratio=4.0)

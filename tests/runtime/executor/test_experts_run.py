@@ -24,9 +24,8 @@ from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.models.zoo import mixture
 from pipeplan.runtime.parallel.device import Autocast
-from pipeplan.runtime.parallel.experts import WordCounts, capacity_of, counting, grouped, no_words, routed
+from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, no_words, routed
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.compatibility import require_splittable
@@ -34,7 +33,7 @@ from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import expert_models
 from runtime_support.expert_models import EACH, EXPERTS, FEW, HIDDEN, SEQUENCE
 from runtime_support.hugging_face import SEED, text, training_of
-from runtime_support.plans import TRAINING, Case, Reports, Unsplit, assert_as_unsplit, placed_plan, reports_of
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
 from runtime_support.threads import require_equal_to_unsplit, run_in_threads, together
 from support.marks import asked_for, slow_but
 
@@ -42,6 +41,7 @@ ZOO: dict[str, Callable[[], Model]] = {
     "even": expert_models.even,
     "uneven": expert_models.uneven,
     "full": expert_models.full,
+    "full_pieces": expert_models.full_pieces,
     "gpt2-tiny": lambda: load_model("gpt2-tiny"),
 }
 
@@ -109,46 +109,25 @@ def test_transformers_mixtures_share_experts(name: str) -> None:
         require_equal_to_unsplit(model_of(name), one_stage(name, expert=4, split=True), tolerance)
 
 
-@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_words_beyond_a_capacity_are_left_out_of_each_devices_own(shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one process does that runs each device's samples of each micro-batch by themselves, or its slice of them."""
-    model, plan = model_of("full"), one_stage("full", expert=4, shards=shards)
-    found = run_in_threads(plan, model, 3)
-    without = run_in_threads(one_stage("uneven", expert=4), model_of("uneven"), 3)
-
-    def in_slices(*given: Any, capacity: int, **how: Any) -> torch.Tensor:
-        *each, count, devices, experts = given
-        most = capacity_of(1.0, len(each[0]) // shards, each[1].shape[1], count)
-        places = [part.unflatten(0, (shards, -1)).chunk(shards, 1) for part in each]  # of as many samples as shards
-        slices = ([part.flatten(0, 1) for part in own] for own in zip(*places, strict=True))
-        made = [routed(*own, count, devices, experts, capacity=most, **how) for own in slices]
-        return torch.cat([own.unflatten(0, (shards, -1)) for own in made], 1).flatten(0, 1)
-
-    monkeypatch.setattr(mixture, "routed", in_slices)
-    options = TrainOptions(model.name, seed=3, dtype="float64", learning_rate=1e-3, weight_decay=0.0)
-    alone = Unsplit(model, options)
-    batch = model.mini_batch(plan.mini_batch, 0, 3, dtype=torch.float64)
-    total = 0.0
-    for first in range(0, plan.mini_batch, shards):  # so many samples of a micro-batch are a replica's
-        values: dict[Any, torch.Tensor] = {}
-        for block in model.blocks:
-            given = [values[source] for source in block.sources]
-            given += [batch[name][first : first + shards] for name in block.samples]
-            values[block.id] = alone.modules[block.id](*given)
-        loss = values[model.blocks[-1].id] / model.predictions(batch)
-        loss.backward()
-        total += float(loss.detach())
-    assert found.loss == pytest.approx(total, rel=1e-12)
-    gradients = {key: each.grad for key, each in alone.parameters().items() if key != "head.output.weight"}
-    for key, gradient in gradients.items():
-        own = found.gradients[key]
-        if key == "embedding.token.weight":  # tied
-            own = own + found.gradients["head.output.weight"]
-        torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-12)
-    assert abs(without.loss - found.loss) > 1e-6, "something is left out"
+@pytest.mark.parametrize(
+    ("sizes", "own"),
+    [
+        ({}, {}),
+        pytest.param({"shards": 2}, {"samples": 2, "parts": 2}, marks=pytest.mark.slow),
+        pytest.param({"context": 2}, {"samples": 2, "parts": 2, "pieces": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_words_beyond_a_capacity_are_left_out_of_each_devices_own(sizes: dict[str, int], own: dict[str, Any]) -> None:
+    """As one process does that leaves them out by hand of each device's samples, and of its parts of them."""
+    plan = one_stage("full", expert=4, **sizes)
+    require_equal_to_unsplit(expert_models.full(**own), plan)
+    if not own:
+        losses = [run_in_threads(plan, model_of(name), 3).loss for name in ("full", "uneven")]
+        assert abs(losses[0] - losses[1]) > 1e-6, "something is left out"
 
 
-@pytest.mark.parametrize(("capacity", "stands_in"), [(None, False), (3, False), (None, True)])
+@pytest.mark.parametrize(("capacity", "stands_in"), [(None, False), (1, False), (2, False), (None, True)])
 def test_rows_go_to_their_experts_and_come_back(capacity: int | None, stands_in: bool) -> None:
     """What each word's experts make, by hand: expert e of one weight multiplies by that; one device has no words, or a
     row that stands in for them, which goes nowhere."""
@@ -226,7 +205,7 @@ def test_shapes_are_known_under_autocast() -> None:
 
 def _training(name: str) -> TrainOptions:
     if name in ZOO:
-        path = name if name not in ("even", "uneven") else f"runtime_support.expert_models:{name}"
+        path = name if name not in ("even", "uneven", "full_pieces") else f"runtime_support.expert_models:{name}"
         return replace(TRAINING, model=path)
     return replace(training_of(name), sequence=SEQUENCE)
 
@@ -243,6 +222,7 @@ CASES: dict[str, Callable[[], Plan]] = {
     "mixtral two": lambda: one_stage("mixtral", expert=2, split=True),
     "uneven context": lambda: one_stage("uneven", expert=4, context=2, split=True, context_exchange="ring"),
     "even context two": lambda: one_stage("even", expert=2, context=2, zero=1),
+    "full_pieces context": lambda: one_stage("full_pieces", expert=4, context=2, split=True),
     "mixtral context": lambda: one_stage("mixtral", expert=2, context=2, split=True),
     "mixtral two stages": lambda: two_stages("mixtral", split=True),
     "qwen2_moe four shards": lambda: one_stage("qwen2_moe", expert=4, shards=2),
@@ -259,7 +239,15 @@ def reports(request: pytest.FixtureRequest) -> Reports:
     return reports_of({name: case_of(name) for name in asked_for(request, CASES)})
 
 
-SHORT = ("even four", "uneven two shards", "uneven zero 1", "uneven context", "mixtral context")
+SHORT = (
+    "even four",
+    "uneven two shards",
+    "uneven zero 1",
+    "uneven context",
+    "even context two",
+    "full_pieces context",
+    "mixtral context",
+)
 """Cases that run with the slow tests; the others with the long ones."""
 
 

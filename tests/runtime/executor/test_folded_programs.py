@@ -11,7 +11,7 @@ import pytest
 
 from builders.folds import Replicas, plan_of_replicas, plans_of
 from pipeplan.files import Plan, parse, to_json
-from pipeplan.files.folded import device_programs, unfolded
+from pipeplan.files.folded import device_programs, on_device, unfolded
 from pipeplan.runtime.executor.rank_program import (
     Division,
     Program,
@@ -51,6 +51,7 @@ def test_a_rank_unfolds_its_own_program(seed: int, monkeypatch: pytest.MonkeyPat
     for rank in Random(seed).sample(range(folded.num_devices), 3):
         found, whole = program_of(folded, rank, _BLOCKS, _EDGES, "alike", tied=tied), expected[rank]
         assert _own(found) == _own(whole)
+        assert [at for at, own in enumerate(on_device(folded, rank).programs) if own] == [rank]
         assert found.lines == {line for line in whole.lines if rank in line}
         assert set(found.edges) == {edge for edge in whole.edges if rank in edge}
         assert {*found.divisions} <= {*whole.divisions}

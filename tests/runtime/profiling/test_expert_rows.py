@@ -96,6 +96,19 @@ def test_the_fullest_device_has_more_to_do() -> None:
     assert uneven.activation_bytes == 1.5 * even.activation_bytes
 
 
+def test_so_it_has_of_the_zoos_experts() -> None:
+    """Whose groups of rows run one by one, and are estimated as one product, with all weights."""
+    how: dict[str, Any] = {"device": "h100-80gb", "microbatch": 64, "expert": (2, 8), "cluster": FAST}
+    profiles = [pipeplan.estimate("gpt2-experts-tiny", load_factor=load, **how) for load in (1.0, 1.5)]
+    (block, *_), (other, *_) = ([each for each in profile.blocks if each.expert_parameters] for profile in profiles)
+    even, uneven = ({row.expert: row for row in each.costs} for each in (block, other))
+    assert even[1].forward_ns > even[2].forward_ns > even[8].forward_ns, "fewer weights are read"
+    assert uneven[1] == even[1]
+    for size in (2, 8):
+        assert uneven[size].activation_bytes == 1.5 * even[1].activation_bytes
+        assert uneven[size].forward_ns > even[1].forward_ns
+
+
 def test_devices_that_split_experts_have_the_words_of_all_of_them() -> None:
     """Twice as many words go into parts of experts; they are gathered by two, and their sums scattered."""
     both_ways = pipeplan.estimate(CONFIG, expert=(2, 8, 16), etp=(1, 2), cluster=FAST, **HOW)

@@ -168,6 +168,8 @@ class _GroupedFunction(torch.autograd.Function):
         back = None if saved is None else _products(gradient, saved.transpose(1, 2), bounds)
 
         def weight_grad() -> Tensor:
+            if not _has_data(rows):
+                return _shaped(gradient.t(), rows, len(bounds))
             made = torch.zeros_like(weight)
             for group, (begin, end) in enumerate(bounds):
                 made[group] = gradient[begin:end].t() @ rows[begin:end].to(gradient.dtype)
@@ -183,12 +185,37 @@ _grouped: Callable[..., Tensor] = _GroupedFunction.apply
 
 
 def _bounds(rows: Tensor, ends: Tensor) -> list[tuple[int, int]]:
-    """The first row of each group, and the one after its last; without data all are of the first."""
+    """The first row of each group, and the one after its last; without data nobody asks which."""
     found = ends.tolist() if _has_data(rows) else [rows.shape[0]] * ends.shape[0]
     return list(zip([0, *found[:-1]], found, strict=True))
 
 
+_LIBRARY = torch.library.Library("pipeplan", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
+_LIBRARY.define("grouped_mm(Tensor left, Tensor right, int groups) -> Tensor")  # type: ignore[no-untyped-call]  # the same
+
+
+def _shapes_only(left: Tensor, right: Tensor, groups: int) -> Tensor:
+    sizes = (left.shape[0], right.shape[-1])
+    return left.new_empty(sizes if right.ndim == 3 else (groups, *sizes))
+
+
+_LIBRARY.impl("grouped_mm", _shapes_only, "Meta")  # type: ignore[no-untyped-call]  # the same
+
+GROUPED_MM = torch.ops.pipeplan.grouped_mm
+"""Stands for products of groups on the meta device, in one operator, as ``torch._grouped_mm``, which is of bfloat16.
+
+Of [rows, n] with [groups, n, m], or of [n, rows] with [rows, m] to [groups, n, m].
+"""
+
+
+def _shaped(left: Tensor, right: Tensor, groups: int) -> Tensor:
+    made: Tensor = GROUPED_MM(left, right.to(left.dtype), groups)
+    return made
+
+
 def _products(rows: Tensor, weight: Tensor, bounds: list[tuple[int, int]]) -> Tensor:
+    if not _has_data(rows):
+        return _shaped(rows, weight.transpose(1, 2), len(bounds))
     made = rows.new_zeros(rows.shape[0], weight.shape[1])
     for group, (begin, end) in enumerate(bounds):
         if end > begin:

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from pipeplan.runtime.parallel.experts import GROUPED_MM
+
 _aten = torch.ops.aten
 
 
@@ -57,6 +59,7 @@ def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
 
 _FLOPS: dict[Any, Any] = {  # of operators that torch has no formula for
     _aten._grouped_mm: _grouped,
+    GROUPED_MM: _grouped,
     _aten._scaled_dot_product_flash_attention_for_cpu: _of_attention(sdpa_flop_count, 3, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention(sdpa_backward_flop_count, 4, 7),
 }
