@@ -18,14 +18,15 @@ import torch
 from pipeplan.checker import check
 from pipeplan.costs.communication import places_reached
 from pipeplan.errors import UsageError
-from pipeplan.files import PlacedStage, Plan
+from pipeplan.files import PlacedStage, Plan, Profile
 from pipeplan.runtime.executor.rank_program import program_of, programs_of
 from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.device import Autocast
-from pipeplan.runtime.parallel.experts import WordCounts, counting, grouped, no_words, routed
+from pipeplan.runtime.parallel.experts import WordCounts, counting, no_words, routed
+from pipeplan.runtime.parallel.grouped_rows import grouped
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.compatibility import require_splittable
@@ -53,14 +54,22 @@ def model_of(name: str) -> Model:
     return ZOO[name]() if name in ZOO else load_model(text(name), sequence=SEQUENCE, seed=SEED)
 
 
-def one_stage(name: str, *, expert: int, shards: int = 1, context: int = 1, split: bool = False, **more: Any) -> Plan:
+def one_stage(
+    name: str,
+    *,
+    expert: int,
+    shards: int = 1,
+    context: int = 1,
+    split: bool = False,
+    profile: Profile | None = None,
+    **more: Any,
+) -> Plan:
     """All blocks on four devices, not in the order of their numbers."""
     blocks = tuple(block.id for block in model_of(name).blocks)
     sizes = {"shards": shards, "replicas": 4 // (shards * context), "context": context, "expert": expert}
     stage = PlacedStage(blocks=blocks, devices=(2, 0, 1, 3), microbatch_size=MICROBATCH, **sizes, **more)
-    return placed_plan(
-        model_of(name), [stage], num_microbatches=NUM_MICROBATCHES, microbatch_size=MICROBATCH, split=split
-    )
+    run = {"num_microbatches": NUM_MICROBATCHES, "microbatch_size": MICROBATCH}
+    return placed_plan(model_of(name), [stage], **run, split=split, profile=profile)
 
 
 def two_stages(name: str, **more: Any) -> Plan:

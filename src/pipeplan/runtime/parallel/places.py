@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.parallel.context import CONTEXT
 from pipeplan.runtime.parallel.context_attention import causal_attention
-from pipeplan.runtime.parallel.experts import gated, routed
+from pipeplan.runtime.parallel.experts import routed
+from pipeplan.runtime.parallel.grouped_rows import gated
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.split_layers import cross_entropy
 from pipeplan.workload.mesh import EXPERT_PARTS, EXPERTS

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipeplan.runtime.parallel.experts import GROUPED_MM
+from pipeplan.runtime.parallel.grouped_rows import GROUPED_MM
 
 _aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import Texts, next_tokens, stacked, token_batch
 from pipeplan.runtime.parallel.context import own_positions
 from pipeplan.runtime.parallel.device import precise
-from pipeplan.runtime.parallel.experts import GATES
+from pipeplan.runtime.parallel.grouped_rows import GATES
 from pipeplan.runtime.parallel.places import traced
 from pipeplan.runtime.parallel.sharding import Shards
 

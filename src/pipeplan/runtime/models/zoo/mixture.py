@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.zoo.gpt import GPTSize
 from pipeplan.runtime.models.zoo.layers import LayerStack, columns, into_split, layers, linear, row_linear
-from pipeplan.runtime.parallel.experts import capacity_of, grouped, routed
+from pipeplan.runtime.parallel.experts import capacity_of, routed
+from pipeplan.runtime.parallel.grouped_rows import grouped
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import draw
 from pipeplan.workload.mesh import EXPERT_PARTS, EXPERTS
