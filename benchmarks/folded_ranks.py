@@ -20,6 +20,7 @@ import tempfile
 import time
 from datetime import timedelta
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -130,15 +131,14 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for devices in DEVICES:
-            path = plan_file(devices, Path(folder))
-            said = [sys.executable, __file__, "--rank", str(path)]
-            each = [
-                json.loads(subprocess.run(said, capture_output=True, text=True, check=True).stdout)
-                for _ in range(options.repeats)
-            ]
+        paths = {devices: plan_file(devices, Path(folder)) for devices in DEVICES}
+        found: dict[int, list[dict[str, float]]] = {devices: [] for devices in DEVICES}
+        for _, devices in product(range(options.repeats), DEVICES):  # in turn: the machine's speed differs
+            said = [sys.executable, __file__, "--rank", str(paths[devices])]
+            found[devices].append(json.loads(subprocess.run(said, capture_output=True, text=True, check=True).stdout))
+        for devices, each in found.items():
             whole, begun, memory = (median(one[key] for one in each) for key in ("whole_s", "import_s", "memory_mb"))
-            size = f"{path.stat().st_size / 1000:.0f}"
+            size = f"{paths[devices].stat().st_size / 1000:.0f}"
             rows.append((f"{devices:,}", size, f"{whole:.2f}", f"{whole - begun:.2f}", f"{memory:.0f}"))
     header = ("devices", "plan file, kB", "processor s of a rank", "of which after imports", "memory, MB")
     print(markdown(header, rows))

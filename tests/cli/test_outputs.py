@@ -128,6 +128,36 @@ def test_two_files_in_one_place_are_refused(name: str, folder: Path) -> None:
     assert not (folder / "both").exists()
 
 
+OVER_WHAT_IS_READ = {
+    "search": (("search", "profile.json", "--cluster", "cluster.json", "-o", "./profile.json"), "PROFILE .*-o"),
+    "search's cluster": (("search", "profile.json", "--cluster", "cluster.json", "-o", "cluster.json"), "--cluster"),
+    "simulate": (("simulate", "plan.json", "--svg", "plan.json"), "PLAN .*--svg"),
+    "report": (("report", "profile.json", "plan.json", "-o", "plan.json"), "PLAN.* -o"),
+    "import": (("import", "1,1", "--from", "layers", "--profile", "profile.json", "-o", "profile.json"), "--profile"),
+    "profile": (("profile", "gpt2-tiny", "--estimate", "--cluster", "cluster.json", "-o", "cluster.json"), "--cluster"),
+    "run": (("run", "plan.json", "--emulate", "--local", "--trace", "plan.json"), "PLAN .*--trace"),
+}
+
+
+@pytest.mark.parametrize("name", list(OVER_WHAT_IS_READ))
+def test_no_file_is_written_over_one_that_is_read(name: str, folder: Path) -> None:
+    arguments, told = OVER_WHAT_IS_READ[name]
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    done = pipeplan(*arguments, cwd=folder)
+    assert done.returncode == 2, done.stderr
+    assert re.search(f"{told}.* would write over it; give another file", done.stderr.replace("\n", " ")), done.stderr
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_what_is_renewed_takes_the_place_of_what_was_read(folder: Path, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    for start in ((), ("--start", plan)):
+        assert pipeplan(*SEARCH, *start, "-o", plan, cwd=folder).returncode == 0
+    command = read_plan(str(plan)).provenance.command
+    assert command is not None
+    assert "--start" in command
+
+
 @pytest.mark.parametrize(
     ("arguments", "reads"),
     [

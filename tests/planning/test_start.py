@@ -102,6 +102,23 @@ def test_what_is_asked_for_otherwise_is_refused(flags: dict[str, Any], said: str
         face.search(PROFILE, start=imported("Et*6|t*6|t*6|t*6L"), time_limit=1, **flags)
 
 
+def test_stages_of_a_profile_are_its_plans_own() -> None:
+    """What a profile's placement leaves open may be anything; other stages are refused."""
+    profile = chain_profile(3)
+    assert profile.placement is not None
+    how: dict[str, Any] = {"deterministic": True, "time_limit": 0.5}
+    start = face.search(profile, microbatches=6, **how).plan
+    found = face.search(profile, start=start, **how).plan
+    assert found.predicted.iteration_ns <= start.predicted.iteration_ns
+    stages = profile.placement.stages
+    turned = tuple(
+        stage.model_copy(update={"devices": other.devices}) for stage, other in zip(stages, stages[::-1], strict=True)
+    )
+    placement = profile.placement.model_copy(update={"stages": turned})
+    with pytest.raises(UsageError, match="other stages than the plan's are asked for"):
+        face.search(profile, start=start, placement=placement, **how)
+
+
 def test_a_plan_of_another_profile_is_refused() -> None:
     with pytest.raises(UsageError, match="the plan does not place profile 'gpt2-124m'"):
         face.search(ROOT / "profiles/gpt2-124m-cpu.json", start=ROOT / "plans/tessel-v.json", time_limit=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -70,18 +70,20 @@ class Outputs:
     Args:
         paths: option -> its file; None where it was not given.
         as_json: whether figures are printed to stdout as JSON, so that no file can be.
+        renews: options whose files, which the command reads, these may take the place of: they are of the same kind.
 
     Raises:
-        UsageError: two of them are one file, or would both print to stdout.
+        UsageError: two of them are one file, or would both print to stdout; or one is a file that the command reads.
         FileError: a file cannot be written; nothing has been done yet.
     """
 
-    def __init__(self, paths: Mapping[str, str | None], *, as_json: bool = False) -> None:
+    def __init__(self, paths: Mapping[str, str | None], *, as_json: bool = False, renews: Collection[str] = ()) -> None:
         self._problems: dict[str, str] = {}
         self._kept: dict[str, str] = {}
         given = {option: path for option, path in paths.items() if path is not None}
         self.on_stdout = "-" in given.values()
         _require_different({**given, "--json": "-"} if as_json else given)
+        _require_unread(given, renews)
         for option, path in given.items():
             _api.require_writable(path, option)
 
@@ -143,3 +145,18 @@ def _require_different(paths: Mapping[str, str]) -> None:
             both = "print to stdout" if path == "-" else f"write {path}"
             raise UsageError(f"{taken[place]} and {option} would both {both}; give another file for one of them")
         taken[place] = option
+
+
+def _require_unread(paths: Mapping[str, str], renews: Collection[str]) -> None:
+    """Refuse to write over what the command reads, but for files that it ``renews``. Raises UsageError."""
+    context = click.get_current_context(silent=True)
+    written = {os.path.realpath(path): option for option, path in paths.items() if path != "-"}
+    for param in () if context is None else context.command.params:
+        name = max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
+        if not isinstance(param.type, click.Path) or not {*param.opts}.isdisjoint({*paths, *renews}):
+            continue
+        given = context.params.get(param.name or "")
+        for path in (given,) if isinstance(given, str) else given or ():
+            option = written.get(os.path.realpath(path))
+            if option is not None and os.path.isfile(path):
+                raise UsageError(f"{name} is {path}, and {option} would write over it; give another file for {option}")

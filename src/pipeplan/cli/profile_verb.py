@@ -387,7 +387,8 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
     if use in ("estimate", "name"):
         _require_known_names(given, estimates=use == "estimate")
     backends_asked(given)
-    with Outputs({"-o": given["output"]}, as_json=given["as_json"]) as outputs:
+    renews = ("--cluster",) if use in ("communication", "communication_from") else ()
+    with Outputs({"-o": given["output"]}, as_json=given["as_json"], renews=renews) as outputs:
         if use != "communication_from":
             _api.require_torch("profile")
         if use == "communication_from":

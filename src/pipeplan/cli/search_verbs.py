@@ -177,7 +177,7 @@ def search_command(
     if cache == "-":
         raise UsageError("--cache is both read and written, so it cannot be stdin or stdout; name a file")
     files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output, "--cache": cache}
-    with Outputs(files, as_json=as_json) as outputs:
+    with Outputs(files, as_json=as_json, renews=("--start",)) as outputs:
         tuning: Tuning | None = None
         with limited(request.time_limit, "tune" if tunes else "search") as limit, Status() as progress:
             if tunes:

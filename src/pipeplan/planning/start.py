@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipeplan.costs.stages import FOLD_LEAST
 from pipeplan.costs.zero import AUTO
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import Placement, Plan
+from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.files.folded import folded_plan, unfolded
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.expanding import of_blocks
@@ -64,6 +64,19 @@ def gain_said(start_ns: int | None, found_ns: int) -> tuple[str, ...]:
     return (f"{1 - found_ns / start_ns:.1%} shorter than the plan of --start, which takes {format_ns(start_ns)} here",)
 
 
+def _has_stages(start: Plan, given: Placement) -> bool:
+    """Whether a plan's stages are those of a placement, which may leave open what is recomputed and divided."""
+    placed, sizes = start.placed, ("num_devices", "num_routes")
+    if any(getattr(given, name) != getattr(placed, name) for name in sizes) or len(given.stages) != len(placed.stages):
+        return False
+    said = (
+        (name, getattr(own, name), other)
+        for own, other in zip(given.stages, placed.stages, strict=True)
+        for name in PlacedStage.model_fields
+    )
+    return all(value in (None, getattr(other, name)) or (name == "zero" and not value) for name, value, other in said)
+
+
 def require_start(request: Request, start: Plan) -> None:
     """Refuse to start from a plan that the request does not ask for, or that cannot be timed anew.
 
@@ -80,7 +93,8 @@ def require_start(request: Request, start: Plan) -> None:
     if request.positions is not None:
         asked["--pp"] = (request.positions, len({stage.devices for stage in start.stages}))
     if given != "auto":
-        asked["--placement"] = (given, start.placement if isinstance(given, str) else start.placed)
+        own_stages = given if isinstance(given, Placement) and _has_stages(start, given) else start.placed
+        asked["--placement"] = (given, start.placement if isinstance(given, str) else own_stages)
     if not request.sizes:
         asked["--microbatch-size"] = (request.batch.microbatch_size, start.microbatch_size)
     for flag, (wanted, own) in asked.items():
