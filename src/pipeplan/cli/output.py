@@ -150,8 +150,10 @@ def _require_different(paths: Mapping[str, str]) -> None:
 def _require_unread(paths: Mapping[str, str], renews: Collection[str]) -> None:
     """Refuse to write over what the command reads, but for files that it ``renews``. Raises UsageError."""
     context = click.get_current_context(silent=True)
+    if context is None:
+        return
     written = {os.path.realpath(path): option for option, path in paths.items() if path != "-"}
-    for param in () if context is None else context.command.params:
+    for param in context.command.params:
         name = max(param.opts, key=len) if isinstance(param, click.Option) else param.human_readable_name
         if not isinstance(param.type, click.Path) or not {*param.opts}.isdisjoint({*paths, *renews}):
             continue
