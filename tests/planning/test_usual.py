@@ -17,12 +17,12 @@ from pipeplan.files import Block, CostRow, Profile
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning import trials
-from pipeplan.planning.alternatives import _is_fsdp, _why, choice_words
-from pipeplan.planning.candidates import PlacementCandidate, quick_first, uniform_choices
+from pipeplan.planning.alternatives import Alternative, DifferentPlans, _is_fsdp, _why, choice_words, explained
+from pipeplan.planning.candidates import PlacementCandidate, placed, quick_first, uniform_choices
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, search_plan
 from pipeplan.planning.trials import PlanSearch, Trial
-from pipeplan.planning.uniform_space import BoundedChoice, Choice
+from pipeplan.planning.uniform_space import BoundedChoice, Choice, UsualParts
 from pipeplan.planning.usual import USUAL, Usual, excess, usual_of
 from pipeplan.reporting.terminal import print_explanation
 from pipeplan.schedule.classic import CLASSIC
@@ -120,8 +120,13 @@ def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
     shown = io.StringIO()
     print_explanation(result.explanation, shown)
     above, below = shown.getvalue().split("common layouts, and why they are not best\n")
-    assert above.startswith("the best different plans\n")
-    assert all(f"  {format_ns(each.iteration_ns)}  {each.what.split(';')[0]}" in above for each in found)
+    assert above.startswith("the best different plans, and the parts of each iteration that are no work\n")
+    rows = [row for row in map(str.split, above.splitlines()[2:]) if row[-1].endswith("%")]
+    for each, row in zip(found, rows, strict=True):
+        assert (row[0], row[-1]) == (format_ns(each.iteration_ns), f"{each.peak_bytes / 2000:.0%}")
+        longer = each.iteration_ns / found[0].iteration_ns - 1
+        assert (f"{longer:+.1%}" == row[1]) == (longer > 0)
+        assert f"      {each.what.split(';')[0]}" in above
     assert all(f"  {each.what}\n" in below for each in result.explanation.common)
 
 
@@ -140,6 +145,25 @@ def test_ten_plans_are_explained_where_a_schedule_is_asked_for_too() -> None:
     count = len(hurried.explanation.alternatives)
     assert count < 10
     assert any(note.startswith(f"time ran out after {count} different plan") for note in hurried.notes)
+
+
+def test_what_is_looked_at_to_explain_the_best_becomes_it_where_it_is_shorter() -> None:
+    request = Request.of(chain(8, (1, 2)), devices=4, mini_batch=8)
+    search = PlanSearch(request, Budget(1.0, deterministic=True), None, STEPS, explains=True)
+    slowest = max(uniform_choices(request), key=lambda each: each.usual_ns)
+    candidate = placed(request, slowest.choice)
+    assert isinstance(candidate, PlacementCandidate)
+    trial = Trial.of(request, candidate)
+    trial.look()
+    search.trials.append(trial)
+    assert search.best is trial
+    for _ in range(100):
+        DifferentPlans().run(search)
+    shown = [each.iteration_ns for each in explained(search).alternatives]
+    assert shown == sorted(shown)
+    assert search.best is not None
+    assert shown[0] == search.best.value_ns
+    assert all((each.value_ns or 0) >= shown[0] for each in search.beside)
 
 
 @pytest.mark.slow
@@ -178,22 +202,36 @@ def test_reasons_do_not_refute_themselves_and_fsdp_is_a_common_layout() -> None:
     named = {choice_words(each.choice).rpartition(", ")[2] for each in table if _is_fsdp(each.choice)}
     assert named == {"FSDP"}
     each = next(each for each in table if each.choice.levels)
-    tight = replace(each, least_ns=50, usual_ns=99.0, usual_bytes=3000.0)
+    parts = UsualParts(work=80.0, recomputed=12.0, uneven=3.0, exchanged=0.0, ending=1.0)
+    tight = replace(each, least_ns=50, usual_ns=99.0, usual_bytes=3000.0, parts=parts)
+    best = Alternative("best", 100, 80, 0, 0, 20, 0, 0, 1000, 2000)
     recomputes = "it recomputes blocks, as it would otherwise need 3kB of 2kB"
     tie = "a tie, as closed forms are a few percent off"
-    assert _why(tight, 100, 2000) == f"about 99ns by closed form, {tie}; {recomputes}"
-    assert _why(replace(tight, usual_ns=150.0), 100, 2000) == f"about 150ns: {recomputes}"
-    assert _why(replace(tight, usual_ns=150.0, usual_bytes=1.0), 100, 2000).endswith("uneven stages and its bubble")
+    assert _why(tight, best, 2000) == f"about 99ns by closed form, {tie}; {recomputes}"
+    longer = replace(tight, usual_ns=120.0)
+    assert _why(longer, best, 2000) == f"about 120ns: bubble 20.0%; recomputing 10.0%; uneven stages 2.5%; {recomputes}"
+    alone = replace(longer, least_ns=110, usual_bytes=1.0, parts=UsualParts(110.0, 0.0, 0.0, 0.0, 10.0))
+    slower = "its blocks and what splits of them exchange take 37.5% longer"
+    ending = "gradient all-reduces and the optimizer's step 8.3%"
+    assert _why(alone, best, 2000) == f"about 120ns, at least 110ns: {slower}; {ending}"
     result = search_plan(replace(request, time_limit=0.3, deterministic=True), explain=True)
     assert result.explanation is not None
-    assert result.explanation.common[0].what.endswith("FSDP")
+    assert any(each.what.endswith("FSDP") for each in result.explanation.common)
+    whole = [each.why for each in result.explanation.common if " pp 1" in each.what]
+    assert whole
+    assert not any("uneven" in why or "bubble" in why for why in whole), "one stage waits for none"
 
 
 def test_rows_that_are_quick_to_look_at_come_first() -> None:
     """Every row once: the best of few actions, better ones of four times as many, and so on; then all others."""
     rows = [
         BoundedChoice(
-            Choice("one-to-one", 1, Batch(3 * count, 1), False, False, positions=count), 1, 100.0 + place, 0.0, 0.0
+            Choice("one-to-one", 1, Batch(3 * count, 1), False, False, positions=count),
+            1,
+            100.0 + place,
+            0.0,
+            0.0,
+            UsualParts(0.0, 0.0, 0.0, 0.0, 0.0),
         )
         for place, count in enumerate([115, 100, 55, 8, 18, 10, 4, 36, 11, 14])
     ]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 from pipeplan.costs.zero import IN_ACTIONS
 from pipeplan.errors import PipeplanError
@@ -45,6 +45,9 @@ from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.task_graph import earliest_starts
 from pipeplan.workload.workload import Workload
 
+ENDING_WORDS = "gradient all-reduces and the optimizer's step"
+"""What follows the last action of an iteration, in words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
@@ -74,9 +77,9 @@ class Alternative:
             (self.uneven_ns, "uneven stages"),
             (self.messages_ns, "exposed messages"),
             (self.bubble_ns, "bubble"),
-            (self.ending_ns, "gradient all-reduces and the optimizer's step"),
+            (self.ending_ns, ENDING_WORDS),
         ]
-        said = [f"{name} {ns / self.iteration_ns:.1%}" for ns, name in sorted(parts, reverse=True) if ns > 0]
+        said = _shares(parts, self.iteration_ns, 0.0)
         if self.memory_bytes is not None:
             full = f"memory {self.peak_bytes / self.memory_bytes:.0%}"
             said.append(f"{full}, {counted(self.recomputed, 'stage')} recomputed" if self.recomputed else full)
@@ -103,7 +106,7 @@ class DifferentPlans(PlanStep):
     in_turn = True
 
     def run(self, search: PlanSearch) -> None:
-        """Look at them: they stand beside the others, and are not searched on."""
+        """Look at them: they stand beside the others, and are not searched on, but for what becomes the best."""
         request = search.request
         if not search.explains or search.best is None or isinstance(request.placement, Placement):
             return
@@ -136,7 +139,14 @@ class DifferentPlans(PlanStep):
         if trial.bound_ns >= _last_shown_ns(search):
             return
         trial.look_within(request, share, candidate.usual, others=False)
-        search.beside += [trial] * (trial.best is not None)
+        if trial.best is None:
+            return
+        best = search.best
+        if best is not None and (trial.value_ns or 0) < (best.value_ns or 0):
+            search.trials.append(trial)
+            search.report(trial)
+        else:
+            search.beside.append(trial)
 
 
 def _layouts(request: Request) -> Iterator[tuple[Request, Choice, float]]:
@@ -226,9 +236,8 @@ def tied_with(search: PlanSearch, best: Trial) -> EqualPlan | None:
 
 def explained(search: PlanSearch) -> Explanation:
     """The best plans of a search that differ in more than their schedules, and common layouts beside them."""
-    some = _best(search)
-    value = some[0].value_ns or 0
-    return Explanation(tuple(map(_alternative, some)), tuple(_common(search, value)))
+    found = tuple(map(_alternative, _best(search)))
+    return Explanation(found, tuple(_common(search, found[0])))
 
 
 def too_few(explanation: Explanation) -> list[str]:
@@ -354,23 +363,30 @@ def _exposed(schedule: Schedule, workload: Workload) -> int:
     return max(0, sooner) * workload.num_microbatches // graph.workload.num_microbatches
 
 
-def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
-    """FSDP, 1F1B and interleaved 1F1B, each tensor- and context-parallel size at its best: by closed forms, where
-    nothing is recomputed that need not be."""
-    seen: set[tuple[int, int, int, int, str]] = set()
+def _common(search: PlanSearch, best: Alternative) -> list[Common]:
+    """FSDP, 1F1B and interleaved 1F1B, each tensor- and expert-parallel size at its best, the quickest first: as they
+    were scheduled, else by closed forms, where nothing is recomputed that need not be. The best plan is none of them.
+    """
     limit = min((size for size in search.request.memory if size is not None), default=None)
-    table = [each for level in search.request.levels for each in likely_choices(level)]
-    if len(search.request.levels) > 1:
-        table.sort(key=lambda each: each.usual_ns)
-    for each in sorted(table, key=lambda each: not _is_fsdp(each.choice)):
-        choice = each.choice
-        name = _name(choice)
+    scheduled = {
+        (_shape(own), _settled(trial).scheduler): _alternative(trial)
+        for trial in sorted((*search.done, *search.beside), key=lambda trial: -(trial.value_ns or 0))
+        if (own := kept_choice(trial.candidate)) is not None
+    }
+    found: dict[tuple[int, int, int, str], tuple[float, Common]] = {}
+    for each in sorted(chain(*map(likely_choices, search.request.levels)), key=lambda each: each.usual_ns):
+        choice, name = each.choice, _name(each.choice)
         if choice.usual is None or not name or (choice.usual.splits and not _is_fsdp(choice)):
             continue
-        split = choice.shards, choice.context, choice.expert, choice.expert_shards, name
-        if split not in seen:
-            seen.add(split)
-            yield Common(choice_words(choice), _why(each, best_ns, limit))
+        kind = choice.shards, choice.expert, choice.expert_shards, name
+        if kind not in found:
+            known = scheduled.get((_shape(choice), choice.usual.name))
+            about = each.usual_ns if known is None else known.iteration_ns
+            why = _why(each, best, limit)
+            if known is not None:
+                why = "" if known == best else f"{format_ns(known.iteration_ns)} as scheduled: {known.limits}"
+            found[kind] = about, Common(choice_words(choice), why)
+    return [each for _, each in sorted(found.values(), key=lambda one: one[0]) if each.why]
 
 
 def _is_fsdp(choice: Choice) -> bool:
@@ -400,17 +416,37 @@ def choice_words(choice: Choice) -> str:
     return f"{_split(choice)} dp {choice.replicas}{zero} pp {choice.positions}{turns}{name and f', {name}'}"
 
 
-def _why(each: BoundedChoice, best_ns: int, limit: int | None) -> str:
+def _shares(parts: Sequence[tuple[float, str]], of_ns: float, least: float) -> list[str]:
+    """Parts of an iteration in words, the largest first: those of more than the ``least`` share."""
+    return [f"{name} {ns / of_ns:.1%}" for ns, name in sorted(parts, reverse=True) if ns > least * of_ns]
+
+
+def _why(each: BoundedChoice, best: Alternative, limit: int | None) -> str:
     """Why it is not the best. Closed forms are a few percent off, so that they cannot tell what is nearer than that."""
-    about = f"about {format_ns(round(each.usual_ns))}"
-    if each.least_ns > best_ns:
-        return f"at least {format_ns(each.least_ns)}: its compute alone takes longer than the best plan"
+    least = f", at least {format_ns(each.least_ns)}" if each.least_ns > best.iteration_ns else ""
+    about = f"about {format_ns(round(each.usual_ns))}{least}"
     unfit = limit is not None and each.usual_bytes > limit
     short = f"{format_bytes(round(each.usual_bytes))} of {format_bytes(limit)}" if unfit and limit is not None else ""
     if unfit and not each.choice.levels:
         return f"{about}: it would hold {short}, which does not fit"
     recomputes = f"it recomputes blocks, as it would otherwise need {short}" if unfit else ""
-    if each.usual_ns < (1 + FORMS_ERROR) * best_ns:
+    if each.usual_ns < (1 + FORMS_ERROR) * best.iteration_ns and not least:
         tie = "a tie, as closed forms are a few percent off"
         return f"{about} by closed form, {tie}{unfit * '; '}{recomputes}"
-    return f"{about}: {recomputes or 'uneven stages and its bubble'}"
+    return f"{about}: {'; '.join([*_reasons(each, best), *([recomputes] if unfit else [])])}"
+
+
+def _reasons(each: BoundedChoice, best: Alternative) -> list[str]:
+    """What it takes longer for than the best plan by closed forms, and the shares of its iteration for what else."""
+    parts = each.parts
+    said = []
+    if parts.work > (1 + FORMS_ERROR) * best.work_ns:
+        said.append(f"its blocks and what splits of them exchange take {parts.work / best.work_ns - 1:.1%} longer")
+    named = [
+        (parts.recomputed, "recomputing"),
+        (parts.uneven, "uneven stages"),
+        (parts.exchanged, "gathering parameters and reducing gradients on the way"),
+        (parts.ending, ENDING_WORDS),
+        (each.usual_ns - sum(parts), "bubble"),
+    ]
+    return said + (_shares(named, each.usual_ns, FORMS_ERROR / 2) or _shares(named, each.usual_ns, 0.0))[:3]

@@ -106,12 +106,26 @@ class Choice:
         return Pricing(*own, exchange=self.exchange)
 
 
+class UsualParts(NamedTuple):
+    """What of a usual iteration goes where, in ns; waiting is what is left of it.
+
+    ``work`` is what an average position runs once, ``recomputed`` what it runs again, ``uneven`` what the longest has
+    more, ``exchanged`` what its replicas exchange in its actions, and ``ending`` what follows them.
+    """
+
+    work: float
+    recomputed: float
+    uneven: float
+    exchanged: float
+    ending: float
+
+
 @dataclass(frozen=True, slots=True)
 class BoundedChoice:
     """A choice, ns that no iteration of it is below, and what its usual schedule takes on an even cut: ns, bytes.
 
     With bytes those of the fullest device where nothing is recomputed that need not be by the choice; ``least_bytes``
-    where all is that may be.
+    where all is that may be. ``parts`` are of ``usual_ns``.
     """
 
     choice: Choice
@@ -119,6 +133,7 @@ class BoundedChoice:
     usual_ns: float
     usual_bytes: float
     least_bytes: float
+    parts: UsualParts
 
 
 def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> list[BoundedChoice]:
@@ -169,7 +184,8 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
                 continue  # as it is with the better schedule
             seen.add(id(choice))
         figures = int(table.least[row]), float(table.usual[row]), float(table.needs[row]), float(table.smallest[row])
-        found.append(BoundedChoice(replace(choice, usual=own_usual), *figures))
+        parts = UsualParts(*table.parts[row].tolist())
+        found.append(BoundedChoice(replace(choice, usual=own_usual), *figures, parts))
     return found
 
 
@@ -516,6 +532,7 @@ class _BoundTable:
 
     least: FloatArray
     usual: FloatArray
+    parts: FloatArray
     needs: FloatArray
     smallest: FloatArray
     fits: NDArray[np.bool_]
@@ -586,7 +603,8 @@ class _BoundTable:
         uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] * (p / working) - even) / per_position
         paced = column(_paced(choices, [each.sums_ns for each in sums])) * (p / working)
         exchanged = column(_exchanged_ns(request, blocks, choices, sums))
-        busiest = np.where(paced > 0, paced, even + uneven) + (again * (p / working) + exchanged) / p
+        longest_ns = np.where(paced > 0, paced, even + uneven)
+        busiest = longest_ns + (again * (p / working) + exchanged) / p
         sums_ns = column(_after_ns(request, choices, sums))
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.width for each in choices))
         hops = 2 * (p * per_position - 1) * column(_hops_ns(request, choices))  # of the first and the last micro-batch
@@ -597,6 +615,9 @@ class _BoundTable:
         return cls(
             least=np.maximum(1.0, np.floor(least * SLACK)),
             usual=np.where(np.isfinite(again), usual_ns, m * busiest.clip(max=1e18)),
+            parts=np.stack(
+                (m * even, m * again / working, m * (longest_ns - even), m * exchanged / p, sums_ns), axis=1
+            ),
             needs=held,
             smallest=smallest,
             fits=np.isfinite(again) & ((held <= limit) | (again > 0)),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -141,16 +141,33 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
 def print_explanation(explanation: Explanation, file: TextIO | None = None) -> None:
     """Print the best different plans with what limits each, and why common layouts are not the best."""
     console = console_for(file)
-    plans = [(f"{format_ns(each.iteration_ns)}  {each.what}", each.limits) for each in explanation.alternatives]
-    common = [(each.what, each.why) for each in explanation.common]
-    for title, entries in (("the best different plans", plans), ("common layouts, and why they are not best", common)):
-        if entries:
-            console.print(title)
-        for what, why in entries:
-            console.print(flowed(f"  {what}", console.width))
-            for line in flowed(why, console.width - 6).plain.splitlines():
-                console.print(f"      {line}", markup=False)
+    console.print("the best different plans, and the parts of each iteration that are no work")
+    console.print(_ALTERNATIVES.format("iteration", "longer", "uneven", "bubble", "messages", "sums, step", "memory"))
+    for each in explanation.alternatives:
+        first = explanation.alternatives[0].iteration_ns
+        parts = [each.uneven_ns, each.bubble_ns, each.messages_ns, each.ending_ns]
+        shares = [f"{ns / each.iteration_ns:.1%}" if ns else "" for ns in parts]
+        longer = f"{each.iteration_ns / first - 1:+.1%}" if each.iteration_ns > first else ""
+        memory = "" if each.memory_bytes is None else f"{each.peak_bytes / each.memory_bytes:.0%}"
+        console.print(_ALTERNATIVES.format(format_ns(each.iteration_ns), longer, *shares, memory), markup=False)
+        again = f"; {counted(each.recomputed, 'stage')} recomputed" if each.recomputed else ""
+        _print_below(console, f"{each.what}{again}")
+    if explanation.common:
+        console.print("common layouts, and why they are not best")
+    for common in explanation.common:
+        console.print(flowed(f"  {common.what}", console.width))
+        _print_below(console, common.why)
     console.print()
+
+
+_ALTERNATIVES = "{:>11}{:>8}{:>8}{:>8}{:>10}{:>12}{:>8}"
+"""A plan's figures under their names."""
+
+
+def _print_below(console: Console, text: str) -> None:
+    """Lines that belong to the one above."""
+    for line in flowed(text, console.width - 6).plain.splitlines():
+        console.print(f"      {line}", markup=False)
 
 
 def _parameters(state: MemoryBytes) -> int:
