@@ -108,10 +108,12 @@ class Forked:
                 os.setsid()
             os.write(own, b"\n")
             _become(command[2], env, {0: read, 1: stdout, 2: stderr, **{number: number for number in pass_fds}})
+        os.close(own)
         if not select.select([alone], [], [], 1.0)[0]:  # it was stopped at once, and is to have a group all the same
-            os.setpgid(self.pid, self.pid)
-        for descriptor in (read, alone, own):
-            os.close(descriptor)
+            with contextlib.suppress(OSError):
+                os.setpgid(self.pid, self.pid)
+        os.close(read)
+        os.close(alone)
         self.stdin = os.fdopen(write, "wb")
 
     def poll(self) -> int | None:
