@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import Barrier
 
@@ -41,13 +42,13 @@ def counting() -> Callable[[], float]:
     return map(float, itertools.count()).__next__
 
 
-def checkpoints(limit: Limit) -> int:
+def checkpoints(limit: Limit, within: AbstractContextManager[None] | None = None) -> int:
     """How many checkpoints a loop passes."""
     passed = 0
 
     def loop() -> None:
         nonlocal passed
-        with limit.enforced():
+        with within or limit.enforced():
             for _ in range(MANY):
                 checkpoint()
                 passed += 1
@@ -135,6 +136,15 @@ def test_an_interruption_leaves_no_time() -> None:
     assert limit.remaining == 0
     with pytest.raises(TimeUpError):
         limit.check()
+
+
+@pytest.mark.parametrize(("interrupted", "passes"), [(True, range(1, 6)), (False, range(20, 40))])
+def test_what_finishes_has_a_moment_after_an_interruption(interrupted: bool, passes: range) -> None:
+    """Of 5 seconds here, and without one all that the limit leaves."""
+    limit = Limit(40, clock=counting())
+    if interrupted:
+        limit.interrupt()
+    assert checkpoints(limit, limit.finishing(5)) in passes
 
 
 def test_parts_of_a_budget_spend_what_is_the_whole_s() -> None:
