@@ -314,3 +314,8 @@ def test_a_planner_says_what_would_do_whatever_the_clock(profile_path: str, monk
     monkeypatch.setattr(Limit, "elapsed", property(lambda limit: 1e9))
     with pytest.raises(NoPartitionError, match="raise --memory to"):
         next(pipedream(problem))
+
+
+def test_a_scheduler_that_is_not_known_is_refused_before_any_cut() -> None:
+    with pytest.raises(UsageError, match="--scheduler 'zbh1' is not known; did you mean zb-h1"):
+        Request.of(chain_profile(4), devices=2, num_microbatches=4, scheduler="zbh1")

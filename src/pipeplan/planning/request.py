@@ -46,6 +46,7 @@ from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
+from pipeplan.schedule.search import require_scheduler
 from pipeplan.search_constants import NOISY, PER_DEVICE
 from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
@@ -482,6 +483,7 @@ class Request:
         Raises:
             UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
+        require_scheduler(scheduler)
         if spares := others.get("spares") or 0:
             devices = planned_for(cluster, devices, spares, placed=isinstance(placement, Placement))
         if start is not None:

@@ -63,6 +63,14 @@ SEARCHING = ("auto", "repetend")
 """Schedulers that make more of more time; the others make one schedule."""
 
 
+def require_scheduler(name: str) -> None:
+    """That a scheduler is one that :func:`search_schedule` knows. Raises UsageError."""
+    if name not in (*SEARCHING, "rules", *CLASSIC):
+        meant = choose_from(name, (*SEARCHING, "rules", *CLASSIC))
+        meant = "a file with rules is given by --rules" if name.endswith((".toml", ".py")) else meant
+        raise UsageError(f"--scheduler {name!r} is not known; {meant}")
+
+
 def search_schedule(
     workload: Workload,
     budget: Budget,
@@ -91,11 +99,7 @@ def search_schedule(
         UsageError: an unknown scheduler, a classic one that does not apply to the placement, or ``max_span`` for what
             has no repetend.
     """
-    if scheduler not in (*SEARCHING, "rules", *CLASSIC):
-        meant = choose_from(scheduler, (*SEARCHING, "rules", *CLASSIC))
-        file = scheduler.endswith((".toml", ".py"))
-        meant = "a file with rules is given by --rules" if file else meant
-        raise UsageError(f"--scheduler {scheduler!r} is not known; {meant}")
+    require_scheduler(scheduler)
     search = _Search(budget, scheduler, rules, unroll, max_span, progress, steps)
     shorter = named(steps, ShorterRun) or ShorterRun()
     whole = max_span is not None or (rules is not None and rules.order)
