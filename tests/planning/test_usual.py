@@ -130,6 +130,15 @@ def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
     assert all(f"  {each.what}\n" in below for each in result.explanation.common)
 
 
+def test_explained_plans_are_as_full_as_what_they_may_use() -> None:
+    """What is in reserve on a device is not theirs."""
+    quick = cluster_of(2, memory_bytes=2000, latency_ns=1, bandwidth=10**13)
+    how: dict[str, Any] = {"mini_batch": 4, "time_limit": 0.1, "deterministic": True}
+    found = search_plan(Request.of(chain(4), cluster=quick, reserve_bytes=500, **how), explain=True)
+    assert found.explanation is not None
+    assert {each.memory_bytes for each in found.explanation.alternatives} == {1500}
+
+
 def test_ten_plans_are_explained_where_a_schedule_is_asked_for_too() -> None:
     """The same search finds two that are as short, and refutes all else by its bound."""
     how: dict[str, Any] = {"devices": 4, "mini_batch": 16, "time_limit": 0.5, "deterministic": True}

@@ -56,7 +56,7 @@ class Alternative:
     ``work_ns`` is what a device computes on average, all devices counted, ``recomputed`` the stages that recompute;
     ``uneven_ns`` what the busiest has more; ``messages_ns`` how much sooner all would end if messages took no time, of
     a long run about; ``bubble_ns`` what else the busiest waits; ``ending_ns`` what follows the last action. Bytes are
-    those of the device with least left, and of its memory (None: no limit).
+    those of the device with least left, and of what plans may use of its memory (None: no limit).
     """
 
     what: str
@@ -335,7 +335,7 @@ def layout_words(stages: Sequence[PlacedStage], workload: Workload) -> str:
 
 def _alternative(trial: Trial) -> Alternative:
     schedule, (mean, busiest) = _settled(trial), _work(trial)
-    workload, makespan = schedule.workload, schedule.makespan_ns
+    workload, makespan, (peak, limit) = schedule.workload, schedule.makespan_ns, schedule.fullest
     messages = min(_exposed(schedule, workload), max(0, makespan - busiest))
     return Alternative(
         what=_words(trial),
@@ -346,8 +346,8 @@ def _alternative(trial: Trial) -> Alternative:
         bubble_ns=max(0, makespan - busiest - messages),
         ending_ns=max(0, schedule.iteration_ns - makespan),
         recomputed=sum(stage.recomputes for stage in workload.stages),
-        peak_bytes=schedule.fullest[0],
-        memory_bytes=schedule.fullest[1],
+        peak_bytes=peak,
+        memory_bytes=None if limit is None else limit - max(device.reserve_bytes for device in workload.devices),
     )
 
 
