@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeplan.errors import ExecutionError
+from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.files import Plan, write_file
 from pipeplan.runtime.launch.job import job_of
 from pipeplan.runtime.launch.local import watch_local
@@ -76,8 +77,14 @@ def losses_of(training: Mapping[str, Any], dies: tuple[int, str, int] = (-1, "",
 
 
 @pytest.fixture(scope="module")
-def undisturbed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return losses_of(training(plan, tmp_path_factory.mktemp("undisturbed"), resume=False))
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the undisturbed training keeps its checkpoints."""
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plan: Plan, trained: Path) -> list[float]:
+    return losses_of(training(plan, trained, resume=False))
 
 
 QUICK = ("before it has its name",)
@@ -97,6 +104,19 @@ def test_a_rank_killed_while_a_checkpoint_is_written_loses_nothing(
     assert losses_of(training(plan, tmp_path, resume=bool(whole))) == undisturbed[max(whole, default=0) :]
     assert folder.whole() == [NUM_STEPS - 1, NUM_STEPS]
     assert not list(tmp_path.glob(".step-*"))
+
+
+def test_a_training_goes_on_from_nothing_that_has_changed(
+    plan: Plan, undisturbed: list[float], trained: Path, tmp_path: Path
+) -> None:
+    assert len(undisturbed) == NUM_STEPS
+    kept = shutil.copytree(trained, tmp_path / "kept")
+    shard = CheckpointFolder(str(kept)).of(NUM_STEPS) / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 4
+    shard.write_bytes(content)
+    with pytest.raises(UsageError, match=rf"{shard.parent.name} is damaged \(__1_0\.distcp: .*its checksum"):
+        losses_of(training(plan, kept, resume=True))
 
 
 # Two commands in one folder ---------------------------------------------------------------------------------------
