@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from builders.profiles import profile_of, stage_per_block
 from builders.requests import request_of
-from pipeplan.errors import UsageError
+from pipeplan.errors import SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.bounds import request_bound, rows_bound
-from pipeplan.planning.candidates import PlacementCandidate, candidates
+from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate, candidates
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.steps import STEPS, search_plan
+from pipeplan.planning.steps import STEPS, SearchCandidates, search_plan
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from references.every_placement import every_placement
@@ -201,6 +201,54 @@ def test_what_a_search_of_schedules_says_is_not_the_whole_search_s() -> None:
     for makespan_ns in (3 * best, best - 1):
         said("windows", makespan_ns, makespan_ns, 0.1)
     assert heard == [(best, 7), (best - 1, 7)]
+
+
+def test_what_was_given_up_stays_in_the_bound_over_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate that was not tried, or ran out of time, may be better than all that is known."""
+    profile = profile_of([CostRow(microbatch_size=1, forward_ns=10, backward_ns=20)] * 4)
+    placement = stage_per_block(profile, [0, 1, 2, 3])
+    request = request_of(profile, "auto", Batch(8, 1), num_devices=4, **QUICK)
+    candidate = PlacementCandidate(placement, request.batch, False, "given")
+
+    def late(*_: object, **__: object) -> None:
+        raise SearchTimeoutError("no time")
+
+    monkeypatch.setattr(Trial, "search", late)
+    search, trial = PlanSearch(request, Budget(1, deterministic=True), None, STEPS), Trial.of(request, candidate)
+    search.trials.append(trial)
+    SearchCandidates().search(search, trial, 1.0)
+    assert trial not in search.trials
+    assert search.others == {candidate.key: trial.bound_ns}
+    assert search.bound_ns == trial.bound_ns > 1
+    fallback = PlanSearch(request, Budget(1, deterministic=True), None, STEPS)
+    fallback._leave(candidate)
+    assert fallback.bound_ns == trial.bound_ns
+    for first, second in ((3, 5), (5, 3)):
+        search.others = {("first",): first, ("second",): second}
+        assert search.bound_ns == 3
+
+
+def test_nothing_is_refuted_that_may_be_as_quick() -> None:
+    profile = profile_of([CostRow(microbatch_size=1, forward_ns=10, backward_ns=20)] * 4)
+    placement = stage_per_block(profile, [0, 1, 2, 3])
+    request = request_of(profile, placement, Batch(8, 1), **QUICK)
+    search, trial = (
+        PlanSearch(request, Budget(1, deterministic=True), None, STEPS),
+        Trial.of(request, PlacementCandidate(placement, request.batch, False, "given")),
+    )
+    trial.look()
+    search.trials.append(trial)
+    value = trial.value_ns or 0
+    assert not search.refutes(BoundedProposal(lambda: None, value))
+    assert search.refutes(BoundedProposal(lambda: None, value + 1))
+    trial.bounds = [value - 1]
+    assert not trial.hopeless(trial)
+    trial.bounds = [value]
+    assert trial.hopeless(trial)
+    assert not trial.worse(trial)
+    assert search.bound_ns == value
+    trial.late_bound = value - 2  # of actions that begin before all their inputs are there
+    assert search.bound_ns == value - 2
 
 
 def test_the_status_line_is_of_the_whole_search() -> None:
