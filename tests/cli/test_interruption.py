@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -129,3 +130,45 @@ def test_an_interruption_while_planning_is_imported(name: str, number: str, argu
     command = [sys.executable, "-m", "command", verb, "p.json", "--devices", "4", *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "False\n", "pipeplan: interrupted")
+
+
+SURVIVED = """
+import os, sys, time
+from pathlib import Path
+from pipeplan.cli.survivor import survived
+
+ended = survived(lambda: "a group" if Path("begun").exists() else None, print)
+if ended is not None:
+    sys.exit(ended)
+try:
+    {work}
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_who_outlives_its_work_hands_signals_on(number: signal.Signals, code: int) -> None:
+    """It alone hears a terminal's Ctrl-C."""
+    work = "print(os.getpgid(0) == os.getpid() != os.getppid(), flush=True); time.sleep(20)"
+    command = [sys.executable, "-c", SURVIVED.format(work=work)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "True\n"
+        process.send_signal(number)
+        assert process.wait() == code
+
+
+@pytest.mark.parametrize(
+    ("before", "code", "told"),
+    [
+        ("Path('begun').touch()", 3, "a group: the process died with signal SIGABRT; refused, and measuring goes on"),
+        ("None", 1, "ExecutionError: the process that measured died with signal SIGABRT, and had not begun"),
+    ],
+)
+def test_work_whose_process_dies_goes_on_in_another(before: str, code: int, told: str, tmp_path: Path) -> None:
+    work = f"sys.exit(3) if Path('begun').exists() else {before}; os.abort()"
+    command = [sys.executable, "-c", SURVIVED.format(work=work)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert told in done.stdout + done.stderr
