@@ -62,13 +62,15 @@ def configuration_on(*groups: tuple[int, ...], shards: int, context: int = 1, ze
     return placed_plan(model, stages, num_microbatches=4, microbatch_size=2)
 
 
-def experts_on(*groups: tuple[int, ...], expert: int, shards: int = 1, zero: int = 0) -> Plan:
-    """A model with experts, which so many devices share in each stage."""
+def experts_on(*groups: tuple[int, ...], expert: int, shards: int = 1, context: int = 1, zero: int = 0) -> Plan:
+    """A model with experts, which so many devices share in each stage, and in ``context`` parts each sequence."""
     model = load_once(EXPERTS)
     ids = [block.id for block in model.blocks]
     bounds = [round(number * len(ids) / len(groups)) for number in range(len(groups) + 1)]
     stages = [
-        split_stage(" ".join(ids[begin:end]), devices, shards, microbatch_size=4, zero=zero, expert=expert)
+        split_stage(
+            " ".join(ids[begin:end]), devices, shards, context=context, microbatch_size=4, zero=zero, expert=expert
+        )
         for (begin, end), devices in zip(itertools.pairwise(bounds), groups, strict=True)
     ]
     return placed_plan(model, stages, num_microbatches=2, microbatch_size=4)
@@ -156,11 +158,11 @@ PAIRS: dict[str, Callable[[], tuple[str, list[Plan]]]] = {
             configuration_on((1,), (0,), shards=1),
         ],
     ),
-    "experts over four, then divided over two, then whole": lambda: (
+    "experts over four, then sequences too, then whole": lambda: (
         EXPERTS,
         [
             experts_on((2, 0, 1, 3), expert=4, shards=2),
-            experts_on((0, 2, 3, 1), expert=2, zero=1),
+            experts_on((0, 2, 3, 1), expert=2, context=2, zero=1),
             experts_on((1,), (0,), expert=1),
         ],
     ),

@@ -7,7 +7,8 @@ device's in each micro-batch, so that this is compared with what one process mak
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs.communication import places_reached
 from pipeplan.errors import UsageError
-from pipeplan.files import PlacedStage, Plan, Profile
+from pipeplan.files import Cluster, PlacedStage, Plan, Profile
 from pipeplan.runtime.executor.rank_program import program_of, programs_of
 from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
@@ -35,7 +37,7 @@ from runtime_support import expert_models
 from runtime_support.expert_models import EACH, EXPERTS, FEW, HIDDEN, SEQUENCE
 from runtime_support.hugging_face import SEED, text, training_of
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
-from runtime_support.threads import require_equal_to_unsplit, run_in_threads, together
+from runtime_support.threads import ThreadGroup, require_equal_to_unsplit, run_in_threads, together
 from support.marks import asked_for, slow_but
 
 ZOO: dict[str, Callable[[], Model]] = {
@@ -283,6 +285,45 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
             str(HIDDEN * 8): 2 * one_way * (forwards + backwards),
             str(2 * EACH * 8): one_way * (forwards + backwards),
         }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"expert": 4}, {"expert": 2, "context": 2, "split": True}], ids=str)
+def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of words, and of keys and values where sequences are shared: as its actions take longer over slower links.
+
+    The plan is for float32, and runs here in float64. How words are to be taken is not in it.
+    """
+    moved = Counter[int]()
+    gather, route = ThreadGroup.gather, ThreadGroup.route
+
+    def gathered(self: ThreadGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+        moved[self._name[self._index]] += tensor.is_floating_point() * tensor.nbytes * (self._members - 1) // 2
+        return gather(self, tensor)
+
+    def scattered(self: ThreadGroup, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        together = torch.stack(list(pieces))
+        moved[self._name[self._index]] += together.nbytes // self._members * (self._members - 1) // 2
+        return torch.stack([found[self._index] for found in gather(self, together)]).sum(0)
+
+    def sent(self: ThreadGroup, rows: torch.Tensor, give: Sequence[int], get: Sequence[int]) -> torch.Tensor:
+        if rows.shape[1] == HIDDEN:
+            moved[self._name[self._index]] += (sum(give) - give[self._index]) * HIDDEN * rows.itemsize // 2
+        return route(self, rows, give, get)
+
+    monkeypatch.setattr(ThreadGroup, "gather", gathered)
+    monkeypatch.setattr(ThreadGroup, "scatter", scattered)
+    monkeypatch.setattr(ThreadGroup, "route", sent)
+    how: dict[str, Any] = {"device": "h100-80gb", "dtype": "float32", "microbatch": (1, 2, 4)}
+    how |= {"context": sizes.get("context", 1), "expert": sizes["expert"]}
+    links = (Cluster.of("links", 4, levels=[("node", 4, 0, rate)]) for rate in (10**6, 10**15))
+    profiles = (pipeplan.estimate("gpt2-experts-tiny", cluster=each, **how) for each in links)  # of the same sizes
+    slow, fast = (one_stage("even", profile=each, **sizes) for each in profiles)
+    longer = sum(a.duration_ns - b.duration_ns for a, b in zip(slow.operations, fast.operations, strict=True))
+    run_in_threads(slow, model_of("even"), 3)
+    planned = NUM_MICROBATCHES * longer / 1000  # a byte takes a microsecond
+    assert planned > 0
+    assert [moved[rank] for rank in range(4)] == pytest.approx([planned] * 4, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ SLOW = (
     "tiles, then other tiles, then stages",
     "and the other way round",
     "whole, then split over three",
-    "experts over four, then divided over two, then whole",
+    "experts over four, then sequences too, then whole",
     "whole, then experts over two",
     "whole, then shares in stages, then shares with optimizers divided, then with all",
     "a configuration's shares in stages, then divided, then sequences shared, then whole",
