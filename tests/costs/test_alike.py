@@ -157,6 +157,7 @@ def test_blocks_that_differ_in_anything_are_not_alike() -> None:
         "selective_ns": 3,
         "selective_activation_bytes": 4,
         "ring": RingCosts(forward_ns=1),
+        "messages": 0,
         "repeats": 9,
         "spread": {"forward_ns": 0.5},
     }

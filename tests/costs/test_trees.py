@@ -12,7 +12,6 @@ import pytest
 
 from pipeplan.costs.clusters import in_tree, named_cluster
 from pipeplan.costs.communication import (
-    Combining,
     Exchange,
     LinkPath,
     all_reduce_time,
@@ -25,6 +24,7 @@ from pipeplan.costs.spread import TREES_LEAVE
 from pipeplan.costs.trees import MessageCrowds
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Source
+from pipeplan.files.row_messages import Combining
 from pipeplan.workload.elements import Dependency, Hop
 
 GB = 10**9

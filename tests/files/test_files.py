@@ -63,6 +63,7 @@ from pipeplan.files import read_write as files
 from pipeplan.files.onward import Onward
 from pipeplan.files.packed import PackedProgram, PackedStarts
 from pipeplan.files.plan import AlternativeFigures, Decode, KindSource
+from pipeplan.files.row_messages import ExpertMessages, RowMessages, SequenceMessages, ShardMessages
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import (
     BlockGroup,
@@ -534,6 +535,10 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Tied parameter of a profile": TiedParameter,
     "Cost row of a block": CostRow,
     "Ring of a cost row": RingCosts,
+    "Messages of a profile": RowMessages,
+    "Messages of shards": ShardMessages,
+    "Messages of shared sequences": SequenceMessages,
+    "Messages of shared experts": ExpertMessages,
     "Phase row of a block": PhaseRow,
     "Edge of a profile": Edge,
     "Placement": Placement,

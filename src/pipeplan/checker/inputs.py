@@ -27,6 +27,7 @@ from pipeplan.costs.communication import (
     time_of_groups,
 )
 from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe, whole_state_of
+from pipeplan.costs.wide_groups import GroupSizes, where_it_stands
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
@@ -90,7 +91,7 @@ def check_profile(
         timed = _knows_links(plan, cluster)
         check_decode_costs(plan, plan.decode, profile, cluster, findings, timed=timed)
         profile = of_tokens(profile)
-    known = _Known.of(profile, apart=not plan.read_sha256)
+    known = _Known.of(profile, cluster, apart=not plan.read_sha256)
     _check_block_order(plan, known, findings)
     operations: dict[int, list[Operation]] = defaultdict(list)
     for each in plan.operations:
@@ -110,7 +111,7 @@ def check_profile(
                 rows, change_ns, again = segment_rows(number, stage, rows, profile, findings)
                 if not rows:
                     continue
-            rows, timed = _exchanging(stage, rows, known, cluster), _times_known(plan, stage, cluster)
+            rows, timed = _exchanging(stage, rows, known, cluster), _times_known(plan, stage, cluster, known)
             gathers = ends.get(number, (0, 0)) if timed else (None, None)
             gathers = (None if gathers[0] is None else gathers[0] + change_ns, gathers[1])
             if plan.is_inference:
@@ -154,9 +155,9 @@ class _Known(NamedTuple):
     """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share.
 
     ``alike`` {block: the first that is like it}; ``rows``, ``parts`` and ``shares`` are those that were looked at, by
-    that and how it runs or is divided. ``of_kinds`` are blocks of the profiles of kinds of devices. ``expert_shards``
-    {devices that share experts: the numbers of them that may split each}. ``rings`` are (shards, context) for which it
-    has costs of one. ``divided`` {block: numbers of devices that divide along the sequence what it takes and gives}.
+    that and how it runs or is divided. ``expert_shards`` {devices that share experts: the numbers of them that may
+    split each}. ``rings`` are (shards, context) for which it has costs of one. ``profile`` is all, and ``cluster``
+    where stages are. ``divided`` {block: numbers of devices that divide along the sequence what it takes and gives}.
     """
 
     blocks: dict[str, Block]
@@ -169,14 +170,15 @@ class _Known(NamedTuple):
     alike: dict[str, str]
     rows: dict[tuple[object, ...], CostRow]
     parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
-    of_kinds: dict[str, dict[str, Block]]
     expert_shards: dict[int, set[int]]
     rings: set[tuple[int, int]]
+    profile: Profile
+    cluster: Cluster | None
     divided: dict[str, frozenset[int]]
     shares: dict[tuple[object, ...], MemoryBytes]
 
     @staticmethod
-    def of(profile: Profile, *, apart: bool) -> _Known:
+    def of(profile: Profile, cluster: Cluster | None, *, apart: bool) -> _Known:
         """What a profile says, in one pass; plans of version 1 count master copies as the optimizer's bytes."""
 
         def kept(part: Block | TiedParameter) -> MemoryBytes:
@@ -210,9 +212,10 @@ class _Known(NamedTuple):
             profile.alike,
             {},
             {},
-            {kind: own.by_id for kind, own in profile.of_kinds.items()},
             dict(splits),
             rings,
+            profile,
+            cluster,
             {id_: apart_on[first] for id_, first in profile.alike.items()},
             {},
         )
@@ -370,9 +373,19 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
     """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
     taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
     split = stage.shards, stage.context, stage.expert, stage.expert_shards, stage.configuration, stage.context_exchange
-    key = (id_ if stage.kinds else known.alike[id_], stage.kinds, samples, *split, again, taken, stage.speed)
+    placed = where_it_stands(known.profile, stage, known.cluster)
+    key = (
+        id_ if stage.kinds else known.alike[id_],
+        stage.kinds,
+        samples,
+        *split,
+        again,
+        taken,
+        stage.speed,
+        id(placed),
+    )
     if key not in known.rows:
-        own = [known.of_kinds.get(kind, known.blocks)[id_] for kind in stage.kinds] or [known.blocks[id_]]
+        own = [placed.of_kinds.get(kind, placed).by_id[id_] for kind in stage.kinds] or [placed.by_id[id_]]
         block = _slowest([_with_ring(block) for block in own] if stage.context_exchange == RING else own)
         row = block_costs(
             _of_configuration(block, stage.configuration),
@@ -863,9 +876,21 @@ def _groups_in(stage: Stage, size: int) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-def _times_known(plan: Plan, stage: Stage, cluster: Cluster | None) -> bool:
-    """Whether durations of a stage's actions follow from the profile: with exchanges inside only on known links."""
-    return stage.zero < 2 or not _sharing(stage) or _knows_links(plan, cluster)
+def _times_known(plan: Plan, stage: Stage, cluster: Cluster | None, known: _Known) -> bool:
+    """Whether durations of a stage's actions follow from the profile: with exchanges inside only on known links.
+
+    So it is where a group is in several nodes, or may be, and the profile says what its devices send each other.
+    """
+    if _knows_links(plan, cluster):
+        return True
+    sizes, node = GroupSizes.of(stage), plan.provenance.node_size or 1
+    most = max(sizes.width, sizes.expert)
+    groups = (stage.devices[at : at + most] for at in range(0, len(stage.devices), most))
+    if any(len({device // node for device in group}) > 1 for group in groups) and any(
+        row.messages is not None for block in stage.blocks for row in known.blocks[block].costs
+    ):
+        return False
+    return stage.zero < 2 or not _sharing(stage)
 
 
 def _sharing(stage: Stage) -> list[tuple[Stage, bool]]:

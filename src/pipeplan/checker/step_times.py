@@ -12,11 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from pipeplan.costs.communication import Combining, Exchange, prices_of, time_of_groups
+from pipeplan.costs.communication import Exchange, prices_of, time_of_groups
 from pipeplan.costs.decoding import bytes_between, cached_bytes, phase_costs
 from pipeplan.costs.devices import preset_called
 from pipeplan.files import Block, Cluster, Edge, PhaseRow, Profile
 from pipeplan.files.plan import Decode
+from pipeplan.files.row_messages import Combining
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.mesh import CACHE, CACHE_BY_QUERIES, EXPERTS, SAMPLES, SHARDS, Mesh
 

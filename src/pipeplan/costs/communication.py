@@ -12,9 +12,9 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from pipeplan.costs.devices import DevicePreset
 from pipeplan.costs.spread import TREE_RATE, GroupSpread, loads_of
 from pipeplan.costs.trees import slowest_share, way_between
 from pipeplan.files import Cluster, LinkLevel, MeasuredCurve
+from pipeplan.files.row_messages import Combining
 from pipeplan.workload.elements import Stage
 
 Points = Sequence[tuple[int, int]]
@@ -137,9 +138,6 @@ STEP_NS = 2_000
 """One step of a ring takes this long however little it carries. Assumed."""
 
 
-Combining = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-
-
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A collective among the devices of a group, about an array of ``array_bytes`` (gathered: the whole array)."""
@@ -251,6 +249,20 @@ def price_of_groups(cluster: Cluster | None, groups: Sequence[Sequence[int]]) ->
     return (lambda _: 0.0) if cluster is None or spread is None else GroupPrices(cluster, spread)
 
 
+def hops_around(cluster: Cluster | None, groups: Sequence[Sequence[int]], array_bytes: int) -> float:
+    """Time in ns of all hops by which devices of these groups get the pieces of an array, one by one, from the next.
+
+    Each piece is one message, so that a single link leaves a node, and every step waits for the slowest. Nothing
+    without a cluster, or for groups of one device.
+    """
+    spread = None if cluster is None or len(groups[0]) < 2 else GroupSpread.of(cluster, groups)
+    if cluster is None or spread is None:
+        return 0.0
+    load = loads_of(cluster, replace(spread, channels=1), all_to_all=False).ring
+    piece = 1e9 * array_bytes / spread.devices * load / spread.level.bandwidth_bytes_per_s
+    return (spread.devices - 1) * (spread.level.latency_ns + piece)
+
+
 class GroupPrices:
     """What exchanges take in groups of devices that are spread over a cluster in some way.
 
@@ -324,16 +336,22 @@ class LinkPath:
     @classmethod
     def in_cluster(cls, cluster: Cluster, devices: int) -> LinkPath:
         """Of the first devices of a cluster, with what all devices of a node share: by default one device's rate."""
-        found, place, latency = list[tuple[int, float]](), 1, 0
+        return cls.of_group(cluster, range(devices))
+
+    @classmethod
+    def of_group(cls, cluster: Cluster, group: Sequence[int]) -> LinkPath:
+        """Of these devices of a cluster, of which its places have equally many; the rest of a node does the same."""
+        found, place, own, latency = list[tuple[int, float]](), 1, 1, 0
         for level in cluster.levels:
-            if place >= devices:
+            if own >= len(group):
                 break
             rate = float(level.bandwidth_bytes_per_s)
             if level.oversubscription is not None:
-                found.append((place, rate / level.oversubscription))
+                found.append((own, rate / level.oversubscription))
             else:
-                found.append((place, min(rate, (level.node_bandwidth_bytes_per_s or rate) / place)))
+                found.append((own, min(rate, (level.node_bandwidth_bytes_per_s or rate) / place)))
             place, latency = level.group_size, level.latency_ns
+            own = -(-len(group) // len({device // place for device in group}))
         return cls(tuple(found), latency)
 
 

@@ -46,7 +46,8 @@ class SharedCore(NamedTuple):
 
     ``core_ns`` and ``core_grad_ns`` are all of its computing, ``gather_ns`` an all-gather of keys and values, whose
     whole sequence takes ``shared_bytes``. ``merge_ns`` and ``merge_grad_ns`` are once to add to what a piece gave: the
-    mixture of ``mixed_bytes``, and in backward the gradients of queries and of a piece of keys and values.
+    mixture of ``mixed_bytes``, and in backward the gradients of queries and of a piece of keys and values. All hops of
+    a ring take ``hops_ns``; None: as long as the gather, as inside of a node, where neither has several links at once.
     """
 
     parts: Number
@@ -57,6 +58,7 @@ class SharedCore(NamedTuple):
     mixed_bytes: Number
     merge_ns: Number
     merge_grad_ns: Number
+    hops_ns: Number | None = None
 
     @property
     def gathered(self) -> Added:
@@ -72,7 +74,7 @@ class SharedCore(NamedTuple):
         """
         others = self.parts - 1
         inner = np.maximum(others - 1, 0)
-        hop = self.gather_ns / np.maximum(others, 1)
+        hop = (self.gather_ns if self.hops_ns is None else self.hops_ns) / np.maximum(others, 1)
         forward, backward = self.core_ns / self.parts, self.core_grad_ns / self.parts
         ahead = np.maximum(0, hop - forward) + inner * np.maximum(self.merge_ns, hop - forward) + self.merge_ns
         one, both = np.maximum(0, hop - backward), np.maximum(0, 2 * hop - backward)

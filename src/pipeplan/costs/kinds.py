@@ -184,8 +184,8 @@ def _slowest(rows: Sequence[CostRow]) -> CostRow:
     """Of each number the most; a split backward, and recomputing the core, where all have it."""
     found = {key: [getattr(row, key) for row in rows] for key in (*_TIMES, *_SIZES)}
     found["backward_ns"] = [row.whole_backward_ns for row in rows]
-    most = {key: None if None in values else max(values) for key, values in found.items()}
-    return rows[0].model_copy(update=most)
+    most: dict[str, Any] = {key: None if None in values else max(values) for key, values in found.items()}
+    return rows[0].model_copy(update={**most, "messages": None})
 
 
 # Levelled -------------------------------------------------------------------------------------------------------------
@@ -306,4 +306,4 @@ def _least(rows: Sequence[CostRow], factors: Sequence[Fraction], *, roomy: bool)
         again = min(row.activation_bytes - (row.selective_activation_bytes or 0) for row in rows)
         whole = min(found["activation_bytes"], found["selective_activation_bytes"] + again)
         found |= {"activation_bytes": whole, "selective_activation_bytes": whole - again}
-    return rows[0].model_copy(update=found)
+    return rows[0].model_copy(update={**found, "messages": None})

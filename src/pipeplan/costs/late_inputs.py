@@ -16,6 +16,7 @@ from itertools import pairwise
 from pipeplan.costs.context import of_stages
 from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.stages import group_costs
+from pipeplan.costs.wide_groups import where_it_stands
 from pipeplan.costs.zero import Exchanging, Experts, Zero
 from pipeplan.files import Cluster, Edge, Profile
 from pipeplan.workload.elements import Dependency, Operation, Stage
@@ -158,9 +159,10 @@ def _wanted(workload: Workload, crossings: Mapping[tuple[int, int], _Crossing]) 
 def _block_times(profile: Profile, stage: Stage, cluster: Cluster | None) -> dict[Role, list[int]]:
     """By role, [block] ns."""
     again = dict(zip(stage.blocks, stage.again, strict=True))
+    own = on_kinds(where_it_stands(of_stages(profile, [stage]), stage, cluster), stage.kinds)
     costs = [
         group_costs(
-            on_kinds(of_stages(profile, [stage]), stage.kinds),
+            own,
             [(block,)],
             stage.microbatch_size // stage.replicas,
             stage.shards,

@@ -15,9 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeplan.costs.blocks import require_row
-from pipeplan.costs.communication import Combining, Exchange, Prices, prices_of
+from pipeplan.costs.communication import Exchange, Prices, prices_of
 from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.files import CostRow
+from pipeplan.files.row_messages import Combining
 
 _FLOAT32 = 4
 _INT64 = 8

@@ -15,9 +15,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.costs.communication import Combining, Exchange, busiest_pair, price_of_groups
+from pipeplan.costs.communication import Exchange, busiest_pair, price_of_groups
 from pipeplan.costs.layouts import ANY, How, Layout, MeshSplit, Move, Tensor, all_layouts, groups_along, steps_from
 from pipeplan.files import Cluster
+from pipeplan.files.row_messages import Combining
 from pipeplan.time_limit import checked, checkpoint
 
 FloatArray = npt.NDArray[np.float64]

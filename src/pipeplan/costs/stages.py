@@ -25,6 +25,7 @@ from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.states import States
 from pipeplan.costs.trees import linked_alike
+from pipeplan.costs.wide_groups import where_it_stands
 from pipeplan.costs.zero import (
     ALONE,
     IN_ACTIONS,
@@ -604,8 +605,9 @@ def _costs_of(
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
     found = {number: _at_speed_of(stages[number], cost) for number, cost in given.items()}
     alike = defaultdict[
-        tuple[int, int, int, Experts, Zero, float, tuple[str, ...], Exchanging], list[tuple[int, Recompute]]
+        tuple[int, int, int, Experts, Zero, float, tuple[str, ...], Exchanging, int], list[tuple[int, Recompute]]
     ](list)
+    profiles = dict[int, Profile]()
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -617,12 +619,14 @@ def _costs_of(
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
         samples, exchanging = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster)
         how_shared = stage.shards, stage.context, Experts.of(stage), Zero.of(stage), stage.speed, stage.kinds
-        alike[samples, *how_shared, exchanging._replace(cluster=None)].append((number, again))
-    for (samples, shards, context, experts, zero, speed, kinds, exchanging), those in alike.items():
+        own = where_it_stands(profile, stage, cluster)
+        profiles[id(own)] = own
+        alike[samples, *how_shared, exchanging._replace(cluster=None), id(own)].append((number, again))
+    for (samples, shards, context, experts, zero, speed, kinds, exchanging, which), those in alike.items():
         how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts, "speed": speed}
         how["exchanging"] = exchanging._replace(cluster=cluster)
         groups = [(stages[number].blocks, again) for number, again in those]
-        costs = _costs_of_groups(on_kinds(profile, kinds), groups, samples, shards, **how)
+        costs = _costs_of_groups(on_kinds(profiles[which], kinds), groups, samples, shards, **how)
         found.update(zip((number for number, _ in those), costs, strict=True))
     return [found[number] for number in range(len(stages))]
 
@@ -746,7 +750,7 @@ def _block_groups(
     ends = [len(stage.blocks) * (place + 1) // number for place in range(number)]
     parts = [stage.blocks[begin:end] for begin, end in pairwise([0, *ends])]
     zero, experts, exchanging = Zero.of(stage), Experts.of(stage), Exchanging.of(stage, cluster)
-    again, own = stage.again, on_kinds(profile, stage.kinds)
+    again, own = stage.again, on_kinds(where_it_stands(profile, stage, cluster), stage.kinds)
     by_id = profile.by_id
     found = list[BlockGroup]()
     for blocks, begin in zip(parts, [0, *ends], strict=False):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs.communication import Combining, Exchange, price_of_groups
+from pipeplan.costs.communication import Exchange, price_of_groups
 from pipeplan.costs.recipes import (
     expert_state_of,
     running_bytes,
@@ -22,6 +22,7 @@ from pipeplan.costs.recipes import (
 )
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, Exchanging, Experts, Zero, cuts
 from pipeplan.files import Block, Recipe
+from pipeplan.files.row_messages import Combining
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS
 
 Bytes = NDArray[np.int64]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeplan.costs.communication import Combining, Prices
+from pipeplan.costs.communication import Prices
 from pipeplan.costs.devices import DevicePreset
 from pipeplan.costs.operators import (
     Operator,
@@ -36,6 +36,7 @@ from pipeplan.costs.operators import (
 )
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Edge, Recipe, TiedParameter
+from pipeplan.files.row_messages import Combining
 
 WIDTH = 2
 """Bytes of a number in the 16-bit formats."""

@@ -15,6 +15,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version, said_only
 from pipeplan.files.placement import Placement
 from pipeplan.files.recipe import CUSTOM, Recipe
+from pipeplan.files.row_messages import RowMessages
 from pipeplan.graphs import topological_order
 from pipeplan.units import MAX_BYTES, bytes_of, ns_of
 from pipeplan.workload.elements import Again, Bytes, Count, Index, Items, Name, Nanoseconds, Text
@@ -81,6 +82,9 @@ class CostRow(FileModel):
     and their mixture; Korthikanti et al. 2022, section 5): B or I takes ``selective_ns`` longer, and
     ``selective_activation_bytes`` are held instead of ``activation_bytes``.
 
+    Times have what the devices of a group wait for each other's messages, as it is where the row was made;
+    ``messages`` say how much that is, and of what, so that it is known on other links, too.
+
     With a ``backend`` other than eager torch it is what the block takes where that runs it. Plans are made of eager's.
     """
 
@@ -123,6 +127,14 @@ class CostRow(FileModel):
     ring: Annotated[
         RingCosts | None,
         said_only(None, "more or less than that where keys and values go around a ring; only with context"),
+    ] = None
+    messages: Annotated[
+        Index | None,
+        said_only(
+            None,
+            "place in the profile's messages of what its devices send each other, which is part of the times; null: "
+            "the row does not say",
+        ),
     ] = None
     compile_ns: Annotated[
         Nanoseconds, said_only(0, "what a kernel backend took to build it, once, before it ran; in no other time")
@@ -646,6 +658,9 @@ class Profile(File):
     blocks: Annotated[Items[Block], Field(min_length=1)]
     edges: Items[Edge] = ()
     tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()
+    messages: Annotated[
+        Items[RowMessages], said_only((), "what devices send each other inside of groups, for rows that name the place")
+    ] = ()
     placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None
     keep_together: Annotated[
         Items[Annotated[Items[Name], Field(min_length=2)]],
@@ -710,10 +725,15 @@ class Profile(File):
         return self.mode == INFERENCE
 
     def _require_mode(self) -> None:
-        """All rows are of training, or all of inference; and inference keeps parameters alone."""
+        """All rows are of training, or all of inference, and name messages that are there; inference keeps parameters
+        alone."""
         for index, block in enumerate(self.blocks):
             for number, row in enumerate(block.costs):
                 place = f"blocks[{index}].costs[{number}]"
+                if row.messages is not None and row.messages >= len(self.messages):
+                    raise ValueError(
+                        f"{place}.messages is {row.messages}, and the profile's messages are {len(self.messages)}"
+                    )
                 if not self.is_inference and not row.has_backward:
                     raise ValueError(
                         f"{place}: give backward_ns, or input_grad_ns and weight_grad_ns; or mode {INFERENCE!r}, in "

@@ -19,6 +19,7 @@ from pipeplan.costs.after import AfterActions
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.context import open_exchanges
 from pipeplan.costs.stages import FOLD_LEAST, shared_in
+from pipeplan.costs.wide_groups import GroupSizes, says_messages
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
@@ -307,10 +308,12 @@ class SplitSizes(NamedTuple):
 
 
 def open_splits(request: Request) -> tuple[SplitSizes, ...]:
-    """How devices may share a chain's blocks and its sequences: those of a node for which all blocks have costs.
+    """How devices may share a chain's blocks and its sequences, for which all blocks have costs: those of a node.
 
-    The costs have the time of the devices' messages, which is that inside a node. One where a strategy is asked for and
-    nothing is said, as with replicas.
+    And of several whole ones where the profile says what they send each other.
+
+    Without that, costs have the time of messages inside a node. One where a strategy is asked for and nothing is said,
+    as with replicas.
     """
     asked = request.shards, request.context, request.expert, request.expert_shards
     if None not in asked or request.placement != "auto" or request.spread:
@@ -330,11 +333,19 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
         each
         for each in sorted(set.intersection(*known), key=lambda each: (*each[2:4], each.context, each.shards))
         if all(count in (None, own) for count, own in zip(asked, each[:4], strict=True))
-        and each.width <= most
+        and (each.width <= most or _is_priced(request, each))
         and each.expert <= request.num_devices
         and (request.only is None or request.only.splits_experts(each.shards, each.expert_shards))
     ]
     return tuple(chain.from_iterable(each.each_exchange(request) for each in common or [SplitSizes.asked(request)]))
+
+
+def _is_priced(request: Request, split: SplitSizes) -> bool:
+    """Whether sequences are shared by whole nodes, of whose messages costs have what these take there."""
+    whole = request.unit % split.shards == 0 and split.width % request.unit == 0 and split.width <= request.num_devices
+    sizes = GroupSizes(split.shards, split.context, split.expert, split.expert_shards)
+    profile = request.stated_profile
+    return whole and profile.once(("says messages", sizes), lambda: says_messages(profile, sizes))
 
 
 def _splits_of(profile: Profile) -> set[tuple[bool, tuple[tuple[int, int, int, int], ...]]]:

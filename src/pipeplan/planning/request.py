@@ -25,6 +25,7 @@ from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype, require_recipe_of_mode, states_of
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
 from pipeplan.costs.uniform.shares import faster_than_reached
+from pipeplan.costs.wide_groups import with_best_places
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
 from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, read_placement
@@ -551,7 +552,7 @@ class Request:
         exchange = others.get("context_exchange")
         placed = chosen.stages if isinstance(chosen, Placement) else ()
         begun = start.stages if start is not None and exchange is None else ()
-        profile = with_exchanges(profile, exchange, placed or begun)
+        profile = with_exchanges(with_best_places(profile, cluster), exchange, placed or begun)
         overhead = profile.launch_overhead_ns if overhead is None else overhead
         profile = with_launches(profile, overhead)
         together = None
@@ -1120,15 +1121,18 @@ def _request_notes(request: Request) -> Iterator[str]:
     if (one := _one_of_each(request)) and not request.decodes:
         yield one
     inside = (request.shards or 1) * (request.context or 1)
-    if inside > request.unit:
+    silent = [row for block in request.stated_profile.kinds for row in block.costs if row.messages is None]
+    if inside > request.unit and any(row.shards * row.context == inside for row in silent):
         yield (
             f"{inside} devices that split a block are in several nodes of {request.unit}, but the profile has "
-            "the time of their messages as it was made: inside a node, unless profile was given this --cluster"
+            "the time of their messages as it was made, and does not say what they are: inside a node, unless profile "
+            "was given this --cluster"
         )
-    if request.unit < (most := max((row.expert for block in profile.blocks for row in block.costs), default=1)):
+    if request.unit < (most := max((row.expert for row in silent), default=1)):
         yield (
             f"up to {most} devices that share experts are in several nodes of {request.unit}: the profile has the time "
-            "of what they send each other as it was made, inside a node unless profile was given this --cluster"
+            "of what they send each other as it was made, and does not say what that is: inside a node, unless profile "
+            "was given this --cluster"
         )
     timed = sum(edge.transfer_ns is not None for edge in edges)
     if cluster is None:

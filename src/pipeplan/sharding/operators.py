@@ -22,11 +22,12 @@ from itertools import combinations, permutations
 from math import prod
 from typing import ClassVar, Literal, NamedTuple
 
-from pipeplan.costs.communication import Combining, Exchange, send_time, time_of_groups
+from pipeplan.costs.communication import Exchange, send_time, time_of_groups
 from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.costs.layouts import Layout, MeshSplit, Tensor, groups_along, joined
 from pipeplan.costs.operators import Operator
 from pipeplan.costs.resharding import Resharding, sum_ns
+from pipeplan.files.row_messages import Combining
 from pipeplan.time_limit import checked
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 from pipeplan.workload.mesh import SHARDS

@@ -14,6 +14,7 @@ from pipeplan.costs.context import of_stages
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.trees import MessageCrowds, linked_alike, with_shared_uplinks
+from pipeplan.costs.wide_groups import GroupSizes, groups_at
 from pipeplan.costs.zero import IN_ACTIONS, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
@@ -143,6 +144,7 @@ def _each_alone(plan: Plan, cluster: Cluster) -> Workload:
     _require_no_configurations(plan, "--cluster")
     _require_no_exchanges(plan)
     _require_no_shared_experts(plan)
+    _require_inside_nodes(plan, cluster)
     _require_as_fast(plan, cluster)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory, reserve = cluster.memory_bytes, cluster.reserve_bytes
@@ -222,6 +224,20 @@ def _require_no_shared_experts(plan: Plan) -> None:
             f"{plan.stages[number].expert} devices of stages[{number}] of the plan share experts, and which of its "
             "gradients those are only the profile says; give --profile, too"
         )
+
+
+def _require_inside_nodes(plan: Plan, cluster: Cluster) -> None:
+    """What devices in several nodes that split blocks or share sequences send, only the profile says.
+
+    Raises UsageError.
+    """
+    for number, stage in enumerate(plan.stages):
+        if groups_at(cluster, stage.devices, GroupSizes.of(stage)) is not None:
+            raise UsageError(
+                f"{GroupSizes.of(stage).width} devices of stages[{number}] of the plan split blocks or share sequences "
+                f"in several nodes of {cluster.levels[0].group_size}, and what they send each other only the profile "
+                "says; give --profile, too"
+            )
 
 
 def _require_kinds(plan: Plan, profile: Profile) -> None:

@@ -32,10 +32,11 @@ SLOW = Cluster.of("slow", 16, levels=[("node", 8, 0, 10**15), ("net", 16, 1e-6, 
 
 
 def rows(profile: Profile, split: int = 1) -> dict[tuple[int, int, int], CostRow]:
+    """Without the places of their messages, which depend on what else there is."""
     (own,) = (block for block in profile.blocks if block.operator == "moe")
     assert own.expert_parameters == 3 * EXPERTS * HIDDEN * FFN == own.parameters - HIDDEN * EXPERTS - HIDDEN
     return {
-        (row.shards, row.context, row.expert): row
+        (row.shards, row.context, row.expert): row.model_copy(update={"messages": None})
         for row in own.costs
         if row.expert_shards == (split if row.expert > 1 else 1)
     }

@@ -122,12 +122,13 @@ def _elementwise(machine: Machine, operators: Iterable[Operator]) -> LayerPart:
     return total
 
 
-def ring_rate(machine: Machine, devices: Number, stride: Number) -> Number:
+def ring_rate(machine: Machine, devices: Number, stride: Number, *, one_by_one: bool = False) -> Number:
     """Bytes per second of a ring over devices that stand ``stride`` apart.
 
-    Inside a node its links; across nodes what the adapters of the ring's devices in a node carry, at most that.
+    Inside a node its links; across nodes what the adapters of the ring's devices in a node carry, at most that: one
+    adapter where pieces are messages ``one_by_one``.
     """
-    inside = np.clip(machine.node // stride, 1, devices)
+    inside = 1 if one_by_one else np.clip(machine.node // stride, 1, devices)
     adapters = np.minimum(machine.link_bytes_per_s, inside * machine.adapter_bytes_per_s)
     rate = np.where(devices * stride <= machine.node, machine.link_bytes_per_s, adapters)
     return machine.bandwidth_share * rate
@@ -292,9 +293,12 @@ def _context(
     """Keys and values of the whole sequence, gathered or sent around a ring; the core's mixture is ``mixed`` wide."""
     shared = 2 * WIDTH * layout.microbatch * model.sequence * kv_heads * model.head_size
     gather = collective_ns(machine, Exchange("all_gather", shared), layout.context, layout.tensor)
+    alone = ring_rate(machine, layout.context, layout.tensor, one_by_one=True)
+    hops = ring_ns(Exchange("all_gather", shared), layout.context, alone, choices().ring_step_ns)
     out = WIDTH * tokens_of(model, layout) * mixed
-    merges = [moving_ns(machine, MERGED * size) for size in (out, out + shared / layout.context)]
-    both = SharedCore(layout.context, core.forward_ns, core.input_grad_ns, gather, shared, out, *merges)
+    merge, merge_grad = (moving_ns(machine, MERGED * size) for size in (out, out + shared / layout.context))
+    takes = core.forward_ns, core.input_grad_ns, gather
+    both = SharedCore(layout.context, *takes, shared, out, merge, merge_grad, hops)
     return Added(*(np.where(layout.ring > 0, *each) for each in zip(both.ring, both.gathered, strict=True)))
 
 

@@ -21,17 +21,18 @@ from torch import Tensor, nn
 
 from pipeplan._version import __version__
 from pipeplan.costs.blocks import require_row
-from pipeplan.costs.communication import Exchange, Prices, beside_products, time_of_groups
+from pipeplan.costs.communication import Exchange, Prices, time_of_groups
 from pipeplan.costs.recipes import unnamed_bytes
+from pipeplan.costs.wide_groups import MessageWaits, waited_of_shards
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Source, TiedParameter
 from pipeplan.files.profile import COUNTS, NEEDS, Saved, SavedBySource
+from pipeplan.files.row_messages import MessageTable, RowMessages, ShardMessages
 from pipeplan.runtime.models.shapes import ShapedBlock, num_whole, shaped_blocks, tokens_per_sample
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
 from pipeplan.runtime.profiling.measured_shares import measured_share
 from pipeplan.runtime.profiling.ring_rows import MeasuredRing
-from pipeplan.workload.kinds import Role, role_of
 
 Kind = tuple[int, int, int, str]
 """Shards, context and id of the block that is measured for all like it."""
@@ -501,13 +502,16 @@ def profile_of_kinds(
     step_bytes_per_s: int | None,
     more: Mapping[str, Sequence[CostRow]] | None = None,
     rings: Mapping[tuple[Kind, int], MeasuredRing] | None = None,
-    products: Mapping[tuple[Kind, int], SplitProducts] | None = None,
+    said: Mapping[tuple[Kind, int, bool], RowMessages] | None = None,
+    table: MessageTable | None = None,
     saved: Mapping[Kind, Sequence[SavedTensors]] | None = None,
 ) -> Profile:
     """The profile whose blocks have the rows of their kinds, with what collectives take, and ``more``.
 
-    ``rings`` and ``products`` are those of kinds and micro-batch sizes, whether blocks are recomputed or not; ``saved``
-    says of a kind what its backward needs of inputs and outputs, wherever that was looked at. Raises UsageError.
+    ``rings`` are those of kinds and micro-batch sizes, whether blocks are recomputed or not, which ``said`` tells
+    apart: what is known of a row's messages before those of its shards are, and what may run beside them. ``saved``
+    says of a kind what its backward needs of inputs and outputs, wherever that was looked at. With a ``table`` rows say
+    what their devices send each other. Raises UsageError.
     """
     kinds, of_kind = kinds_of(splits), defaultdict[Kind, list[CostRow]](list)
     for kind, row in rows:
@@ -522,15 +526,19 @@ def profile_of_kinds(
                 update = {"shards": split.shards, "context": split.context, "sequence_parallel": spec.divided}
                 known[like] = []
                 for row in of_kind[kind]:
-                    case = kind, row.microbatch_size
-                    of_both = (rings or {}).get(case), (products or {}).get(case)
-                    whole = _with_collectives(row.model_copy(update=update), spec.collectives, price, *of_both)
+                    own, ring = row.model_copy(update=update), (rings or {}).get((kind, row.microbatch_size))
+                    messages = (said or {}).get((kind, row.microbatch_size, row.recompute), RowMessages())
+                    messages = _of_shards(own, spec.collectives, price, dtype_of(source.dtype), messages)
+                    whole = _with_collectives(own, spec.collectives, price, messages.shards, ring)
+                    if table is not None and split.shards * split.context > 1:
+                        whole = whole.model_copy(update={"messages": table.place_of(messages)})
                     require_row(f"block {spec.id!r}", dict(whole))
                     known[like].append(whole)
             costs[spec.id] += known[like]
     by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
     edges = tuple(_edges_saved(unsplit, splits, kinds, saved or {}))
-    return profile_of(model, replace(unsplit, edges=edges), by_block, source, recipe, step_bytes_per_s)
+    every = () if table is None else table.messages
+    return profile_of(model, replace(unsplit, edges=edges), by_block, source, recipe, step_bytes_per_s, every)
 
 
 class SavedTensors(NamedTuple):
@@ -598,8 +606,7 @@ def priced_by(prices: Prices | None, dtype: torch.dtype, cluster: Cluster | None
         return lambda collective, samples, devices, apart=1: 0
 
     def price(collective: Collective, samples: int, devices: int, apart: int = 1) -> int:
-        size = collective.bytes_per_sample * samples * dtype.itemsize // _FLOAT32_BYTES
-        exchange, width = Exchange(collective.operation, size), devices * apart
+        exchange, width = Exchange(collective.operation, sent_bytes(collective, samples, dtype)), devices * apart
         if apart > 1 and cluster is not None:
             return round(time_of_groups(cluster, exchange, [range(first, width, apart) for first in range(apart)]))
         return round(prices(exchange, devices))
@@ -607,50 +614,57 @@ def priced_by(prices: Prices | None, dtype: torch.dtype, cluster: Cluster | None
     return price
 
 
-class SplitProducts(NamedTuple):
-    """Ns of a block's products with weights, in F and in I, on one of the devices that split it.
+def sent_bytes(collective: Collective, samples: int, dtype: torch.dtype) -> int:
+    """Of the array that a collective is about, in a number format."""
+    return collective.bytes_per_sample * samples * dtype.itemsize // _FLOAT32_BYTES
 
-    Messages of these devices are ``overlapped`` with them, or stand alone; what is gathered again for weight gradients
-    is beside products of I, as training at size has it (Megatron-LM's linear layers).
-    """
 
-    forward_ns: float
-    input_grad_ns: float
-    overlapped: bool = False
-
-    def waited(self, phase: str, messages_ns: int, shards: int) -> int:
-        """What compute waits for the messages of a phase."""
-        if role_of(phase) is Role.WEIGHT_GRAD:
-            return max(0, round(messages_ns - self.input_grad_ns))
-        beside = self.forward_ns if role_of(phase) is Role.FORWARD else self.input_grad_ns
-        return round(beside_products(messages_ns, beside, shards)) if self.overlapped else messages_ns
+def _of_shards(
+    row: CostRow, collectives: Sequence[Collective], price: CollectivePrice, dtype: torch.dtype, said: RowMessages
+) -> RowMessages:
+    """What is said of a row's messages, with those among its shards and what these take; without any, nothing."""
+    those = [each for each in collectives if each.over == "shards"]
+    if not those or row.shards == 1:
+        return said.model_copy(update={"shards": None})
+    size, taken = row.microbatch_size, Counter[str]()
+    for each in those:
+        taken[each.phase] += price(each, size, *_among(each, row))
+    update: dict[str, Any] = {
+        "sent": tuple((each.phase, each.operation, sent_bytes(each, size, dtype)) for each in those),
+        "forward_ns": taken["F"],
+        "input_grad_ns": taken["I"],
+        "weight_grad_ns": taken["W"],
+    }
+    return said.model_copy(update={"shards": (said.shards or ShardMessages()).model_copy(update=update)})
 
 
 def _with_collectives(
     row: CostRow,
     collectives: Sequence[Collective],
     price: CollectivePrice,
+    among_shards: ShardMessages | None,
     ring: MeasuredRing | None = None,
-    products: SplitProducts | None = None,
 ) -> CostRow:
     """The row with the time that its collectives take in F, in I and in W; in B those of both.
 
     Recomputed cores have keys and values exchanged again, of which a ``ring`` changes times and memory. Of messages
-    among shards counts what ``products`` do not hide.
+    among shards counts what products do not hide.
     """
     between_parts = [each for each in collectives if each.over == "context"]
-    among_shards = [each for each in collectives if each.over == "shards"]
+    waited = MessageWaits() if among_shards is None else waited_of_shards(among_shards, row.shards)
 
-    def taken(phase: str, of: Sequence[Collective]) -> int:
-        return sum(price(each, row.microbatch_size, *_among(each, row)) for each in of if each.phase == phase)
+    def taken(phase: str) -> int:
+        return sum(
+            price(each, row.microbatch_size, *_among(each, row)) for each in between_parts if each.phase == phase
+        )
 
-    def waited(phase: str) -> int:
-        messages = taken(phase, among_shards)
-        exposed = messages if products is None else products.waited(phase, messages, row.shards)
-        return exposed + taken(phase, between_parts)
-
-    forward, input_grad, weight_grad = map(waited, ("F", "I", "W"))
-    again, gathered = forward * row.recompute, taken("F", between_parts)
+    gathered = taken("F")
+    forward, input_grad, weight_grad = (
+        waited.forward + gathered,
+        waited.input_grad + taken("I"),
+        waited.weight_grad + taken("W"),
+    )
+    again = forward * row.recompute
     times = {
         "forward_ns": row.forward_ns + forward,
         "backward_ns": (row.backward_ns or 0) + input_grad + weight_grad + again,
@@ -659,9 +673,7 @@ def _with_collectives(
         "selective_ns": None if row.selective_ns is None else row.selective_ns + gathered,
     }
     whole = row.model_copy(update=times)
-    if ring is None:
-        return whole
-    return whole.model_copy(update={"ring": ring.beside(whole, gathered, taken("I", between_parts))})
+    return whole if ring is None else whole.model_copy(update={"ring": ring.beside(whole, gathered, taken("I"))})
 
 
 def _among(collective: Collective, row: CostRow) -> tuple[int, int]:
@@ -676,6 +688,7 @@ def profile_of(
     source: Source,
     recipe: Recipe,
     step_bytes_per_s: int | None = None,
+    messages: Sequence[RowMessages] = (),
 ) -> Profile:
     """The model's profile. Raises UsageError where its names do not fit one.
 
@@ -694,6 +707,7 @@ def profile_of(
             blocks=tuple(_block(block, costs[block.spec.id], width) for block in graph.blocks),
             edges=graph.edges,
             tied=tuple(tied),
+            messages=tuple(messages),
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

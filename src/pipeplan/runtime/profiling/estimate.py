@@ -20,6 +20,7 @@ from pipeplan.costs.communication import (
     Exchange,
     LinkPath,
     Prices,
+    hops_around,
     prices_in,
     prices_of,
     time_of_groups,
@@ -36,8 +37,10 @@ from pipeplan.costs.recipes import ESTIMATED, products_in_fp8, profiled_recipe
 from pipeplan.costs.uniform.judging import RunsFit
 from pipeplan.costs.uniform.shares import shares_reached
 from pipeplan.costs.uniform.traced import FusedRates
+from pipeplan.costs.wide_groups import GroupSizes, best_groups
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Recipe, RingCosts
+from pipeplan.files.row_messages import MessageTable, RowMessages, SequenceMessages, ShardMessages
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import RowKey
 from pipeplan.runtime.profiling.build_profile import (
@@ -45,7 +48,6 @@ from pipeplan.runtime.profiling.build_profile import (
     AnyShare,
     Kind,
     SavedTensors,
-    SplitProducts,
     bare_profile,
     block_graph_of,
     kinds_of,
@@ -62,11 +64,10 @@ from pipeplan.runtime.profiling.expert_rows import (
     gathered_bytes,
     has_experts,
     parts_of_words,
-    shared_ns,
+    said_of_experts,
     spread_row,
     spreads_of,
     with_own_experts,
-    words_ns,
 )
 from pipeplan.runtime.profiling.optimizer_step import estimated_rate
 from pipeplan.runtime.profiling.rounds import Progress
@@ -185,12 +186,10 @@ def estimate_model(
 
     kernel_ns = kernel_ns_of(rates if fused else device, fp8=fp8)
     prices = prices_of(device) if cluster is None else None
-    timed = {
-        key: with_exchange(
-            _on_device(row, work, kernel_ns), _exchanged(key, work, *found.cores[key], kernel_ns, prices, cluster)
-        )
-        for key, (row, work) in rows.items()
+    cores = {
+        key: _exchanged(key, work, *found.cores[key], kernel_ns, prices, cluster) for key, (_, work) in rows.items()
     }
+    timed = {key: with_exchange(_on_device(row, work, kernel_ns), cores[key]) for key, (row, work) in rows.items()}
     if calibration is not None:
         fitted = _fitted(calibration, reference or model, dtype, kernel_ns)
         timed = {key: fitted.row(*rows[key]) for key in rows}
@@ -206,20 +205,38 @@ def estimate_model(
     by_kind = ((key.kind, row) for key, row in timed.items())
     known = None if calibration is None else calibration.step_bytes_per_s
     rate = known or estimated_rate(unsplit, recipe, dtype, device)
-    more = _expert_rows(every, splits, spreads, rows, kernel_ns, every_price, links_of(device, cluster), dtype)
+    table = MessageTable()
+    more = _expert_rows(every, splits, spreads, rows, kernel_ns, every_price, links_of(device, cluster), dtype, table)
     products = {
         (key.kind, key.size): _split_products(work, kernel_ns, overlap_tensor)
         for key, (_, work) in rows.items()
         if fused and not key.recompute
     }
+    messages = {
+        (key.kind, key.size, key.recompute): RowMessages(
+            shards=products.get((key.kind, key.size)), context=_sequences_said(core)
+        )
+        for key, core in cores.items()
+    }
     return profile_of_kinds(
-        model, splits, unsplit, by_kind, price, source, recipe, rate, more, products=products, saved=found.saved
+        model,
+        splits,
+        unsplit,
+        by_kind,
+        price,
+        source,
+        recipe,
+        rate,
+        more,
+        said=messages,
+        table=table,
+        saved=found.saved,
     )
 
 
-def _split_products(work: Work, kernel_ns: Callable[[Kernel], float], overlapped: bool) -> SplitProducts:
+def _split_products(work: Work, kernel_ns: Callable[[Kernel], float], overlapped: bool) -> ShardMessages:
     ahead, back = (sum(map(kernel_ns, filter(_has_weights, work[name]))) for name in ("forward_ns", "input_grad_ns"))
-    return SplitProducts(ahead, back, overlapped)
+    return ShardMessages(products_forward_ns=round(ahead), products_input_grad_ns=round(back), overlapped=overlapped)
 
 
 def _has_weights(kernel: Kernel) -> bool:
@@ -291,8 +308,9 @@ def _expert_rows(
     prices: Prices,
     links: Callable[[int], LinkPath],
     dtype: torch.dtype,
+    table: MessageTable,
 ) -> dict[str, list[CostRow]]:
-    """{block: its rows where devices share experts}"""
+    """{block: its rows where devices share experts}, whose messages are in the table."""
     found: dict[str, list[CostRow]] = defaultdict(list)
     kinds = kinds_of(every)
     of_kind: dict[Kind, list[RowKey]] = defaultdict(list)
@@ -306,10 +324,10 @@ def _expert_rows(
             for key in of_kind[kinds[words.likeness]] if has_experts(words) else ():
                 row, work = rows[key]
                 timed = _on_device(row, with_own_experts(work, spread, words.spec, key.label), kernel_ns)
-                own = words.spec, key.size, dtype.itemsize, spread
-                sent = words_ns(*own, links(spread.size), prices)
-                waited = shared_ns(words.spec, key.size, split, dtype.itemsize, prices)
-                made = spread_row(timed, split, spread, sent, waited, gathered_bytes(*own))
+                own = words.spec, key.size, dtype.itemsize, spread, split
+                said = said_of_experts(*own, links(spread.size), prices)
+                made = spread_row(timed, split, spread, said, gathered_bytes(*own[:-1]))
+                made = made.model_copy(update={"messages": table.place_of(RowMessages(expert=said))})
                 require_row(f"block {spec.id!r}", dict(made))
                 found[spec.id].append(made)
     return found
@@ -364,18 +382,22 @@ def _of_key_value_heads(model: Model, block: CountedBlock) -> int:
     return block.shared_bytes * min(block.heads, max(1, heads // block.key.shards)) // block.heads
 
 
-def _gather_ns(key: RowKey, size: int, prices: Prices | None, cluster: Cluster | None) -> float:
-    """Keys and values of whole sequences, gathered by the devices that share them.
+def _gather_and_hops_ns(key: RowKey, size: int, prices: Prices | None, cluster: Cluster | None) -> tuple[float, float]:
+    """Keys and values of whole sequences, gathered by the devices that share them, and sent around a ring of these.
 
     The shards of a block stand beside each other, so that those with the same are as far apart.
     """
     if key.context == 1 or not size:
-        return 0.0
+        return 0.0, 0.0
     exchange = Exchange("all_gather", size)
     if prices is not None:
-        return prices(exchange, key.context)
+        gather = prices(exchange, key.context)
+        return gather, gather
     width = key.shards * key.context
-    return time_of_groups(cluster, exchange, [range(shard, width, key.shards) for shard in range(key.shards)])
+    groups = [range(shard, width, key.shards) for shard in range(key.shards)]
+    gather = time_of_groups(cluster, exchange, groups)
+    wide = best_groups(cluster, GroupSizes(key.shards, key.context, 1, 1))
+    return gather, gather if wide is None or not wide.context else hops_around(cluster, groups, size)
 
 
 def _exchanged(
@@ -391,10 +413,11 @@ def _exchanged(
 
     Merged gradients are of queries, as large as what the core makes, and of a piece.
     """
-    merges = [kernel_ns(Kernel(size, MERGED * size)) for size in (mixed, mixed + piece)]
+    merge, merge_grad = (kernel_ns(Kernel(size, MERGED * size)) for size in (mixed, mixed + piece))
     ahead, back = (_attention_ns(work[phase], kernel_ns) for phase in ("forward_ns", "input_grad_ns"))
     whole = piece * key.context
-    return SharedCore(key.context, ahead, back, _gather_ns(key, whole, prices, cluster), whole, mixed, *merges)
+    gather, hops = _gather_and_hops_ns(key, whole, prices, cluster)
+    return SharedCore(key.context, ahead, back, gather, whole, mixed, merge, merge_grad, hops)
 
 
 def with_exchange(row: CostRow, core: SharedCore) -> CostRow:
@@ -407,6 +430,13 @@ def with_exchange(row: CostRow, core: SharedCore) -> CostRow:
     )
     more = {name: getattr(ring, name) - getattr(gathered, name) for name in RingCosts.model_fields}
     return row.taking(gathered).model_copy(update={"ring": RingCosts(**more)})
+
+
+def _sequences_said(core: SharedCore) -> SequenceMessages | None:
+    """What a core says of its messages; None where there are none."""
+    names = ("gather_ns", "hops_ns", "core_ns", "core_grad_ns", "merge_ns", "merge_grad_ns")
+    times = {name: round(float(getattr(core, name))) for name in names}
+    return SequenceMessages(bytes=core.shared_bytes, **times) if core.gather_ns else None
 
 
 # Calibration ------------------------------------------------------------------------------------------------------

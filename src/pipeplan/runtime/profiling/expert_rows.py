@@ -20,10 +20,12 @@ from itertools import product
 import torch
 
 from pipeplan.costs.blocks import require_row
-from pipeplan.costs.communication import Combining, Exchange, LinkPath, Prices, dispatch_ns, prices_in
+from pipeplan.costs.communication import Exchange, LinkPath, Prices, dispatch_ns, prices_in
 from pipeplan.costs.devices import Kernel, Work
+from pipeplan.costs.wide_groups import AROUND, waited_for_experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow
+from pipeplan.files.row_messages import ExpertMessages
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling.build_profile import (
     AnyShare,
@@ -169,33 +171,30 @@ def measured_expert_rows(
             if "sequence" in spec.dimensions:
                 spec = replace(spec, dimensions={**spec.dimensions, "sequence": spec.dimensions["sequence"] // parts})
             for row in rows[kinds[words.likeness]] if has_experts(words) else ():
-                sent = waited = 0.0
+                said = ExpertMessages(bytes=0, experts_per_token=1, words_ns=0)
                 if cluster is not None and prices is not None:
-                    of = spec, row.microbatch_size
-                    sent = words_ns(*of, dtype.itemsize, spread, LinkPath.in_cluster(cluster, spread.size), prices)
-                    waited = shared_ns(*of, split, dtype.itemsize, prices)
-                made = spread_row(row, split, spread, sent, waited)
+                    own = spec, row.microbatch_size, dtype.itemsize, spread, split
+                    said = said_of_experts(*own, LinkPath.in_cluster(cluster, spread.size), prices)
+                made = spread_row(row, split, spread, said)
                 require_row(f"block {spec.id!r}", dict(made))
                 found[spec.id].append(made)
     return found
 
 
-def spread_row(
-    row: CostRow, split: AnyShare, spread: Spread, exchanged_ns: float, shared_ns: float, gathered_bytes: int = 0
-) -> CostRow:
+def spread_row(row: CostRow, split: AnyShare, spread: Spread, said: ExpertMessages, gathered_bytes: int = 0) -> CostRow:
     """What a device of a group has of a block, by the ``row`` of its own words with its own experts' times.
 
-    Words are exchanged (``exchanged_ns``, there and back) in F, and their gradients in I. ``shared_ns`` is what devices
-    that split what all words take wait for each other, in F and in I, which is one time more in W. ``gathered_bytes``
-    are the words of others that split the same experts: what goes into these, and what parts of them make.
+    Words are exchanged, as ``said``, in F, and their gradients in I. What devices that split what all words take wait
+    for each other, in F and in I, is one time more in W. ``gathered_bytes`` are the words of others that split the same
+    experts: what goes into these, and what parts of them make.
     """
-    ahead = round(exchanged_ns + shared_ns)
-    again = ahead * row.recompute
+    waited = waited_for_experts(said)
+    again = waited.forward * row.recompute
     more = {
-        "forward_ns": ahead,
-        "backward_ns": ahead + again + round(shared_ns / 2),
-        "input_grad_ns": ahead + again,
-        "weight_grad_ns": round(shared_ns / 2),
+        "forward_ns": waited.forward,
+        "backward_ns": waited.input_grad + again + waited.weight_grad,
+        "input_grad_ns": waited.input_grad + again,
+        "weight_grad_ns": waited.weight_grad,
     }
     held = {
         name: -int(-getattr(row, name) * spread.load // 1)
@@ -254,29 +253,56 @@ def with_own_experts(work: Work, spread: Spread, spec: BlockSpec, label: str) ->
     return {phase: [own(kernel) for kernel in kernels] for phase, kernels in work.items()}
 
 
-def words_ns(spec: BlockSpec, samples: int, width: int, spread: Spread, links: LinkPath, prices: Prices) -> float:
+def words_ns(spec: BlockSpec, samples: int, width: int, spread: Spread, links: LinkPath, prices: Prices) -> int:
     """Ns for a device's words, whose own part of ``samples`` sequences the block is for, to go there and come back."""
-    words = samples * spec.dimensions["sequence"]
-    sent = words * spec.dimensions["hidden"] * width * spread.load
-    there = dispatch_ns(sent, spec.dimensions[TAKEN], spread.size, links, spread.split)
+    there, gathered, _ = _sent_ns(spec, samples, width, spread, links, prices)
+    return there + gathered
+
+
+def said_of_experts(
+    spec: BlockSpec,
+    samples: int,
+    width: int,
+    spread: Spread,
+    split: AnyShare,
+    links: LinkPath,
+    prices: Prices,
+) -> ExpertMessages:
+    """What goes to a block's experts and comes back, and what devices that split shared experts gather and scatter."""
+    own = spec, samples, width, spread
+    there, gathered, size = _sent_ns(*own, links, prices)
+    tokens = _tokens_bytes(*own)
+    shared = 0
+    if split.shards > 1 and "shared_ffn" in spec.dimensions:
+        shared = samples * split.shards * spec.dimensions["sequence"] * spec.dimensions["hidden"] * width
+    return ExpertMessages(
+        bytes=round(tokens),
+        experts_per_token=spec.dimensions[TAKEN],
+        words_ns=there,
+        gathered_bytes=size,
+        gathered_ns=gathered,
+        shared_bytes=shared,
+        shared_ns=sum(round(prices(Exchange(how, shared), split.shards)) for how in AROUND) if shared else 0,
+    )
+
+
+def _tokens_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> float:
+    return samples * spec.dimensions["sequence"] * spec.dimensions["hidden"] * width * spread.load
+
+
+def _sent_ns(
+    spec: BlockSpec, samples: int, width: int, spread: Spread, links: LinkPath, prices: Prices
+) -> tuple[int, int, int]:
+    """Ns for words to go and to come back, and for devices that split experts to gather so many bytes of them."""
+    sent, taken = _tokens_bytes(spec, samples, width, spread), spec.dimensions[TAKEN]
+    there = round(2 * dispatch_ns(round(sent), taken, spread.size, links, spread.split))
     if spread.split == 1:
-        return 2 * there
-    size = round(sent * spec.dimensions[TAKEN] * spread.split)
-    return 2 * there + sum(prices(Exchange(how, size), spread.split) for how in _AROUND)
+        return there, 0, 0
+    size = round(sent * taken * spread.split)
+    return there, sum(round(prices(Exchange(how, size), spread.split)) for how in AROUND), size
 
 
 def gathered_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> int:
     """Bytes of the words that a device gets of others that split the same experts."""
     words = samples * spec.dimensions["sequence"] * spec.dimensions[TAKEN]
     return math.ceil((spread.split - 1) * words * spec.dimensions["hidden"] * width * spread.load)
-
-
-def shared_ns(spec: BlockSpec, samples: int, split: AnyShare, width: int, prices: Prices) -> float:
-    """Time in ns to gather tokens and scatter sums, as in ``spec``, among devices that split the shared experts."""
-    if split.shards == 1 or "shared_ffn" not in spec.dimensions:
-        return 0.0
-    size = samples * split.shards * spec.dimensions["sequence"] * spec.dimensions["hidden"] * width
-    return sum(prices(Exchange(how, size), split.shards) for how in _AROUND)
-
-
-_AROUND: tuple[Combining, ...] = ("all_gather", "reduce_scatter")
