@@ -49,8 +49,9 @@ def _check_kinds(plan: Plan, stage: int, operations: dict[str, Operation], findi
     passes = ((Role.CUSTOM,),) if instruction else (FORWARDS,) if plan.is_inference else PASSES
     if roles in passes:
         return True
-    text = f"a stage of {plan.mode} runs {', or '.join(map(_named, passes))}"
-    text = "a stage without blocks runs one instruction" if instruction else text
+    text = "a stage without blocks runs one instruction"
+    if not instruction:
+        text = f"a stage of {plan.mode} runs {', or '.join(map(_named, passes))}"
     findings.add("stages", f"stages[{stage}]", f"has operations {', '.join(operations) or 'none'}; {text}")
     return False
 

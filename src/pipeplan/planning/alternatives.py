@@ -23,6 +23,7 @@ from pipeplan.planning.candidates import (
     placed,
     strategy_choices,
 )
+from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
@@ -106,7 +107,10 @@ class DifferentPlans(PlanStep):
     in_turn = True
 
     def run(self, search: PlanSearch) -> None:
-        """Look at them: they stand beside the others, and are not searched on, but for what becomes the best."""
+        """Look at them: they stand beside the others, and are not searched on, but for what becomes the best.
+
+        Where a planner is asked for by name, its own plan is the answer, however much longer it is.
+        """
         request = search.request
         if not search.explains or search.best is None or isinstance(request.placement, Placement):
             return
@@ -141,8 +145,8 @@ class DifferentPlans(PlanStep):
         trial.look_within(request, share, candidate.usual, others=False)
         if trial.best is None:
             return
-        best = search.best
-        if best is not None and (trial.value_ns or 0) < (best.value_ns or 0):
+        best, any_planner = search.best, search.request.planner == AUTO_PLANNER
+        if best is not None and any_planner and (trial.value_ns or 0) < (best.value_ns or 0):
             search.trials.append(trial)
             search.report(trial)
         else:
