@@ -248,19 +248,26 @@ def test_what_is_taken_for_granted_is_said(profile_path: Path, tmp_path: Path) -
     assert any("price_per_hour for other" in note for note in notes)
 
 
-def test_costs_that_no_point_uses_are_said(profile_path: Path, tmp_path: Path) -> None:
-    """Of devices that share sequences."""
+@pytest.mark.parametrize(
+    ("key", "says"), [("context", "sequences, .* \\(--cp\\)"), ("expert", "experts, .* \\(--ep\\)")]
+)
+def test_costs_that_no_point_uses_are_said(key: str, says: str, profile_path: Path, tmp_path: Path) -> None:
+    """Of devices that share sequences, or experts."""
     profile = read_profile(str(profile_path))
     blocks = tuple(
-        each.model_copy(update={"costs": (*each.costs, *(row.model_copy(update={"context": 2}) for row in each.costs))})
+        each.model_copy(
+            update={
+                "costs": (*each.costs, *(row.model_copy(update={key: 2}) for row in each.costs)),
+                "expert_parameters": each.parameters // 2 if key == "expert" else 0,
+            }
+        )
         for each in profile.blocks
     )
     path = tmp_path / "shared.json"
     write_file(profile.model_copy(update={"blocks": blocks}), str(path))
-    says = "no point has devices that share sequences, for which the profile has costs: those of --plans do (--cp)"
     for given, expected in ((path, 1), (profile_path, 0)):
         notes = json.loads(run(given, "--devices", 2, "--mini-batch", 4, "--json").stdout)["notes"]
-        assert notes.count(says) == expected
+        assert sum(bool(re.search(f"no point has devices that share {says}", note)) for note in notes) == expected
 
 
 def test_devices_are_those_asked_for(profile_path: Path) -> None:

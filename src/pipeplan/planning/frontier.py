@@ -197,9 +197,14 @@ def frontier_notes(request: Request) -> Iterator[str]:
     yield from input_notes(request)
     if reserve := max(request.reserve):
         yield f"memory does not include the reserve of {format_bytes(reserve)} on each device"
-    shared = any(row.context > 1 for block in request.profile.blocks for row in block.costs)
-    if shared and request.splitting is not None:
-        yield "no point has devices that share sequences, for which the profile has costs: those of --plans do (--cp)"
+    rows = [row for block in request.profile.kinds for row in block.costs] if request.splitting is not None else []
+    shared = {"sequences": ("--cp", any(row.context > 1 for row in rows))}
+    shared["experts"] = "--ep", any(row.expert > 1 for row in rows)
+    if left_out := {what: flag for what, (flag, there) in shared.items() if there}:
+        yield (
+            f"no point has devices that share {' or '.join(left_out)}, for which the profile has costs: those of "
+            f"--plans do ({', '.join(left_out.values())})"
+        )
     if request.cluster is None:
         return
     kinds = request.cluster.first(request.num_devices).devices
