@@ -232,7 +232,7 @@ OTHERS = [
         for mode in ("min-time", "min-devices", "profile")
     ),
     *(
-        ("frontier", f"--plans --devices 1,2 --memory 1GB --time-limit 1s --mode {mode}", ["raise --memory to "])
+        ("frontier", f"--plans --devices 1,2 --memory 1GB --time-limit 2s --mode {mode}", ["raise --memory to "])
         for mode in ("all", "min-time", "min-devices", "profile")
     ),
     ("frontier", "--plans --devices 2 --memory 1GB --time-limit 2s", ["give --devices 4 --mini-batch "]),
