@@ -116,6 +116,12 @@ def test_both_verbs_understand_flags_alike(flags: dict[str, Any]) -> None:
     assert best.iteration_ns == search_plan(same).plan.predicted.iteration_ns
 
 
+def test_one_stage_of_a_frontier_runs_what_is_profiled() -> None:
+    """Six samples at once on a device are none of the four that there are rows for at most, and would be shorter."""
+    how: dict[str, Any] = {"recompute": False, "time_limit": 0.1, "deterministic": True}
+    compare(Request(drawn(random.Random(1), 1), 3, Batch(1, 6), device_counts=(3,), **how))
+
+
 def test_the_profile_s_own_placement_is_one_of_all() -> None:
     """Where others may be chosen, searches try it as frontiers do."""
     profile = shape("m", 4)

@@ -469,17 +469,18 @@ def _one_stage(request: Request, within: float, model: list[CostModel]) -> Itera
     """The cost frontier of the whole model on all devices; nothing where its costs are not known, or nothing fits.
 
     They are put into the empty ``model``, or taken from it. What is tracked within a factor may end early. One device
-    splits nothing, and what it runs must be profiled: it is left to the partitions.
+    splits nothing, and is left to the partitions. What devices run is profiled, as in every other plan.
     """
+    splitting = Splitting(profiled=True, within=within)
     if request.num_devices == 1:
         return
     limit = request.least_memory
     try:
-        if limit is not None and least_of_splits(request, Splitting()).num_bytes > limit:
+        if limit is not None and least_of_splits(request, splitting).num_bytes > limit:
             return
         if not model:
-            model.append(costs_of_splits(request, Splitting()))
-        splits = split_frontier(request, Splitting(within=within), model=model[0], as_far=within > 0)
+            model.append(costs_of_splits(request, splitting))
+        splits = split_frontier(request, splitting, model=model[0], as_far=within > 0)
     except (PipeplanError, ValueError):  # blocks of unknown kinds or devices
         return
     for index, point in enumerate(splits.points):

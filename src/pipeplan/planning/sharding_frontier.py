@@ -28,6 +28,7 @@ from pipeplan.sharding.cost_model import CostModel, CostOptions, Unprofiled, cos
 from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.least_memory import LeastMemory, least_memory
+from pipeplan.sharding.operator_kinds import is_profiled
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.units import named_devices
@@ -178,6 +179,7 @@ def least_of_splits(request: Request, splitting: Splitting) -> LeastMemory:
 def _options(splitting: Splitting) -> CostOptions:
     return CostOptions(
         blocks=splitting.whole_blocks,
+        rule=is_profiled if splitting.profiled else None,
         data_parallel_loading=splitting.data_parallel_loading,
         mesh_dimensions=splitting.mesh_dimensions,
     )
