@@ -324,7 +324,7 @@ def with_prompts_ns(search: DecodeSearch) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
-@pytest.mark.parametrize(("tokens", "devices"), [(100, 2), (400, 2), (100, 3)])
+@pytest.mark.parametrize(("tokens", "devices"), [(100, 2), (400, 2), pytest.param(100, 3, marks=pytest.mark.long)])
 def test_no_choice_is_quicker_with_prompts(seed: int, tokens: int, devices: int) -> None:
     """What is proved holds, and what is found is that of these, each of whose blocks is shared in one or two ways."""
     profile = with_prompts(drawn_decoder(seed, 3, shards=(1,)))

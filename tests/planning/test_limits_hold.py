@@ -1286,8 +1286,15 @@ def taking_long(scheduler: str) -> Request:
 
 @pytest.mark.slow  # 3 to 6 s each
 @pytest.mark.filterwarnings("ignore:--(scheduler repetend|rules 1f1b) had no plan")
-@pytest.mark.parametrize(("scheduler", "flag"), [("repetend", "--scheduler repetend"), ("rules", "--rules 1f1b")])
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize(
+    ("scheduler", "flag", "interrupted"),
+    [
+        ("repetend", "--scheduler repetend", True),
+        ("rules", "--rules 1f1b", False),
+        pytest.param("repetend", "--scheduler repetend", False, marks=pytest.mark.long),
+        pytest.param("rules", "--rules 1f1b", True, marks=pytest.mark.long),
+    ],
+)
 def test_a_schedule_that_has_no_time_leaves_a_plain_one_that_says_so(
     scheduler: str, flag: str, interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,12 @@ def generated(name: str, prompt: list[int]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [["llama", "qwen2"], ["deepseek v3", "deepseek v2"], pytest.param([*MODELS][2:5], marks=pytest.mark.long)],
+    [
+        ["llama"],
+        ["deepseek v3"],
+        pytest.param(["qwen2", "deepseek v2"], marks=pytest.mark.long),
+        pytest.param([*MODELS][2:5], marks=pytest.mark.long),
+    ],
 )
 def test_what_is_written_is_what_transformers_generates(names: list[str]) -> None:
     """On one process, on four in each way and that share experts, and on two stages of two in each way."""

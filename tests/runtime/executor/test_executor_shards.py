@@ -302,8 +302,8 @@ def reports(request: pytest.FixtureRequest) -> Reports:
 
 
 def is_long(name: str) -> bool:
-    """Shapes of blocks a second time, but for three: with one backward, or recomputed."""
-    kept = "M full", "mllm recomputed", "slices of equal shards recomputed"
+    """Shapes of blocks a second time, but for two: with one backward, or recomputed."""
+    kept = "mllm recomputed", "slices of equal shards recomputed"
     return name.endswith((" full", " recomputed")) and name.rpartition(" ")[0] in SHAPES and name not in kept
 
 

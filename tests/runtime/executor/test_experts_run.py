@@ -253,11 +253,10 @@ def reports(request: pytest.FixtureRequest) -> Reports:
 SHORT = (
     "even four",
     "uneven two shards",
-    "uneven zero 1",
-    "uneven context",
     "even context two",
     "full_pieces context",
     "mixtral context",
+    "uneven context",
 )
 """Cases that run with the slow tests; the others with the long ones."""
 

@@ -106,8 +106,12 @@ def case(name: str) -> Case:
 
 NAMES = list(_asked())
 QUICK = ("two stages a device", "shards split", "context")
-LONG = " recomputed", " selective"
-"""How the name of a case ends that is tried by hand: a second of two cores each."""
+SLOW = (
+    *("pipeline", "shards", "shards and context", "branches shards split", "llama shards selective"),
+    *("llama shards split", "llama context split", "llama shards and context split"),
+    *("zero 1 shards", "zero 2 split", "zero 3 shards split", "zero 2 by actions", "zero 3 by actions split"),
+)
+"""Each way once or twice; what is long has the others, a second of two cores each."""
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +129,7 @@ def planned(plan: Plan, rank: int) -> Iterator[tuple[str, int]]:
     yield from zip(texts, accumulate(effect[each.stage, each.kind] for each in map(Action.parse, texts)), strict=True)
 
 
-@slow_but("name", NAMES, QUICK.__contains__, lambda name: name.endswith(LONG) and name != "llama shards selective")
+@slow_but("name", NAMES, QUICK.__contains__, lambda name: name not in SLOW)
 def test_ranks_keep_what_the_plan_says(name: str, reports: Reports) -> None:
     """To the byte after each action of a step, but where attention cores are computed again: within 1 %."""
     plan, _ = case(name)

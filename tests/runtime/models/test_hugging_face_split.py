@@ -93,7 +93,7 @@ def reports(request: pytest.FixtureRequest) -> Reports:
     return reports_of({name: case_of(name) for name in asked_for(request, CASES)})
 
 
-LONG = ("llama full", "qwen2 full", "gpt2 full", "mixtral full")
+LONG = ("llama full", "qwen2 full", "qwen2 split", "gpt2 full", "mixtral full", "bert full")
 QUICK = ("mixtral split", "gpt2 split", "llama zero 1")
 
 

@@ -49,7 +49,14 @@ SLOW = (
     "a configuration's shares in stages, then divided, then sequences shared, then whole",
     "branches",
 )
-LONG = ("and the other way round", "whole, then split over three", "whole, then experts over two", "branches")
+LONG = (
+    "replicas come and go",
+    "and the other way round",
+    "whole, then split over three",
+    "whole, then gradients divided, then parameters",
+    "whole, then experts over two",
+    "branches",
+)
 """Of the pairs, the long ones among the slow."""
 
 

@@ -58,6 +58,8 @@ LONG = (
     "whole, then split over three",
     "whole, then gradients divided, then parameters",
     "shares divided, then stages, then whole",
+    "tiles, then other tiles, then stages",
+    "parameters divided, then optimizers, then whole",
     "whole, then experts over two",
     "branches",
 )
