@@ -669,6 +669,9 @@ REPLAYED_ACTIONS = 60_000
 LEAST_GAIN = 0.005
 """Share that a next step brings at least to be named. Not measured."""
 
+UNSEARCHED = 0.1
+"""What costs are taken to bring of what could not be searched without them, a share. Not measured."""
+
 LEAST_ESTIMATED = 0.02
 """The same by closed forms, which are off by about as much. Not measured."""
 

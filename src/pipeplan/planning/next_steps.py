@@ -19,7 +19,7 @@ from pipeplan.planning.candidates import PlacementCandidate, has_table, is_large
 from pipeplan.planning.divided_state import divides_by_default
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import placement_bound
-from pipeplan.search_constants import LEAST_ESTIMATED, LEAST_GAIN, REPLAYED_ACTIONS
+from pipeplan.search_constants import LEAST_ESTIMATED, LEAST_GAIN, REPLAYED_ACTIONS, UNSEARCHED
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, named_devices
@@ -206,7 +206,8 @@ def _no_splits(request: Request, result: Result, simulation: Simulation) -> Iter
     if source.method != "estimated" or device_meant(source.device) is None or request.num_devices < 2:
         return
     if request.shards is None and all(row.shards == 1 for block in request.profile.blocks for row in block.costs):
-        yield NextStep("pipeplan profile ... --shards 1,2,4,8", "adds costs of split blocks, for tensor parallelism")
+        brings = "adds costs of split blocks, for tensor parallelism"
+        yield NextStep("pipeplan profile ... --shards 1,2,4,8", brings, UNSEARCHED)
 
 
 def _more_sharing(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
