@@ -50,7 +50,7 @@ def _with_exchanges(
 
     And where the entries of each event begin in its program; the last position is after all of them.
     """
-    before, after = texts_around(graph, starts)
+    before, after = texts_around(graph.workload, graph.networks_at(starts))
     found, places = [], list[list[int]]()
     for device, device_events in enumerate(events):
         program, begins = list[str](), list[int]()

@@ -30,7 +30,7 @@ from pipeplan.units import format_ns
 from pipeplan.workload.action import StateAction, operation_of
 from pipeplan.workload.bounds import weak_iteration_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
-from pipeplan.workload.exchanges import networks_at, text_of, texts_around
+from pipeplan.workload.exchanges import StateTexts, texts_around
 from pipeplan.workload.folding import of_devices
 from pipeplan.workload.kinds import CACHE, REDUCE_GRAD, RESHARD, Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
@@ -63,7 +63,7 @@ def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> lis
     number = _actions_of(graph, device)
     order = [task for task in map(number.get, program) if task is not None]
     # a transfer is 1SEND_F0 or 2RECV_F0
-    others = (text for text in program if "_" not in text and text not in number)
+    others = {text for text in program if "_" not in text and text not in number}
     if not len(order) == len(set(order)) == len(number) or any(StateAction.read(text) is None for text in others):
         computes = [text for text in program if "_" not in text and StateAction.read(text) is None]
         _require_all(device, computes, number)
@@ -82,7 +82,7 @@ def _actions_of(graph: TaskGraph, device: int) -> dict[str, int]:
 
 def _require_exchanges(plan: Plan, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> None:
     """State is exchanged where :mod:`pipeplan.workload.exchanges` has it, for it is timed by that. Raises."""
-    before, after = texts_around(graph, starts)
+    before, after = texts_around(graph.workload, graph.networks_at(starts))
     for device, order in enumerate(graph.on_devices(orders)):
         found = [text for text in plan.programs[device] if "SEND_" not in text and "RECV_" not in text]
         expected = list[str]()
@@ -469,14 +469,13 @@ def simulate(
 
 def _exchanges(graph: TaskGraph, starts: Sequence[int]) -> tuple[tuple[str, tuple[int, ...], int, int, int], ...]:
     """What exchanges state, as a simulation has it; giving it up takes no time."""
-    found = []
-    for devices, network in networks_at(graph, starts):
+    found, texts = [], StateTexts(graph.workload)
+    for devices, network in graph.networks_at(starts):
         for run in network.runs:
             group = graph.workload.stages[run.stage].block_groups[run.group]
             size = group.reduced_bytes if run.kind == REDUCE_GRAD else group.gathered_bytes
             if run.kind != RESHARD:
-                text = text_of(graph.workload, run)
-                found.append((text, devices, run.start_ns, run.end_ns - run.start_ns, size))
+                found.append((texts.of(run), devices, run.start_ns, run.end_ns - run.start_ns, size))
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ exchange at a time, in the order of the programs, beside compute.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import gcd, lcm
@@ -101,6 +101,30 @@ def passes(groups: Sequence[BlockGroup], role: Role) -> list[tuple[int, int, int
     return [(number, begin, end) for number, begin, end in zip(order, [0, *ends], ends, strict=False)]
 
 
+@dataclass(frozen=True, slots=True)
+class _StateUse:
+    """What all actions of an operation come to: of which stage they are, what they need of it and add to, and when.
+
+    ``course`` is that of :func:`passes`; ``state`` is None where the stage exchanges nothing by actions.
+    """
+
+    number: int
+    stage: Stage
+    duration_ns: int
+    state: _StageState | None
+    needs: bool
+    adds: bool
+    course: Sequence[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, workload: Workload, item: int, states: Mapping[int, _StageState]) -> _StateUse:
+        operation = workload.operations[item]
+        stage, role, state = workload.stages[operation.stage], operation.role, states.get(operation.stage)
+        needs = stage.unshard_every is not None and role in PARAMETER_ROLES
+        course = [] if state is None else passes(stage.block_groups, role)
+        return cls(operation.stage, stage, operation.duration_ns, state, needs, role in GRADIENT_ROLES, course)
+
+
 @dataclass(slots=True)
 class _StageState:
     """Of a stage: actions left that need parameters, and that add to gradients; for how many more it is gathered.
@@ -167,7 +191,7 @@ class Network:
         self._floor = self._ended = 0  # when the action begins, and ends, that stands last in the programs so far
         self._waiting: list[_Asked] = []  # REDUCE_GRADs
         self._states = dict[int, _StageState]()
-        self._courses = dict[int, list[tuple[int, int, int]]]()  # [operation] what its actions come to
+        self._uses = dict[int, _StateUse]()  # [operation]
         for number in stages:
             groups = len(workload.stages[number].block_groups)
             counts = [
@@ -184,20 +208,18 @@ class Network:
 
     def start(self, task: int, ready_ns: int) -> int:
         """When an action starts that could start at ``ready_ns``: the next one of these devices."""
-        operation = self._graph.workload.operations[self._graph.operation_of[task]]
-        stage, role = self._graph.workload.stages[operation.stage], operation.role
-        state = self._states.get(operation.stage)
-        start = ready_ns
+        item = self._graph.operation_of[task]
+        coming = self._uses.get(item)
+        if coming is None:
+            coming = self._uses[item] = _StateUse.of(self._graph.workload, item, self._states)
+        state, start = coming.state, ready_ns
         if state is not None:
-            item = self._graph.operation_of[task]
-            if item not in self._courses:
-                self._courses[item] = passes(stage.block_groups, role)
-            course = self._courses[item]
-            start = self._after_exchanges(task, operation.stage, stage, state, role, course, start)
-        self._run([each for each in self._waiting if each[0] < start], task)
-        self._floor, self._ended = start, start + operation.duration_ns
+            start = self._after_exchanges(task, coming, state, start)
+        if self._waiting and self._waiting[0][0] < start:
+            self._run([each for each in self._waiting if each[0] < start], task)
+        self._floor, self._ended = start, start + coming.duration_ns
         if state is not None:
-            self._use(task, operation.stage, stage, state, role, course, start)
+            self._use(task, coming, state, start)
         return start
 
     @property
@@ -224,55 +246,40 @@ class Network:
         """Nothing more starts: run what waits."""
         self._run(self._waiting, None)
 
-    def _after_exchanges(
-        self,
-        task: int,
-        number: int,
-        stage: Stage,
-        state: _StageState,
-        role: Role,
-        course: Sequence[tuple[int, int, int]],
-        start: int,
-    ) -> int:
+    def _after_exchanges(self, task: int, coming: _StateUse, state: _StageState, start: int) -> int:
         """Run what must be done before an action: gather what it needs, reduce what it would add to."""
-        gathers = stage.unshard_every is not None and role in PARAMETER_ROLES and not state.left
-        adds = role in GRADIENT_ROLES and not state.added
+        number, groups = coming.number, coming.stage.block_groups
+        gathers = coming.needs and not state.left
         asked: list[_Asked] = []
         if gathers:
             latest = 0
-            for place, (group, *_) in enumerate(course):
+            for place, (group, *_) in enumerate(coming.course):
                 latest = max(latest, state.given_up[group])
                 asked.append((latest, False, place, number, group))
-        owed = [each for each in self._waiting if adds and each[3] == number]
+        adds = coming.adds and not state.added
+        owed = [each for each in self._waiting if each[3] == number] if adds else []
         if gathers or owed:
-            last = max([ready for ready, *_ in asked] + [ready for ready, *_ in owed])
+            last = max([each[0] for each in asked] + [each[0] for each in owed])
             # what is ready no later than the last of these goes with them, so that none is overtaken
             asked += [each for each in self._waiting if each[0] <= last]
             self._run(sorted(asked), task)
-        for group, begin, _ in course:
-            if gathers:
-                start = max(start, state.gathered_at[group] + stage.block_groups[group].unshard_ns - begin)
-            if role in GRADIENT_ROLES:
+        if gathers:
+            for group, begin, _ in coming.course:
+                start = max(start, state.gathered_at[group] + groups[group].unshard_ns - begin)
+        if coming.adds:
+            for group, begin, _ in coming.course:
                 start = max(start, state.reduced[group] - begin)
         if gathers:
-            assert stage.unshard_every is not None
-            state.left = min(stage.unshard_every, state.uses)
+            assert coming.stage.unshard_every is not None
+            state.left = min(coming.stage.unshard_every, state.uses)
             issued = [max(self._ended, given_up) for given_up in state.given_up]
             state.held_at = [min(each) for each in zip(state.gathered_at, issued, strict=True)]
         return start
 
-    def _use(
-        self,
-        task: int,
-        number: int,
-        stage: Stage,
-        state: _StageState,
-        role: Role,
-        course: Sequence[tuple[int, int, int]],
-        start: int,
-    ) -> None:
+    def _use(self, task: int, coming: _StateUse, state: _StageState, start: int) -> None:
         """An action runs: afterwards parameters may be given up, and gradients be ready."""
-        if stage.unshard_every is not None and role in PARAMETER_ROLES:
+        number, stage, course = coming.number, coming.stage, coming.course
+        if coming.needs:
             state.left, state.uses = state.left - 1, state.uses - 1
             if not state.left:
                 for group, _, end in course:
@@ -280,7 +287,7 @@ class Network:
                     size = stage.block_groups[group].gathered_bytes
                     self.held.append(WholeState(PARAMETERS, number, group, size, state.held_at[group], start + end))
                     self.runs.append(StateRun(RESHARD, number, group, start + end, start + end, task, after=True))
-        if role not in GRADIENT_ROLES:
+        if not coming.adds:
             return
         if not state.added:
             for group, begin, _ in course:
@@ -380,35 +387,57 @@ def _tasks_of(graph: Numbered) -> dict[Network, list[int]]:
     return found
 
 
-def networks_at(graph: Numbered, starts: Sequence[int]) -> list[tuple[tuple[int, ...], Network]]:
-    """(devices, their network) after all actions have started at ``starts`` [task]; only where state is exchanged."""
-    found = []
-    for network, own in _tasks_of(graph).items():
+Networks = Sequence[tuple[tuple[int, ...], Network]]
+"""(devices, their network) after all actions have started; only where state is exchanged."""
+
+
+def networks_at(graph: Numbered, starts: Sequence[int]) -> Networks:
+    """Those of actions that start at ``starts`` [task]; a graph of tasks remembers its last ones."""
+    tasks = _tasks_of(graph)
+    for network, own in tasks.items():
         for task in sorted(own, key=starts.__getitem__):
             network.start(task, starts[task])
-        network.finish()
-        found.append((network.devices, network))
-    return found
+    return finished(tasks)
+
+
+def finished(networks: Iterable[Network | None]) -> Networks:
+    """Each once, after its last action."""
+    found = [each for each in dict.fromkeys(networks) if each is not None]
+    for each in found:
+        each.finish()
+    return [(each.devices, each) for each in found]
 
 
 Around = list[dict[int | None, list[str]]]
 """[device] {task: texts of what exchanges state there}; None is the end of its program."""
 
 
-def text_of(workload: Workload, run: StateRun) -> str:
-    """How programs say it."""
-    several = len(workload.stages[run.stage].block_groups) > 1
-    return str(StateAction(run.stage, run.kind, run.group if several else None))
+class StateTexts(dict[tuple[int, str, int], str]):
+    """{(stage, kind, group of blocks): how programs say that it is exchanged}; made as it is asked for."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._stages = workload.stages
+
+    def __missing__(self, key: tuple[int, str, int]) -> str:
+        number, kind, group = key
+        several = len(self._stages[number].block_groups) > 1
+        found = self[key] = str(StateAction(number, kind, group if several else None))
+        return found
+
+    def of(self, run: StateRun) -> str:
+        """How programs say it."""
+        return self[run.stage, run.kind, run.group]
 
 
-def texts_around(graph: Numbered, starts: Sequence[int]) -> tuple[Around, Around]:
+def texts_around(workload: Workload, networks: Networks) -> tuple[Around, Around]:
     """What stands right before and right after each action in the programs of its devices."""
-    devices = range(len(graph.workload.devices))
+    devices = range(len(workload.devices))
     before: Around = [defaultdict(list) for _ in devices]
     after: Around = [defaultdict(list) for _ in devices]
-    for own, network in networks_at(graph, starts):
+    texts = StateTexts(workload)
+    for own, network in networks:
         for run in network.runs:
-            text = text_of(graph.workload, run)
+            text = texts.of(run)
             for device in own:
                 (after if run.after else before)[device][run.task].append(text)
     return before, after

@@ -21,7 +21,7 @@ from pipeplan.units import format_bytes
 from pipeplan.workload.columns import IntArray, Lines, column
 from pipeplan.workload.elements import DeviceMemory
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.exchanges import WholeState, networks_at
+from pipeplan.workload.exchanges import WholeState
 from pipeplan.workload.held import Peak, peaks_in_time
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import Slots
@@ -453,7 +453,7 @@ def _exchanged(graph: TaskGraph, starts: Sequence[int]) -> list[tuple[tuple[int,
     """(devices, what each of them has whole for a time)."""
     return [
         (devices, each)
-        for devices, network in networks_at(graph, starts)
+        for devices, network in graph.networks_at(starts)
         for each in network.held
         if each.size and each.begin_ns < each.end_ns
     ]

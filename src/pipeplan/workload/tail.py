@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice, permutations
 
 from pipeplan.workload.elements import ONCE, Loop
-from pipeplan.workload.exchanges import Numbered, networks_at
+from pipeplan.workload.exchanges import Networks, networks_at
 from pipeplan.workload.kinds import GRADIENT_ROLES, REDUCE_GRAD
 from pipeplan.workload.network_jobs import NetworkJob
 from pipeplan.workload.workload import Workload
@@ -124,7 +124,7 @@ def _exchanged_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], lo
     written = workload.with_microbatches(workload.num_microbatches - skipped)
     numbers = _Numbers.of(written)
     starts = [start for each in written.operations for start in starts_ns[each.id]]
-    return exchanged_by(numbers, starts, 0 if loop is None else loop.skipped_ns)
+    return exchanged_by(written, networks_at(numbers, starts), 0 if loop is None else loop.skipped_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,14 +142,10 @@ class _Numbers:
         return cls(workload, [0, *accumulate(counts)], operation_of)
 
 
-def exchanged_by(graph: Numbered, starts_ns: Sequence[int], later_ns: int = 0) -> ExchangeEnds:
-    """What actions exchange that start at ``starts_ns`` [task]; a loop makes the last of them ``later_ns`` later."""
-    until, sums, stages = (
-        [0] * len(graph.workload.devices),
-        list[tuple[int, int, tuple[int, ...]]](),
-        graph.workload.stages,
-    )
-    for devices, network in networks_at(graph, starts_ns):
+def exchanged_by(workload: Workload, networks: Networks, later_ns: int = 0) -> ExchangeEnds:
+    """What networks have exchanged for actions; a loop makes the last of it ``later_ns`` later."""
+    until, sums, stages = [0] * len(workload.devices), list[tuple[int, int, tuple[int, ...]]](), workload.stages
+    for devices, network in networks:
         for device in devices:
             until[device] = network.free + later_ns
         for run in network.runs:

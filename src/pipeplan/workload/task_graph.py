@@ -21,7 +21,7 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.columns import IntArray, Lines, column
-from pipeplan.workload.exchanges import networks_of
+from pipeplan.workload.exchanges import Networks, finished, networks_at, networks_of
 from pipeplan.workload.pairs import TaskPairs
 from pipeplan.workload.tail import NOTHING, ExchangeEnds, best_tail, exchanged_by
 from pipeplan.workload.wide_starts import may_be_wide, wide_starts
@@ -153,7 +153,25 @@ class TaskGraph:
 
     def exchanged(self, starts: Sequence[int], later_ns: int = 0) -> ExchangeEnds:
         """What networks exchange for actions."""
-        return exchanged_by(self, starts, later_ns) if self.workload.exchanges else NOTHING
+        if not self.workload.exchanges:
+            return NOTHING
+        return exchanged_by(self.workload, self.networks_at(starts), later_ns)
+
+    @cached_property
+    def _followed(self) -> dict[tuple[int, ...], Networks]:
+        """The networks of the last starts that were asked for: every figure of a schedule asks for the same ones."""
+        return {}
+
+    def networks_at(self, starts: Sequence[int]) -> Networks:
+        """What exchanges state for actions that start at ``starts`` [task] in ns."""
+        found = self._followed.get(asked := tuple(starts))
+        return self.remember(asked, networks_at(self, asked)) if found is None else found
+
+    def remember(self, starts: Sequence[int], networks: Networks) -> Networks:
+        """Networks that have followed all actions, and are asked for again by these starts."""
+        self._followed.clear()
+        self._followed[tuple(starts)] = networks
+        return networks
 
 
 def task_graph(workload: Workload) -> TaskGraph:
@@ -215,6 +233,8 @@ def earliest_starts(graph: TaskGraph, orders: Orders, likely: Sequence[int] | No
                 ready.append(other)
     if done < len(durations):
         raise stuck_error(graph, orders, [task for task, count in enumerate(waiting) if count > 0])
+    if networks:
+        graph.remember(starts, finished(networks))
     return starts
 
 

@@ -17,7 +17,7 @@ from pipeplan.interop.chakra.drafts import Before, DraftNode, Drafts
 from pipeplan.interop.chakra.wire import CollectiveType
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.exchanges import StateRun, networks_at, passes, text_of
+from pipeplan.workload.exchanges import StateRun, StateTexts, passes
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, RESHARD, UNSHARD
 from pipeplan.workload.network_jobs import NetworkJob
 
@@ -30,6 +30,7 @@ class TogetherNodes:
     def __init__(self, simulation: Simulation, actions: Actions, sums: Sequence[NetworkJob], to: Drafts) -> None:
         self._simulation, self._actions, self._to = simulation, actions, to
         self._plan, self._workload = simulation.plan, simulation.graph.workload
+        self._texts = StateTexts(self._workload)
         self._last: list[DraftNode | None] = [None] * len(self._plan.devices)
         self.meetings = 0
         if self._workload.exchanges:
@@ -43,7 +44,7 @@ class TogetherNodes:
 
     def _exchange(self) -> None:
         uses, counts = uses_of(self._actions), dict[tuple[str, int, int], int]()
-        for devices, network in networks_at(self._simulation.graph, self._simulation.starts):
+        for devices, network in self._simulation.graph.networks_at(self._simulation.starts):
             before = {task: order for order, task in enumerate(self._actions.orders[devices[0]])}
             for run in network.runs:
                 if run.kind == RESHARD:
@@ -75,7 +76,7 @@ class TogetherNodes:
                     data += self._actions.until_moment(last, device, self._moment(run, last)[1])
                 befores[device] = (self._after(device, control), data)
             kind = CollectiveType.ALL_GATHER if gathers else CollectiveType.REDUCE_SCATTER
-            nodes = self._together(kind, text_of(self._workload, run), size, run.end_ns - run.start_ns, befores)
+            nodes = self._together(kind, self._texts.of(run), size, run.end_ns - run.start_ns, befores)
             if following < len(uses):
                 task = uses[following]
                 for device, node in nodes.items():
