@@ -1,8 +1,9 @@
 """Searches with workers of which one, all, or the process that began them is hit from outside, at any moment.
 
-A command runs as its user starts it. Once its workers are there, one of its processes is killed, stopped for good or
-for a while, told to end or interrupted, by the terminal all of them at once. Then: the command ends soon after its time
-limit, or after the interruption, leaves no process, and what it says it has found is a valid plan in its file.
+A command runs as its user starts it. Once its workers are there, and while it still has time, one of its processes is
+killed, stopped for good or for a while, told to end or interrupted, by the terminal all of them at once. Then: the
+command ends soon after its time limit, or after the interruption, leaves no process, and what it says it has found is a
+valid plan in its file.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = ["Searches"]
 
 LIMIT_S = 6
 SOON_S = 10.0
+MOST_DRAWN = 4
 COMMAND = f"search chain.json --cluster cluster.json --mini-batch 256 --workers 2 --time-limit {LIMIT_S}s -o found.json"
 _SUBREAPER = 36
 
@@ -45,11 +47,14 @@ INTERRUPTIONS = ("interrupted", "told to end", "hung up")
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What happens to a worker, all workers, the launcher or everybody, so many seconds after workers are there."""
+    """What happens to a worker, all workers, the launcher or everybody, once workers are there.
+
+    It comes when that ``share`` of the time is over that the search then has until its limit.
+    """
 
     kind: str
     whole: bool
-    seconds: float
+    share: float
 
     @property
     def name(self) -> str:
@@ -62,7 +67,13 @@ class Hit:
 
 def drawn(rng: Random) -> Hit:
     """Any."""
-    return Hit(rng.choice([*WORKER_SIGNALS, *OWN_SIGNALS]), rng.random() < 0.5, rng.uniform(0, 3))
+    return Hit(rng.choice([*WORKER_SIGNALS, *OWN_SIGNALS]), rng.random() < 0.5, rng.random())
+
+
+def drawn_hits(part: str, seed: int, index: int) -> list[Hit]:
+    """A hit, and those that take its place where the search was over before it came."""
+    rng = drawn_for(part, seed, index)
+    return [drawn(rng) for _ in range(MOST_DRAWN)]
 
 
 @dataclass
@@ -85,9 +96,19 @@ class Searches:
     def attack(self, index: int, seed: int, folder: Path) -> Ended:
         """One search, one hit, and what is left."""
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # whoever is left over becomes a child of this process
-        self._write(folder)
+        ended = Ended("over before")
+        for number, hit in enumerate(drawn_hits(self.name, seed, index)):
+            own = folder / str(number)
+            own.mkdir()
+            self._write(own)
+            ended = self._attacked_alone(hit, own)
+            if ended.how != "over before":
+                break
+        return ended
+
+    def _attacked_alone(self, hit: Hit, folder: Path) -> Ended:
         try:
-            return self._attacked(drawn(drawn_for(self.name, seed, index)), folder)
+            return self._attacked(hit, folder)
         finally:
             for pid in children(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
@@ -100,9 +121,11 @@ class Searches:
     def show(self, index: int, seed: int, folder: Path) -> str:
         """The hit and the command, with its files."""
         self._write(folder)
-        return f"pipeplan {COMMAND}\n{drawn(drawn_for(self.name, seed, index))}"
+        hits = map(str, drawn_hits(self.name, seed, index))
+        return "\n".join([f"pipeplan {COMMAND}", "\nor, where that came when all was over:\n".join(hits)])
 
     def _attacked(self, hit: Hit, folder: Path) -> Ended:
+        begun = time.monotonic()
         with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pipeplan", *COMMAND.split()],
@@ -115,7 +138,7 @@ class Searches:
         until = time.monotonic() + 30
         while not workers_of(process.pid) and process.poll() is None and time.monotonic() < until:
             time.sleep(0.01)
-        time.sleep(hit.seconds)
+        time.sleep(hit.share * max(0.0, begun + LIMIT_S - time.monotonic()))
         workers = workers_of(process.pid)
         if not workers:
             return Ended("over before")
