@@ -165,7 +165,7 @@ def __getattr__(name: str) -> object:
 
 # Planning ---------------------------------------------------------------------------------------------------------
 
-Planning = Literal["search", "tune", "compare", "frontier"]
+Planning = Literal["search", "tune", "compare", "frontier", "kernels"]
 """The functions here that search."""
 
 _MODULE_OF: dict[Planning, str] = {
@@ -173,6 +173,7 @@ _MODULE_OF: dict[Planning, str] = {
     "tune": "tuning",
     "compare": "comparison",
     "frontier": "frontier",
+    "kernels": "kernel_choice",
 }
 
 
@@ -576,12 +577,14 @@ def pending_group(path: str) -> str | None:
     return label
 
 
-def choose_kernels(profile: Profile, microbatch_size: int | None = None, seconds: float = 30.0) -> KernelChoice:
+def choose_kernels(
+    profile: Profile, microbatch_size: int | None = None, seconds: float = 30.0, within: Limit | None = None
+) -> KernelChoice:
     """Which backend runs each block: :func:`pipeplan.planning.kernel_choice.choose_kernels`, also for errors."""
     from pipeplan.planning.kernel_choice import choose_kernels
     from pipeplan.schedule.cpsat.solver import Budget
 
-    return choose_kernels(profile, microbatch_size, Budget(seconds))
+    return choose_kernels(profile, microbatch_size, Budget(seconds, whole=within))
 
 
 def evolve_kernels(

@@ -949,7 +949,7 @@ def choose_kernels(
     Args:
         profile: the profile, or the path of its file, with what backends take: ``profile(..., backends="inductor")``.
         microbatch_size: samples that the times are of; by default the largest at which every block can run.
-        time_limit: for the proof that no cover is cheaper.
+        time_limit: stop after this long, with the best cover so far.
         graph_level: then hand operators to a ``library`` of whole graphs where the whole ``model`` is measured to gain,
             by an evolutionary search; all other arguments are of this. It is never worse than the cover.
         model: the model that the profile is of, by name.
@@ -971,6 +971,7 @@ def choose_kernels(
         ExecutionError: the cover cannot run as a whole.
         FileError: the file cannot be read.
         InfeasibleError: no groups that were measured have every block once.
+        SearchTimeoutError: there was no time for any cover.
         UsageError: the profile has no rows of this size.
 
     Example:

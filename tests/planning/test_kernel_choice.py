@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,14 @@ import pytest
 
 import pipeplan
 from builders.profiles import profile_of
-from pipeplan.errors import FileError, InfeasibleError, UsageError
+from pipeplan.errors import FileError, InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import BackendFusion, CostRow, Cover, Profile, parse, write_file
-from pipeplan.planning.kernel_choice import Groups
+from pipeplan.kernels.covers import algorithm_1
+from pipeplan.kernels.operators import OperatorDag
+from pipeplan.planning.kernel_choice import Groups, choose_kernels, matches_of
 from pipeplan.planning.kernel_evolution import graph_level, library_of
+from pipeplan.schedule.cpsat.cover import exact_cover
+from pipeplan.schedule.cpsat.solver import Budget
 from support.commands import pipeplan as command
 
 SLOW, FAST = 100, 60
@@ -53,6 +58,50 @@ def test_the_verb_prints_what_the_profile_says(tmp_path: Path) -> None:
     assert cover.profile_sha256 == pipeplan.read_profile(tmp_path / "profile.json").fingerprint
     shown = command("kernels", "profile.json", cwd=tmp_path).stdout
     assert "no cover of these groups takes less" in shown
+
+
+class Looks:
+    """A clock of which every look takes a second."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        self.seconds += 1
+        return self.seconds
+
+
+def test_the_limit_is_of_all_of_the_choice() -> None:
+    profile = profile_of([[row(SLOW + number % 3), row(SLOW + number % 5, "fast")] for number in range(100)])
+    profile = profile.model_copy(update={"backend_change_ns": 2})
+    looks = Looks()
+    whole = choose_kernels(profile, budget=Budget(math.inf, clock=looks))
+    assert looks.seconds > 30
+    none = 0
+    for seconds in range(int(looks.seconds) + 1):
+        clock = Looks()
+        try:
+            found = choose_kernels(profile, budget=Budget(seconds, clock=clock))
+        except SearchTimeoutError:
+            none += 1
+            assert clock.seconds <= seconds + 4
+        else:
+            assert found.cover.total_ns == whole.cover.total_ns
+    assert none > 30
+    given_up = Budget(math.inf)
+    given_up.interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        choose_kernels(profile, budget=given_up)
+
+
+def test_a_proof_that_there_is_no_time_for_leaves_the_cover_that_is_known() -> None:
+    profile = with_rows(30)
+    graph = OperatorDag.of(profile)
+    matches = matches_of(profile, graph, 1)
+    known = algorithm_1(graph, matches, 30, 1)
+    assert exact_cover(graph, matches, 30, Budget(0.0), known) == (known, 0)
+    with pytest.raises(SearchTimeoutError):
+        exact_cover(graph, matches, 30, Budget(0.0))
 
 
 def test_changes_of_backend_are_counted() -> None:

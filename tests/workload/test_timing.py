@@ -20,8 +20,9 @@ from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Hop
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, overflow, peak_memory
+from pipeplan.workload.one_microbatch import Reduction
 from pipeplan.workload.task_graph import earliest_starts, task_graph
-from pipeplan.workload.workload import Workload
+from pipeplan.workload.workload import Workload, lasting
 from references.replay import replay
 
 SEEDS = st.integers(0, 2**20)
@@ -217,3 +218,19 @@ def test_an_action_waits_for_what_comes_to_it_over_no_message() -> None:
     orders[0][:3] = [number[text] for text in ("0F1", "0F0", "1F0")]
     starts = earliest_starts(graph, with_links(graph, orders))
     assert starts[number["1F0"]] == 20 + 53  # as long after every micro-batch as the slowest hop takes
+
+
+@given(ALL_KINDS, st.integers(2, 3))
+@settings(max_examples=60)
+def test_what_lasts_is_that_of_any_number_of_microbatches(workload: Workload, factor: int) -> None:
+    names = [name for name, value in vars(Workload).items() if isinstance(value, lasting) and name != "elsewhere"]
+    names.append("ways_to_sum")
+    whole = not any(stage.num_parted for stage in workload.stages)
+    known = [getattr(workload, name) for name in names], whole and Reduction.of(workload)
+    assert len(known[0]) > 40
+    number = factor * workload.num_microbatches
+    other, afresh = workload.with_microbatches(number), replace(workload, num_microbatches=number)
+    for name in names:
+        assert getattr(other, name) == getattr(afresh, name), name
+    if whole:
+        assert Reduction.of(other) == Reduction.of(afresh)

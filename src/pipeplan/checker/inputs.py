@@ -10,7 +10,8 @@ from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import cache, partial
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 from pipeplan.checker.decoding import check_decode_costs, check_returned, of_tokens
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
@@ -60,6 +61,8 @@ from pipeplan.workload.kinds import (
 from pipeplan.workload.mesh import EXPERTS, SAMPLES, SHARDS, HeldPart, Mesh
 
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
+_Found = TypeVar("_Found")
+_EDGE = attrgetter(*(name for name in Edge.model_fields if name not in ("source", "target")))
 
 
 def check_profile(
@@ -100,25 +103,30 @@ def check_profile(
     between = _between(plan, profile)
     ends = _gathers_at_ends(plan, between, known, cluster)
     for number, stage in checked(enumerate(plan.stages), 1):
+        like = _likeness(number, stage, known)
         rows = [] if plan.decode else _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
         if rows or stage.configurations or (plan.decode and stage.blocks):
-            _check_state(number, stage, profile, known, findings)
+            _check_state(number, stage, like, profile, known, findings)
         if rows:
             own = operations[number]
-            again, overhead_ns = _held_too_often(stage, known), plan.split_overhead_ns
-            change_ns = 0
+            again = known.once(("held too often", like), partial(_held_too_often, stage, known))
+            overhead_ns, change_ns = plan.split_overhead_ns, 0
             if stage.segments:
                 rows, change_ns, again = segment_rows(number, stage, rows, profile, findings)
                 if not rows:
                     continue
-            rows, timed = _exchanging(stage, rows, known, cluster), _times_known(plan, stage, cluster, known)
+            plain, rows = rows, _exchanging(stage, rows, known, cluster)
+            timed = _times_known(plan, stage, cluster, known)
             gathers = ends.get(number, (0, 0)) if timed else (None, None)
             gathers = (None if gathers[0] is None else gathers[0] + change_ns, gathers[1])
             if plan.is_inference:
                 for operation in own:
                     check_forward(profile, stage, operation, rows, gathers[0], findings)
             else:
-                _check_operations(own, rows, again, overhead_ns, gathers, findings, timed=timed)
+                totals = partial(_totals, rows, again)
+                plainly = not stage.segments and rows is plain
+                own_totals = known.once(("totals", like), totals) if plainly else totals()
+                _check_operations(own, own_totals, overhead_ns, gathers, findings, timed=timed)
             if stage.block_groups:
                 _check_groups(number, stage, own, rows, known, cluster, findings, timed=timed)
             for operation in own:
@@ -158,6 +166,8 @@ class _Known(NamedTuple):
     that and how it runs or is divided. ``expert_shards`` {devices that share experts: the numbers of them that may
     split each}. ``rings`` are (shards, context) for which it has costs of one. ``profile`` is all, and ``cluster``
     where stages are. ``divided`` {block: numbers of devices that divide along the sequence what it takes and gives}.
+    ``places`` {block: (its number, one for all that are like it and take as much from as far)}; ``found`` is what
+    :meth:`once` gave.
     """
 
     blocks: dict[str, Block]
@@ -168,7 +178,7 @@ class _Known(NamedTuple):
     recipe: Recipe
     cast: bool
     alike: dict[str, str]
-    rows: dict[tuple[object, ...], CostRow]
+    rows: dict[tuple[object, ...], dict[tuple[object, ...], CostRow]]
     parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
     expert_shards: dict[int, set[int]]
     rings: set[tuple[int, int]]
@@ -176,6 +186,15 @@ class _Known(NamedTuple):
     cluster: Cluster | None
     divided: dict[str, frozenset[int]]
     shares: dict[tuple[object, ...], MemoryBytes]
+    places: dict[str, tuple[int, int]]
+    found: dict[object, Any]
+
+    def once(self, key: object, make: Callable[[], _Found]) -> _Found:
+        """What ``make`` gives, the same object for each equal key."""
+        if key not in self.found:
+            self.found[key] = make()
+        found: _Found = self.found[key]
+        return found
 
     @staticmethod
     def of(profile: Profile, cluster: Cluster | None, *, apart: bool) -> _Known:
@@ -218,7 +237,39 @@ class _Known(NamedTuple):
             cluster,
             {id_: apart_on[first] for id_, first in profile.alike.items()},
             {},
+            _places(profile, into),
+            {},
         )
+
+
+def _places(profile: Profile, into: dict[str, list[Edge]]) -> dict[str, tuple[int, int]]:
+    """{block: (its number, what it shares with those that are alike and take as much from blocks as far away)}"""
+    number_of = {block.id: number for number, block in enumerate(profile.blocks)}
+    numbers: dict[tuple[object, ...], int] = {}
+    found = {}
+    for id_, number in number_of.items():
+        taken = [(_EDGE(each), number - number_of[each.source]) for each in into.get(id_, ())]
+        found[id_] = number, numbers.setdefault((profile.alike[id_], *taken), len(numbers))
+    return found
+
+
+def _likeness(number: int, stage: Stage, known: _Known) -> object:
+    """Equal for stages with the same costs, memory and state by the profile, whatever they say.
+
+    Of blocks that are like each other, take the same from as far, run and are divided in the same manner, on groups
+    that lie alike.
+    """
+    if stage.configurations or stage.kinds or known.profile.tied or not stage.blocks:
+        return number
+    numbers, likes = zip(*map(known.places.__getitem__, stage.blocks), strict=True)
+    return (
+        likes,
+        tuple(number - numbers[0] for number in numbers),
+        stage.again,
+        *(stage.microbatch_size, stage.replicas, stage.speed, stage.zero, stage.zero_group, stage.configuration),
+        *(stage.shards, stage.context, stage.expert, stage.expert_shards, stage.context_exchange),
+        id(where_it_stands(known.profile, stage, known.cluster)),
+    )
 
 
 def _knows_links(plan: Plan, cluster: Cluster | None) -> bool:
@@ -362,29 +413,35 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
         text = f"is {RING}; the profile has no costs of one with context {stage.context} on {stage.shards} shards"
         findings.add("profile", f"stages[{number}].context_exchange", text)
         return []
+    placed = where_it_stands(known.profile, stage, known.cluster)
+    split = stage.shards, stage.context, stage.expert, stage.expert_shards, stage.configuration, stage.context_exchange
+    way = known.rows.setdefault((stage.kinds, samples, *split, stage.speed, id(placed)), {})
     try:
-        return [_row(id_, again, stage, samples, known) for id_, again in zip(stage.blocks, stage.again, strict=True)]
+        return [
+            way.get((known.places[id_][1], again)) or _row(id_, again, stage, samples, known, placed, way)
+            for id_, again in zip(stage.blocks, stage.again, strict=True)
+        ]
     except UsageError as error:
         findings.add("profile", f"stages[{number}]", str(error))
         return []
 
 
-def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> CostRow:
-    """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
+def _row(
+    id_: str,
+    again: Again,
+    stage: Stage,
+    samples: int,
+    known: _Known,
+    placed: Profile,
+    way: dict[tuple[object, ...], CostRow],
+) -> CostRow:
+    """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any.
+
+    Of kinds of devices each has its own profile, in which others are alike.
+    """
     taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
-    split = stage.shards, stage.context, stage.expert, stage.expert_shards, stage.configuration, stage.context_exchange
-    placed = where_it_stands(known.profile, stage, known.cluster)
-    key = (
-        id_ if stage.kinds else known.alike[id_],
-        stage.kinds,
-        samples,
-        *split,
-        again,
-        taken,
-        stage.speed,
-        id(placed),
-    )
-    if key not in known.rows:
+    key = (id_ if stage.kinds else known.alike[id_], again, taken)
+    if key not in way:
         own = [placed.of_kinds.get(kind, placed).by_id[id_] for kind in stage.kinds] or [placed.by_id[id_]]
         block = _slowest([_with_ring(block) for block in own] if stage.context_exchange == RING else own)
         row = block_costs(
@@ -398,8 +455,10 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
             input_bytes=taken,
             recipe=known.recipe,
         )
-        known.rows[key] = _on_device(row, stage.speed)
-    return known.rows[key]
+        way[key] = _on_device(row, stage.speed)
+    if not stage.kinds:
+        way[known.places[id_][1], again] = way[key]
+    return way[key]
 
 
 def _with_ring(block: Block) -> Block:
@@ -472,20 +531,26 @@ def _of_configuration(block: Block, configuration: str | None) -> Block:
     return block.model_copy(update={"costs": tuple(rows)})
 
 
-def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, findings: Findings) -> None:
+def _check_state(number: int, stage: Stage, like: object, profile: Profile, known: _Known, findings: Findings) -> None:
+    """What each device of a stage keeps; levels 2 and 3 are for what is not tied."""
+    for tied in profile.tied if stage.zero > 1 and _sharers(stage) > 1 else ():
+        if known.kept_tied[tied.name].total and _uses(stage, tied):
+            text = f"is {stage.zero}, which exchanges state block by block, and {tied.name!r} is of several blocks"
+            findings.add("profile", f"stages[{number}].zero", text)
+    expected = known.once(("state", like), lambda: _kept_by(stage, profile, known).keyed(STATE_KINDS))
+    _compare(f"stages[{number}]", stage, expected, findings)
+
+
+def _kept_by(stage: Stage, profile: Profile, known: _Known) -> MemoryBytes:
     """Each device holds its part of what training keeps of every block, rounded up; what is tied and split alike, once.
 
-    Of what blocks of one stage split unlike it holds a part for each way. Levels 2 and 3 are for what is not tied.
+    Of what blocks of one stage split unlike it holds a part for each way.
     """
     held = {
         place: _parts_held(known, stage, place)
         for place, block in enumerate(stage.blocks)
         if stage.configurations or not place or any(block in tied.blocks for tied in profile.tied)
     }
-    for tied in profile.tied if stage.zero > 1 and _sharers(stage) > 1 else ():
-        if known.kept_tied[tied.name].total and _uses(stage, tied):
-            text = f"is {stage.zero}, which exchanges state block by block, and {tied.name!r} is of several blocks"
-            findings.add("profile", f"stages[{number}].zero", text)
     expected, alike = MemoryBytes(), Counter[tuple[MemoryBytes, int]]()
     experts, shards = stage.expert, stage.shards
     for place, block in enumerate(stage.blocks):
@@ -506,7 +571,7 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
             if held[place] in before:
                 expected -= _share(known.kept_tied[tied.name], held[place][0].num_parts, stage, known, least=True)
             before.add(held[place])
-    _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
+    return expected
 
 
 def _of_shards(block: str, shards: int, known: _Known) -> MemoryBytes:
@@ -780,7 +845,8 @@ def _summed_ns(
         [device for place, device in enumerate(holders) if place % stage.shards == shard]
         for shard in range(stage.shards)
     ]
-    return round(time_of_groups(cluster, Exchange("all_reduce", size), groups)), 0
+    key = "sum", size, tuple(map(tuple, groups))
+    return known.once(key, lambda: round(time_of_groups(cluster, Exchange("all_reduce", size), groups))), 0
 
 
 def _check_buckets(
@@ -959,8 +1025,9 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
         return rows
     if stage.reduce_every is not None:
         return _beside_actions(stage, rows, known, cluster)
-    contention, found = _contention_of(stage, cluster), list[CostRow]()
-    for block, row in zip(stage.blocks, rows, strict=True):
+    contention = _contention_of(stage, cluster)
+
+    def beside(block: str, row: CostRow) -> CostRow:
         copy, gradient, cast, gather, reduce = _in_actions(stage, [block], known, cluster)
         whole = row.backward_ns
         if whole is None:
@@ -975,8 +1042,21 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
                 "input_grad_ns": _beside(gather, row.input_grad_ns, contention),
                 "weight_grad_ns": _beside(reduce, row.weight_grad_ns, contention),
             }
-        found.append(row.model_copy(update=changes))
-    return found
+        return row.model_copy(update=changes)
+
+    return _changed_rows(stage, rows, known, beside)
+
+
+def _changed_rows(
+    stage: Stage, rows: list[CostRow], known: _Known, change: Callable[[str, CostRow], CostRow]
+) -> list[CostRow]:
+    """The rows of a stage's blocks, changed once for all that are alike and have the same."""
+    found: dict[tuple[str, int], CostRow] = {}
+    keys = [(known.alike[block], id(row)) for block, row in zip(stage.blocks, rows, strict=True)]
+    for key, block, row in checked(zip(keys, stage.blocks, rows, strict=True), 4):
+        if key not in found:
+            found[key] = change(block, row)
+    return [found[key] for key in keys]
 
 
 def _beside_actions(stage: Stage, rows: list[CostRow], known: _Known, cluster: Cluster | None) -> list[CostRow]:
@@ -984,15 +1064,15 @@ def _beside_actions(stage: Stage, rows: list[CostRow], known: _Known, cluster: C
 
     An exchange for several actions slows each of them by as much. What is cast for it is no workspace of a block.
     """
-    per_use, per_sum, found = stage.unshard_every or 1, stage.reduce_every or 1, list[CostRow]()
+    per_use, per_sum = stage.unshard_every or 1, stage.reduce_every or 1
     contention = _contention_of(stage, cluster)
-    for block, row in zip(stage.blocks, rows, strict=True):
+
+    def slowed(time: int, beside: float) -> int:
+        return time + round(contention * beside)
+
+    def beside(block: str, row: CostRow) -> CostRow:
         own = _in_actions(stage, [block], known, cluster)
         gather, reduce = own.gather_ns / per_use, own.reduce_ns / per_sum
-
-        def slowed(time: int, beside: float) -> int:
-            return time + round(contention * beside)
-
         whole = row.backward_ns
         if whole is None:
             whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
@@ -1006,8 +1086,9 @@ def _beside_actions(stage: Stage, rows: list[CostRow], known: _Known, cluster: C
                 "input_grad_ns": slowed(row.input_grad_ns, gather),
                 "weight_grad_ns": slowed(row.weight_grad_ns, reduce),
             }
-        found.append(row.model_copy(update=changes))
-    return found
+        return row.model_copy(update=changes)
+
+    return _changed_rows(stage, rows, known, beside)
 
 
 def _check_groups(
@@ -1084,46 +1165,64 @@ def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, c
     return total
 
 
-def _check_operations(
-    operations: Sequence[Operation],
-    rows: Sequence[CostRow],
-    again: int,
-    split_overhead_ns: int,
-    ends: tuple[int | None, int | None],
-    findings: Findings,
-    *,
-    timed: bool,
-) -> None:
+class _Totals(NamedTuple):
+    """What actions of one role do in a stage by its blocks' rows: ns, None where rows lack some, and bytes."""
+
+    compute_ns: int | None
+    acquire: int
+    release: int
+    workspace: int
+
+
+def _totals(rows: Sequence[CostRow], again: int) -> dict[Role, _Totals]:
     """Durations add up over the blocks; activations are taken by F (and I), and given back by B, or by I and W.
 
-    ``again`` bytes are of tensors that blocks count and the stage does not hold. ``ends`` are how long F gathers what
-    leaves the stage, and B or I the gradients of what came; None where that is not known. What lasts how long is
-    compared only where it is ``timed``.
+    ``again`` bytes are of tensors that blocks count and the stage does not hold.
     """
-    gathering = dict(zip((Role.FORWARD, Role.BACKWARD, Role.INPUT_GRAD), (*ends, ends[1]), strict=True))
     held = max(0, sum(row.activation_bytes for row in rows) - again)
     deferred = sum(row.weight_grad_bytes for row in rows)
+    workspace = max(row.workspace_bytes for row in rows)
     effects = {
         Role.FORWARD: (held, 0),
         Role.BACKWARD: (0, held),
         Role.INPUT_GRAD: (max(0, deferred - held), max(0, held - deferred)),
         Role.WEIGHT_GRAD: (0, deferred),
     }
+    found = {}
+    for role, effect in effects.items():
+        durations = [_duration(row, role) for row in rows]
+        there = [duration for duration in durations if duration is not None]
+        found[role] = _Totals(sum(there) if len(there) == len(rows) else None, *effect, workspace)
+    return found
+
+
+def _check_operations(
+    operations: Sequence[Operation],
+    totals: dict[Role, _Totals],
+    split_overhead_ns: int,
+    ends: tuple[int | None, int | None],
+    findings: Findings,
+    *,
+    timed: bool,
+) -> None:
+    """Operations of a stage do what its blocks do in ``totals``.
+
+    ``ends`` are how long F gathers what leaves the stage, and B or I the gradients of what came; None where that is not
+    known. What lasts how long is compared only where it is ``timed``.
+    """
+    gathering = dict(zip((Role.FORWARD, Role.BACKWARD, Role.INPUT_GRAD), (*ends, ends[1]), strict=True))
     for operation in operations:
-        durations = [_duration(row, operation.role) for row in rows]
-        place = f"operations[{operation.id}]"
-        if any(duration is None for duration in durations):
+        place, total = f"operations[{operation.id}]", totals[operation.role]
+        if total.compute_ns is None:
             findings.add("profile", place, "the profile has no input_grad_ns and weight_grad_ns for some block")
             continue
-        acquire, release = effects[operation.role]
         overhead = split_overhead_ns if operation.role in (Role.INPUT_GRAD, Role.WEIGHT_GRAD) else 0
         gather = gathering.get(operation.role, 0)
-        whole = sum(duration or 0 for duration in durations) + overhead
         expected = {
-            **({} if gather is None or not timed else {"duration_ns": max(1, whole + gather)}),
-            "acquire_bytes": acquire,
-            "release_bytes": release,
-            "workspace_bytes": max(row.workspace_bytes for row in rows),
+            **({} if gather is None or not timed else {"duration_ns": max(1, total.compute_ns + overhead + gather)}),
+            "acquire_bytes": total.acquire,
+            "release_bytes": total.release,
+            "workspace_bytes": total.workspace,
         }
         _compare(place, operation, expected, findings)
 

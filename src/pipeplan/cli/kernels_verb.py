@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import click
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say
-from pipeplan.cli.shared import DURATION, FILE, MODEL, NUMBER, SEED, SEQUENCE, Shown, granularity
+from pipeplan.cli.shared import DURATION, FILE, MODEL, NUMBER, SEED, SEQUENCE, Shown, granularity, limited
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     type=NUMBER,
     help="Samples that the times are of.  [default: the largest at which every block can run]",
 )
-@click.option("--time-limit", type=DURATION, default="30s", help="Time for the proof that no cover is cheaper.")
+@click.option("--time-limit", type=DURATION, default="30s", help="Stop after this long, with the best cover so far.")
 @click.option(
     "--graph-level",
     is_flag=True,
@@ -65,7 +66,9 @@ def kernels_command(
 
     require_graph_level(given)
     with Outputs({"-o": output}, as_json=as_json) as outputs:
-        choice = _api.choose_kernels(_api.read_profile(profile_path), microbatch_size, time_limit / 1e9)
+        profile = _api.read_profile(profile_path)
+        with limited(time_limit / 1e9, "kernels") as limit:
+            choice = _api.choose_kernels(profile, microbatch_size, math.inf, limit)
         found = evolved(choice, given)
         if output is not None:
             outputs.write(found.file, output)

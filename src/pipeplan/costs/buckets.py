@@ -37,7 +37,7 @@ def with_buckets(
     if overlap == "none":
         return [*stages]
     with_others = {id_ for stage in stages for id_ in stage.blocks} if len({s.route for s in stages}) > 1 else set()
-    found = [*stages]
+    found, known = [*stages], dict[object, tuple[Bucket, ...]]()
     for operation in operations:
         stage = stages[operation.stage]
         if stage.zero > 1 and (overlap != "all" or stage.reduce_every is not None):
@@ -46,8 +46,19 @@ def with_buckets(
         summed = copied or not with_others.isdisjoint(stage.blocks)
         if operation.role in GRADIENT_ROLES and summed and len(stage.blocks) > 1 and operation.stage not in given:
             apart = {each.name for each in tied if operation.stage in each.stages}
-            found[operation.stage] = replace(stage, buckets=_buckets(shared, stage, apart, operation))
+            like = operation.stage if shared.profile.tied else _likeness(shared, stage, operation)
+            if like not in known:
+                known[like] = _buckets(shared, stage, apart, operation)
+            found[operation.stage] = replace(stage, buckets=known[like])
     return found
+
+
+def _likeness(shared: SharedState, stage: Stage, operation: Operation) -> object:
+    """Equal for stages with the same buckets, where none shares anything."""
+    blocks = tuple(map(shared.profile.alike.__getitem__, stage.blocks))
+    run = stage.again, stage.speed, stage.kinds, stage.microbatch_size // stage.replicas
+    split = stage.shards, stage.context, Zero.of(stage), Experts.of(stage)
+    return blocks, run, split, operation.role, operation.duration_ns
 
 
 def gathered_beside(stages: Sequence[Stage], operations: Sequence[Operation], contention: float) -> list[Stage]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pipeplan.costs.blocks import block_costs, held_part
@@ -243,11 +243,12 @@ def with_syncs(
         for block in stage.blocks:
             stages_with[block].append(number)
     sharing = ({other for block in stage.blocks for other in stages_with[block]} for stage in stages)
+    sums = cache(partial(_price_of_sums, cluster))
     return (
         [
             replace(
                 stage,
-                **_exchanges(stage, [stages[n] for n in others], less, recipe, cluster, own),
+                **_exchanges(stage, [stages[n] for n in others], less, recipe, cluster, own, sums),
             )
             for stage, others, less, own in checked(
                 zip(stages, sharing, apart, experts or [None] * len(stages), strict=True), 64
@@ -264,6 +265,7 @@ def _exchanges(
     recipe: Recipe,
     cluster: Cluster | None,
     experts: ExpertState | None,
+    sums: Callable[[tuple[int, ...], int], Callable[[int], int]],
 ) -> dict[str, Any]:
     """Ns to sum gradients of a stage over its replicas, and over the other routes' stages with some of its blocks.
 
@@ -273,13 +275,13 @@ def _exchanges(
     others, (side, sides) = (stage, (stage, [])) if experts is None else exchanged_apart(stage, sharing, experts)
     in_buckets = experts.buckets if experts else (0,) * len(stage.buckets)
 
-    rest = _exchange(others, sharing, recipe, cluster)
-    apart = None if experts is None else _exchange(side, sides, recipe, cluster)
+    rest = _exchange(others, sharing, recipe, cluster, sums)
+    apart = None if experts is None else _exchange(side, sides, recipe, cluster, sums)
 
     def both(size: int, of_experts: int) -> tuple[int, int]:
-        sums = rest(size - of_experts)
+        whole = rest(size - of_experts)
         own = apart(of_experts) if apart is not None and of_experts else (0, 0)
-        return sums[0] + own[0], sums[1] + own[1]
+        return whole[0] + own[0], whole[1] + own[1]
 
     sync_ns, gather_ns = both(stage.state[GRADIENTS] - less, experts.state[GRADIENTS] if experts else 0)
     buckets = tuple(
@@ -291,15 +293,28 @@ def _exchanges(
 
 
 def _exchange(
-    stage: Stage, sharing: Sequence[Stage], recipe: Recipe, cluster: Cluster | None
+    stage: Stage,
+    sharing: Sequence[Stage],
+    recipe: Recipe,
+    cluster: Cluster | None,
+    sums: Callable[[tuple[int, ...], int], Callable[[int], int]],
 ) -> Callable[[int], tuple[int, int]]:
-    """Ns to sum so many bytes of gradients, and to gather what a step has changed."""
+    """Ns to sum so many bytes of gradients, and to gather what a step has changed.
+
+    ``sums`` are those of holders and shards, as :func:`_price_of_sums`.
+    """
     if Zero.of(stage) != WHOLE:
         updated, price = updated_bytes(stage, recipe), price_of_exchange(cluster, stage, sharing)
         return lambda size: price(size, updated)
     holders = sorted({device for other in (stage, *sharing) for device in other.devices})
-    sums = price_of_groups(cluster, [holders[shard :: stage.shards] for shard in range(stage.shards)])
-    return lambda size: (round(sums(Exchange("all_reduce", size))), 0)
+    sum_ns = sums(tuple(holders), stage.shards)
+    return lambda size: (sum_ns(size), 0)
+
+
+def _price_of_sums(cluster: Cluster | None, holders: tuple[int, ...], shards: int) -> Callable[[int], int]:
+    """Ns to sum so many bytes over holders, each shard with those that have the same."""
+    price = price_of_groups(cluster, [holders[shard::shards] for shard in range(shards)])
+    return cache(lambda size: round(price(Exchange("all_reduce", size))))
 
 
 def _tied_sync(entry: TiedState, tied: Iterable[TiedState], cluster: Cluster | None) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pipeplan.errors import InfeasibleError
 from pipeplan.kernels.operators import OperatorDag
+from pipeplan.time_limit import checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def algorithm_1(
     waiting: dict[int, dict[tuple[int, tuple[tuple[int, _Taken], ...]], _Covered]] = defaultdict(dict)
     waiting[0][0, ()] = _Covered(0, 0, (), None, None)
     pruned = False
-    for at in range(len(order)):
+    for at in checked(range(len(order)), 16):
         states = _undominated(waiting.pop(at, {}).values(), change_ns)
         if most_states is not None and len(states) > most_states:
             states, pruned = _kept(states, order, least, bound, most_states), True
@@ -179,7 +180,7 @@ def _by_root(
 ) -> dict[int, list[tuple[KernelMatch, int]]]:
     """{place of the operator that no other of the match comes before: matches with their operators as bits}"""
     found: dict[int, list[tuple[KernelMatch, int]]] = defaultdict(list)
-    for match in matches:
+    for match in checked(matches, 64):
         places = [position[id_] for id_ in match.blocks]
         found[min(places)].append((match, sum(1 << place for place in places)))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import CostRow, Cover, CoveredGroup, Profile
 from pipeplan.kernels.covers import KernelCover, KernelMatch, algorithm_1
 from pipeplan.kernels.evolution import Evolved
@@ -14,6 +14,7 @@ from pipeplan.kernels.measuring import plain_row, row_ns
 from pipeplan.kernels.operators import OperatorDag
 from pipeplan.schedule.cpsat.cover import exact_cover
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.time_limit import TimeUpError, checked
 
 Groups = tuple[tuple[tuple[str, ...], str], ...]
 """Blocks, and the backend that runs them, in an order in which they can run."""
@@ -147,32 +148,46 @@ def choose_kernels(profile: Profile, size: int | None = None, budget: Budget | N
     Args:
         profile: with rows of backends, measured or written by hand.
         size: micro-batch size; by default the largest for which there is a cover.
-        budget: time for the proof, without which the cover is that of Algorithm 1.
+        budget: time for all of it; the cover is that of Algorithm 1 where none is left for the proof.
 
     Raises:
         UsageError: there are no rows of this size.
         InfeasibleError: no groups that were measured have every block once.
+        SearchTimeoutError: there was no time for any cover.
+        KeyboardInterrupt: the budget was interrupted before there was one.
     """
     sizes = sorted({row.microbatch_size for block in profile.blocks for row in block.costs})
     if size is not None and size not in sizes:
         raise UsageError(f"--microbatch-size {size}: the profile has {', '.join(map(str, sizes))}; choose one of these")
-    graph = OperatorDag.of(profile)
-    size = size or _largest(profile, graph, sizes)
-    matches, change = matches_of(profile, graph, size), profile.backend_change_ns
-    first = algorithm_1(graph, matches, change)
+    budget = budget or Budget(30.0)
+    try:
+        with budget.enforced():
+            graph = OperatorDag.of(profile)
+            size, matches = _largest(profile, graph, sizes if size is None else [size])
+            change = profile.backend_change_ns
+            first = algorithm_1(graph, matches, change)
+            single = {name: _alone(graph, matches, name) for name in sorted({match.backend for match in matches})}
+    except TimeUpError:
+        if budget.interrupted:
+            raise KeyboardInterrupt from None
+        raise SearchTimeoutError(f"no cover was found in {budget.elapsed:.1f} s; raise --time-limit") from None
     cover, bound = first, first.total_ns
     if not first.proved:
-        cover, bound = exact_cover(graph, matches, change, budget or Budget(30.0), first)
-    single = {name: _alone(graph, matches, name) for name in sorted({match.backend for match in matches})}
+        cover, bound = exact_cover(graph, matches, change, budget, first)
     return KernelChoice(profile, size, matches, cover, first, bound, single)
 
 
-def _largest(profile: Profile, graph: OperatorDag, sizes: list[int]) -> int:
-    """The largest size at which all blocks can run. Raises InfeasibleError where there is none."""
+def _largest(profile: Profile, graph: OperatorDag, sizes: list[int]) -> tuple[int, tuple[KernelMatch, ...]]:
+    """The largest size at which all blocks can run, or the only one; and what was measured at it.
+
+    Raises:
+        InfeasibleError: of several sizes there is none.
+    """
     for size in reversed(sizes):
-        covered = {id_ for match in matches_of(profile, graph, size) for id_ in match.blocks}
-        if len(covered) == len(graph):
-            return size
+        matches = matches_of(profile, graph, size)
+        covered = {id_ for match in matches for id_ in match.blocks}
+        if len(sizes) == 1 or len(covered) == len(graph):
+            return size, matches
     raise InfeasibleError(f"at none of the micro-batch sizes {', '.join(map(str, sizes))} backends run every block")
 
 
@@ -182,7 +197,7 @@ def matches_of(profile: Profile, graph: OperatorDag, size: int) -> tuple[KernelM
     groups += [(graph.ordered(fusion.blocks), fusion.costs) for fusion in profile.fusions]
     return tuple(
         KernelMatch(blocks, row.backend, row_ns(row))
-        for blocks, costs in groups
+        for blocks, costs in checked(groups, 16)
         if len(blocks) == len(graph) or graph.is_one_kernel(blocks)
         for row in costs
         if row is plain_row(costs, size, row.backend)

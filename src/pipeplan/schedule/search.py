@@ -248,11 +248,11 @@ def plain_look(
     if workload.num_microbatches <= 2 * fewer:
         return _plain(workload, names)
     fewer += (workload.num_microbatches - fewer) % math.lcm(microbatches_alike(workload), workload.num_routes)
-    short = _plain(workload.with_microbatches(fewer), names)
+    short = _plain(workload.with_microbatches(fewer), names, bounded=False)
     return None if short is None else ShorterRun().repeating(short, workload, grouped=grouped)
 
 
-def _plain(workload: Workload, names: Sequence[str]) -> Schedule | None:
+def _plain(workload: Workload, names: Sequence[str], *, bounded: bool = True) -> Schedule | None:
     """The same, everything written."""
     problem = OneMicrobatch.of(workload, require_room=False)
     if not problem.workload.is_uniform:
@@ -261,11 +261,12 @@ def _plain(workload: Workload, names: Sequence[str]) -> Schedule | None:
     given = graph if problem.reduction is None else task_graph(workload)
     depths, count = problem.workload.stage_depths, problem.num_microbatches
     if len(depths) > problem.num_devices:
-        return timed(problem, given, _forwards_first(problem), "gpipe") if "gpipe" in names else None
+        orders = _forwards_first(problem)
+        return timed(problem, given, orders, "gpipe", bounded=bounded) if "gpipe" in names else None
     for name, before in (("1f1b", [1 + max(depths) - depth for depth in depths]), ("gpipe", [count] * len(depths))):
         if name not in names:
             continue
-        found = timed(problem, given, _plain_orders(problem, before), name)
+        found = timed(problem, given, _plain_orders(problem, before), name, bounded=bounded)
         if found is not None:
             return found
     return None
@@ -414,15 +415,21 @@ def _known_orders(
             yield name, classic.orders(problem, graph)
 
 
-def timed(problem: OneMicrobatch, given: TaskGraph, orders: Orders, scheduler: str) -> Schedule | None:
-    """The schedule of the given workload by a problem's orders; None if they block each other or do not fit."""
+def timed(
+    problem: OneMicrobatch, given: TaskGraph, orders: Orders, scheduler: str, *, bounded: bool = True
+) -> Schedule | None:
+    """The schedule of the given workload by a problem's orders; None if they block each other or do not fit.
+
+    Nothing is proved of it unless it is to be ``bounded``.
+    """
     found = fitting(given, orders if problem.reduction is None else problem.reduction.from_reduced(orders))
     if found is None:
         return None
     complete, starts = found
     makespan, iteration = given.makespan(starts), given.iteration(starts)
-    bound = min(iteration, weak_iteration_bound(given.workload))
-    return Schedule(given.workload, given, complete, starts, makespan, bound, scheduler)
+    bound = min(iteration, weak_iteration_bound(given.workload)) if bounded else 0
+    schedule = Schedule(given.workload, given, complete, starts, makespan, bound, scheduler)
+    return schedule.lasting(iteration)
 
 
 def _restored(problem: OneMicrobatch, found: Schedule) -> Schedule:

@@ -65,7 +65,7 @@ class Schedule:
         """The same of another workload, with its orders and times; ``mark`` is added to what made it."""
         makespan = run.graph.makespan(run.starts) + run.skipped_ns
         iteration = run.graph.iteration(run.starts, run.skipped_ns)
-        return replace(
+        found = replace(
             self,
             workload=workload,
             graph=run.graph,
@@ -76,6 +76,12 @@ class Schedule:
             bound_ns=min(iteration, weak_iteration_bound(workload)),
             scheduler=self.scheduler + mark,
         )
+        return found.lasting(iteration)
+
+    def lasting(self, iteration_ns: int) -> Schedule:
+        """The same, of which is known how long its iteration lasts: working that out takes a while."""
+        self.__dict__["iteration_ns"] = iteration_ns
+        return self
 
     @property
     def optimal(self) -> bool:

@@ -373,6 +373,18 @@ class Reduction:
         """
         if any(stage.num_parted for stage in workload.stages):
             raise UsageError("a schedule is searched for whole micro-batches; leave out num_parted of the stages")
+        if "reduction" not in workload.elsewhere:
+            found = cls._found(workload)
+            workload.elsewhere["reduction"] = found and (found.reduced, found.groups, found.copies, found.firsts)
+        known = workload.elsewhere["reduction"]
+        if known is None:
+            return None
+        reduced, *rest = known
+        return cls(workload, reduced.with_microbatches(workload.mini_batch // reduced.microbatch_size), *rest)
+
+    @classmethod
+    def _found(cls, workload: Workload) -> Reduction | None:
+        """The same, found out."""
         groups = _working(workload)
         num_groups = len(set(groups) - {IDLE})
         folded = workload if num_groups == len(groups) else _folded(workload, groups)

@@ -203,7 +203,7 @@ def best_tail(workload: Workload, ends_ns: Sequence[int], exchanged: ExchangeEnd
         order = best_order(way, ends_ns, exchanged)
         found.append((way, order, tail_of(way, ends_ns, order, exchanged)))
     way, order, tail = min(found, key=lambda each: (each[2].iteration_ns, sum(each[2].ended_ns)))
-    return replace(way, sum_order=order), tail
+    return (way if way.sum_order == order else replace(way, sum_order=order)), tail
 
 
 def best_order(workload: Workload, ends_ns: Sequence[int], exchanged: ExchangeEnds = NOTHING) -> tuple[int, ...]:

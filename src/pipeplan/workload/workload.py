@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, compress
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import longest_paths
@@ -83,6 +83,13 @@ class Hold:
         return target
 
 
+Value = TypeVar("Value", covariant=True)
+
+
+class lasting(cached_property[Value]):
+    """A cached property of a workload that is the same whatever its number of micro-batches."""
+
+
 class Effect(NamedTuple):
     """What an action does to each of its devices, in bytes: allocated at its start, workspace, freed at its end.
 
@@ -140,8 +147,14 @@ class Workload:
         return self.players[program].first if self.players else program
 
     def with_microbatches(self, num_microbatches: int) -> Workload:
-        """The same for another number of micro-batches."""
-        return replace(self, num_microbatches=num_microbatches)
+        """The same for another number of micro-batches, which knows already what of it does not depend on that."""
+        found, known = replace(self, num_microbatches=num_microbatches), {"elsewhere": self.elsewhere, **self.__dict__}
+        names = (name for name in known if isinstance(vars(Workload).get(name), lasting))
+        found.__dict__.update((name, known[name]) for name in names)
+        if "ways_to_sum" in self.__dict__:
+            ways = (found if way is self else way.with_microbatches(num_microbatches) for way in self.ways_to_sum)
+            found.__dict__["ways_to_sum"] = tuple(ways)
+        return found
 
     @property
     def device_speeds(self) -> list[float]:
@@ -169,7 +182,7 @@ class Workload:
         """State that a device keeps throughout."""
         return self.states[device].total
 
-    @cached_property
+    @lasting
     def states(self) -> tuple[MemoryBytes, ...]:
         """[device] the state that it keeps throughout, by kind, and what a decode step's requests have cached."""
         found = [MemoryBytes()] * len(self.devices)
@@ -183,7 +196,7 @@ class Workload:
                 found[device] -= state * (stages - 1)
         return tuple(found)
 
-    @cached_property
+    @lasting
     def leaders(self) -> tuple[int, ...]:
         """[device] the first device with the same stages: whatever one of them does all of them do."""
         own: list[list[int]] = [[] for _ in self.devices]
@@ -193,7 +206,7 @@ class Workload:
         first: dict[tuple[int, ...], int] = {}
         return tuple(first.setdefault(tuple(stages), device) for device, stages in enumerate(own))
 
-    @cached_property
+    @lasting
     def gradient_sums(self) -> tuple[NetworkJob, ...]:
         """The sums of gradients that take time: those of stages, by the first of them, then those of what is tied.
 
@@ -201,7 +214,7 @@ class Workload:
         """
         return self._led(gradient_sums(self.stages, self.tied))
 
-    @cached_property
+    @lasting
     def gathers(self) -> tuple[NetworkJob, ...]:
         """The gatherings of stages' updated parameters that take time; their devices are only the :attr:`leaders`."""
         return self._led(gathers_of(self.stages))
@@ -215,12 +228,12 @@ class Workload:
             each if found[each.devices] == each.devices else replace(each, devices=found[each.devices]) for each in jobs
         )
 
-    @cached_property
+    @lasting
     def steps_ns(self) -> tuple[int, ...]:
         """[device] ns of the optimizer's steps of all its stages."""
         return steps_of(self.stages, len(self.devices))
 
-    @cached_property
+    @lasting
     def least_after(self) -> tuple[int, ...]:
         """[operation] ns between the end of any of its actions and the iteration's end, at least, whatever runs when.
 
@@ -246,7 +259,7 @@ class Workload:
             for each in self.operations
         )
 
-    @cached_property
+    @lasting
     def least_sums(self) -> tuple[Counter[int], ...]:
         """[stage][leader] ns that the sums of a stage take there at least, after an action that adds to gradients."""
         found = tuple(Counter[int]() for _ in self.stages)
@@ -270,7 +283,7 @@ class Workload:
             return (self,)
         return replace(self, stages=tuple(replace(stage, buckets=()) for stage in self.stages)), self
 
-    @cached_property
+    @lasting
     def least_after_all(self) -> int:
         """Ns between the end of the last action of all and the iteration's end, at least.
 
@@ -280,17 +293,17 @@ class Workload:
         last = (each.role in GRADIENT_ROLES or each.stage not in adding for each in self.operations)
         return min(compress(self.least_after, last))
 
-    @cached_property
+    @lasting
     def has_tail(self) -> bool:
         """Whether anything follows the last actions (:mod:`pipeplan.workload.tail`)."""
         return bool(self.exchanges or self.gradient_sums or self.gathers or any(self.steps_ns))
 
-    @cached_property
+    @lasting
     def exchanges(self) -> bool:
         """Whether actions of programs exchange what replicas divide (:mod:`pipeplan.workload.exchanges`)."""
         return any(stage.block_groups for stage in self.stages)
 
-    @cached_property
+    @lasting
     def exchanged_bytes(self) -> tuple[int, ...]:
         """[device] bytes that these actions have whole at most, beside state; searches leave so much room."""
         found = [0] * len(self.devices)
@@ -299,7 +312,7 @@ class Workload:
                 found[device] += sum(each.gathered_bytes + each.reduced_bytes for each in stage.block_groups)
         return tuple(found)
 
-    @cached_property
+    @lasting
     def links(self) -> tuple[tuple[int, int], ...]:
         """(source device, target device) of the links on which messages may have to wait, ascending.
 
@@ -320,7 +333,7 @@ class Workload:
             least = min(least - left[one] + min(left.values()) for one in sources) if len(sources) > 1 else least
         return len(sources) < len(messages) or max(occupancy for _, occupancy in messages) > least
 
-    @cached_property
+    @lasting
     def transfers(self) -> tuple[Transfer, ...]:
         """The hops that occupy one of the links, in the order of the dependencies."""
         number = {link: index for index, link in enumerate(self.links)}
@@ -330,7 +343,7 @@ class Workload:
             if (hop.source_device, hop.target_device) in number
         )
 
-    @cached_property
+    @lasting
     def item_of(self) -> dict[tuple[int, int, Hop], int]:
         """{(source operation, target operation, hop): item} of the transfers."""
         numbered = enumerate(self.transfers, len(self.operations))
@@ -341,16 +354,16 @@ class Workload:
         for source, target, dependency in self._ends:
             yield from ((source, target, hop) for hop in dependency.hops if hop.occupancy_ns and not dependency.later)
 
-    @cached_property
+    @lasting
     def _position(self) -> dict[str, int]:
         return {operation.id: index for index, operation in enumerate(self.operations)}
 
-    @cached_property
+    @lasting
     def _ends(self) -> tuple[tuple[int, int, Dependency], ...]:
         """Those of one micro-batch: :attr:`returns` are the others."""
         return tuple((self._position[d.source], self._position[d.target], d) for d in self.dependencies if not d.later)
 
-    @cached_property
+    @lasting
     def returns(self) -> tuple[tuple[int, int, int, int], ...]:
         """What waits for an earlier micro-batch: (operation, operation, lag in ns, how many micro-batches later).
 
@@ -360,22 +373,22 @@ class Workload:
         later = ((position[d.source], position[d.target], d.lag_ns, d.later) for d in self.dependencies if d.later)
         return (*later, *((x, x, self.operations[x].wait_ns, 1) for x in self.paced))
 
-    @cached_property
+    @lasting
     def paced(self) -> tuple[int, ...]:
         """The operations that keep a pace."""
         return tuple(x for x, each in enumerate(self.operations) if each.pace_ns is not None)
 
-    @cached_property
+    @lasting
     def step_microbatches(self) -> int:
         """Micro-batches of one decode step of all requests, after which all that returns meets itself; 1 without."""
         return math.lcm(*(later for *_, later in self.returns))
 
-    @cached_property
+    @lasting
     def num_resources(self) -> int:
         """Devices, links on which messages may have to wait, and networks of devices."""
         return len(self.devices) + len(self.links) + len(self.networks)
 
-    @cached_property
+    @lasting
     def networks(self) -> tuple[int, ...]:
         """Devices on whose network operations run, beside their compute; ascending. They are resources after the links.
 
@@ -384,19 +397,19 @@ class Workload:
         there = [each for each in self.operations if kind_of(each.kind).resource is Resource.NETWORK]
         return tuple(sorted({device for each in there for device in self.stages[each.stage].devices}))
 
-    @cached_property
+    @lasting
     def durations(self) -> tuple[int, ...]:
         """[item] ns that it takes its devices, or its link, for a whole micro-batch."""
         compute = tuple(operation.duration_ns for operation in self.operations)
         return compute + tuple(transfer.hop.occupancy_ns for transfer in self.transfers)
 
-    @cached_property
+    @lasting
     def part_durations(self) -> tuple[int, ...]:
         """[item] ns that one of two parts of a micro-batch takes, where it runs in parts."""
         compute = tuple(operation.part_ns or 0 for operation in self.operations)
         return compute + tuple(transfer.hop.part.occupancy_ns for transfer in self.transfers)
 
-    @cached_property
+    @lasting
     def resources(self) -> tuple[tuple[int, ...], ...]:
         """[item] what it occupies: its devices, or their networks, or the number of its link after the devices."""
         if not self.networks:
@@ -408,19 +421,19 @@ class Workload:
         )
         return compute + self.holders[len(compute) :]
 
-    @cached_property
+    @lasting
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """[item] whose memory it takes: its devices', or that of its link, which has none."""
         compute = tuple(self.stages[operation.stage].devices for operation in self.operations)
         return compute + tuple((len(self.devices) + transfer.link,) for transfer in self.transfers)
 
-    @cached_property
+    @lasting
     def entries(self) -> int:
         """How many each micro-batch has in the programs of all devices together, computing and messages."""
         computing = sum(map(len, self.holders[: len(self.operations)]))
         return computing + sum(2 * len(dependency.hops) for dependency in self.dependencies)
 
-    @cached_property
+    @lasting
     def on_resource(self) -> tuple[tuple[int, ...], ...]:
         """[device, link] the items that run there, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_resources)]
@@ -429,18 +442,18 @@ class Workload:
                 found[resource].append(item)
         return tuple(map(tuple, found))
 
-    @cached_property
+    @lasting
     def work(self) -> tuple[int, ...]:
         """[device, link] ns of work for one whole micro-batch."""
         return tuple(sum(self.durations[item] for item in items) for items in self.on_resource)
 
-    @cached_property
+    @lasting
     def idle_devices(self) -> tuple[int, ...]:
         """Devices on which no stage stands, ascending."""
         used = {device for stage in self.stages for device in stage.devices}
         return tuple(device for device in range(len(self.devices)) if device not in used)
 
-    @cached_property
+    @lasting
     def work_of_stages(self) -> tuple[int, ...]:
         """[stage] ns of its operations for one micro-batch, on each of its devices."""
         work = [0] * len(self.stages)
@@ -477,17 +490,17 @@ class Workload:
         whole = Slots(self.microbatch_size, self.microbatch_size, 0, self.num_microbatches)
         return not self.needs and all(slots == whole for slots in self.slots)
 
-    @cached_property
+    @lasting
     def splits_backward(self) -> bool:
         """Whether some stage runs input and weight gradients apart."""
         return any(operation.role is Role.WEIGHT_GRAD for operation in self.operations)
 
-    @cached_property
+    @lasting
     def is_inference(self) -> bool:
         """Whether it runs forwards alone, and instructions between them."""
         return all(operation.role in (Role.FORWARD, Role.CUSTOM) for operation in self.operations)
 
-    @cached_property
+    @lasting
     def stage_edges(self) -> tuple[tuple[int, int], ...]:
         """(stage, stage) of forwards that wait for forwards."""
         return tuple(
@@ -496,14 +509,14 @@ class Workload:
             if each.source_role is each.target_role is Role.FORWARD
         )
 
-    @cached_property
+    @lasting
     def stage_depths(self) -> tuple[int, ...]:
         """[stage] how many stages come before it, on the longest way."""
         stages = range(len(self.stages))
         depths = longest_paths(stages, ((source, target, 1) for source, target in self.stage_edges))
         return tuple(depths.values())
 
-    @cached_property
+    @lasting
     def needs(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """{(source, target)} of dependencies that count: for each action of the target, how many of the source's."""
         return {(source, target): each.needs for source, target, each in self._ends if each.needs is not None}
@@ -516,7 +529,7 @@ class Workload:
         own, others = self.slots[target], self.slots[source]
         return range(number, number + 1) if own == others else others.sharing(own.samples(number))
 
-    @cached_property
+    @lasting
     def holds(self) -> tuple[Hold, ...]:
         """Everything that actions hold beside workspace, whatever it is for: what is acquired, what stages keep.
 
@@ -589,7 +602,7 @@ class Workload:
                 before.add(source)
         yield from (Hold(kind, stage.kept[kind], first, tuple(sorted(there - before))) for kind in KEPT_KINDS)
 
-    @cached_property
+    @lasting
     def order_tells_memory(self) -> bool:
         """Whether what a device holds follows from its order: all it holds is activations that it gives back itself."""
         return not (self.networks or self.exchanges) and all(
@@ -609,12 +622,12 @@ class Workload:
         found = map(Effect, acquire, workspace, release, num_parts)
         return (*found, *[Effect(0, 0, 0, 0)] * len(self.transfers))
 
-    @cached_property
+    @lasting
     def instructions(self) -> tuple[Operation, ...]:
         """The operations of kinds other than F, B, I and W."""
         return tuple(operation for operation in self.operations if is_instruction(operation.kind))
 
-    @cached_property
+    @lasting
     def has_parts(self) -> bool:
         """Whether some action may wait inside for a message, or send one before it ends."""
         return any(dependency.has_parts for dependency in self.dependencies)
@@ -626,7 +639,7 @@ class Workload:
         left = self.operations[source].left_ns(dependency.source_part)
         return left, self.operations[target].begin_ns(dependency.target_part)
 
-    @cached_property
+    @lasting
     def made_ns(self) -> dict[tuple[int, int], int]:
         """{(operation, operation): ns after the first one's start at which what the other needs of it is made}."""
         return {
@@ -638,7 +651,7 @@ class Workload:
         """How long before an operation's end its first message leaves, at most."""
         return max((self._overlap(one, other, each)[0] for one, other, each in self._ends if one == source), default=0)
 
-    @cached_property
+    @lasting
     def lags(self) -> tuple[tuple[int, int, int], ...]:
         """What waits for what where every link is free: (operation, operation, lag in ns).
 
@@ -650,7 +663,7 @@ class Workload:
             for source, target, dependency in self._ends
         )
 
-    @cached_property
+    @lasting
     def edges(self) -> tuple[tuple[int, int, int], ...]:
         """What waits for what: (item, item, lag in ns). A transfer stands between the operations at its ends."""
         found: list[tuple[int, int, int]] = []
@@ -715,18 +728,26 @@ class Workload:
         )
         return tuple(paths[item] for item in range(len(paths)))
 
-    @cached_property
+    @lasting
     def items_in_order(self) -> tuple[int, ...]:
         """The items, each after everything it waits for."""
         return tuple(sorted(range(len(self.durations)), key=self.rank))
 
+    @lasting
+    def elsewhere(self) -> dict[str, Any]:
+        """What other modules found out about it that is the same whatever its number of micro-batches."""
+        return {}
+
+    @lasting
+    def _busy_links(self) -> frozenset[tuple[int, int]]:
+        return frozenset(self.links)
+
     def _free_hops(self, dependency: Dependency) -> list[Hop]:
         """Messages that never wait for their link."""
-        links = set(self.links)
         return [
             hop
             for hop in dependency.hops
-            if not hop.occupancy_ns or (hop.source_device, hop.target_device) not in links
+            if not hop.occupancy_ns or (hop.source_device, hop.target_device) not in self._busy_links
         ]
 
     def rank(self, item: int) -> tuple[int, bool]:
