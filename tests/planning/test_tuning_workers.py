@@ -67,6 +67,15 @@ def test_processes_begin_deaf_and_one_that_dies_takes_nothing_along() -> None:
         assert not workers.interrupted
 
 
+def test_a_process_under_which_pipes_are_closed_takes_nothing_along() -> None:
+    """As Python does when another one ends, maybe while this one begins."""
+    with Workers(REQUEST, 2, Limit()) as workers:
+        assert list(workers.run(is_deaf, ["lives"])) == [True]
+        assert workers._pool is not None
+        workers._pool._call_queue._reader.close()
+        assert list(workers.run(is_deaf, ["dies", "dies"])) == [False, False]
+
+
 def test_processes_that_do_not_stop_are_not_waited_for() -> None:
     """They may not even have begun when a signal comes."""
     limit = Limit()

@@ -40,7 +40,7 @@ from pipeplan.planning.tuning_cells import (
     settled_cell,
 )
 from pipeplan.planning.uniform_space import Choice
-from pipeplan.planning.workers import deaf, processes
+from pipeplan.planning.workers import deaf, processes, submitted
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.search_constants import (
@@ -141,8 +141,7 @@ class Workers:
         if self._pool is None or self._limit.waiting:
             return [None] * len(items)
         try:
-            with deaf():
-                return [self._pool.submit(_apply, work, item) for item in items]
+            return [submitted(self._pool, _apply, work, item) for item in items]
         except BrokenProcessPool:
             return [None] * len(items)
 

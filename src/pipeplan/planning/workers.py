@@ -16,7 +16,8 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from threading import Lock, Thread
@@ -168,8 +169,9 @@ class Ahead(Generic[Item, Found]):
     def _submitted(self, job: bytes) -> Future[bytes] | None:
         assert self._executor is not None
         try:
-            with deaf() if self.close is not None else nullcontext():  # one that is given is its owner's
-                return self._executor.submit(answered, self._told, job)
+            if self.close is not None:
+                return submitted(self._executor, answered, self._told, job)
+            return self._executor.submit(answered, self._told, job)  # by its owner's processes
         except (BrokenExecutor, RuntimeError) as error:
             if isinstance(error, BrokenExecutor) and self.close is not None and self._first is not None:
                 raise  # ours, which can be made anew
@@ -323,6 +325,20 @@ def processes(
         executor.shutdown(wait=True, cancel_futures=True)
 
     return made, ended
+
+
+def submitted(executor: Executor, work: Callable[..., Found], *given: object) -> Future[Found]:
+    """Work given to an executor of ours, whose processes begin :func:`deaf`.
+
+    Raises:
+        BrokenExecutor: a process ended, or another one cannot begin. Python closes the pipes of processes as one ends,
+            without a lock: under another that begins, whose list of descriptors is wrong then.
+    """
+    try:
+        with deaf():
+            return executor.submit(work, *given)
+    except (OSError, ValueError) as error:
+        raise BrokenProcessPool(f"no process begins: {error}") from error
 
 
 def _gone(executor: Executor | None) -> bool:
