@@ -137,6 +137,7 @@ def test_explained_plans_are_as_full_as_what_they_may_use() -> None:
     found = search_plan(Request.of(chain(4), cluster=quick, reserve_bytes=500, **how), explain=True)
     assert found.explanation is not None
     assert {each.memory_bytes for each in found.explanation.alternatives} == {1500}
+    assert {each.memory_bytes for each in found.plan.provenance.alternatives} == {1500}
 
 
 def test_ten_plans_are_explained_where_a_schedule_is_asked_for_too() -> None:

@@ -143,7 +143,8 @@ class AlternativeFigures(FileModel):
 
     ``work_ns`` is what a device computes on average, ``uneven_ns`` what the busiest has more, ``waiting_ns`` what that
     one waits for messages and in bubbles, ``ending_ns`` what follows the last action; they add up to ``iteration_ns``.
-    Bytes are those of the device with least left, and of its memory (null: no limit).
+    Bytes are those of the device with least left, and of what plans may use of its memory (null: no
+    limit).
     """
 
     what: Text

@@ -227,15 +227,13 @@ def tied_with(search: PlanSearch, best: Trial) -> EqualPlan | None:
     if choice is None or schedule is None:
         return None
     peak, limit = schedule.fullest
-    reserve = max(device.reserve_bytes for device in schedule.workload.devices)
     flags = f"--pp {choice.positions} --dp {choice.replicas}"
     flags += "".join(f" --{name} {size}" for name, size in (("tp", choice.shards), ("cp", choice.context)) if size > 1)
     flags += f" --vp {choice.chunks}" if choice.chunks is not None else ""
     flags += f" --zero {choice.zero.level}" if choice.zero.level else ""
     longer = schedule.iteration_ns / value - 1
-    return EqualPlan(
-        flags, longer, len(simplest.candidate.placement.stages), None if limit is None else limit - reserve - peak
-    )
+    left = None if limit is None else limit - peak
+    return EqualPlan(flags, longer, len(simplest.candidate.placement.stages), left)
 
 
 def explained(search: PlanSearch) -> Explanation:
@@ -351,7 +349,7 @@ def _alternative(trial: Trial) -> Alternative:
         ending_ns=max(0, schedule.iteration_ns - makespan),
         recomputed=sum(stage.recomputes for stage in workload.stages),
         peak_bytes=peak,
-        memory_bytes=None if limit is None else limit - max(device.reserve_bytes for device in workload.devices),
+        memory_bytes=limit,
     )
 
 
