@@ -16,7 +16,8 @@ that give stages devices of their own.
 With ``--processor`` seconds are those of the process's own work, so that a busy machine is as good as a quiet one.
 
 A cell whose bound is above the best that is known is counted and not simulated, but for one in fifty: those show that
-bounds hold. What is done is kept in FOLDER cell by cell, and not done again.
+bounds hold. With ``--cells N`` no more than N others are simulated, and of those above a quarter of N, or as many as
+``--above`` says (0: one in fifty). What is done is kept in FOLDER cell by cell, and not done again.
 """
 
 from __future__ import annotations
@@ -181,8 +182,16 @@ PUBLISHED = (
 class State:
     """Files of one folder: inputs, and what was found of each case."""
 
-    def __init__(self, folder: Path, limit: float, clock: Callable[[], float] = time.monotonic, cells: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limit: float,
+        clock: Callable[[], float] = time.monotonic,
+        cells: int = 0,
+        above: int | None = None,
+    ) -> None:
         self.folder, self.limit, self.clock, self.cells = folder, limit, clock, cells
+        self.above = cells // 4 if above is None else above
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -340,7 +349,7 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     best = min([*(line["ns"] for line in lines if line["ns"]), *([best_ns] if best_ns else [])], default=None)
     bounded, able, opened, wrong, left = 0, 0, 0, list[str](), list[float]()
     above_all = sum(_above(each, best) and _is_short(each) for each in named)
-    every = max(SAMPLED, above_all // (state.cells // 4)) if state.cells else SAMPLED
+    every = max(SAMPLED, above_all // state.above) if state.above else SAMPLED
     with path.open("a") as cells:
         for number, each in enumerate(named):
             above = _above(each, best)
@@ -654,6 +663,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--processor", action="store_true", help="measure the process's own seconds, not the wall's")
     parser.add_argument("--cells", type=int, default=0, help="look at no more than so many cells of a grid")
+    parser.add_argument("--above", type=int, help="of those above the best, 0: one in fifty; a quarter of --cells")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--frontier", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--off", default="", help=argparse.SUPPRESS)
@@ -666,7 +676,8 @@ def main() -> None:
         return
     if options.state is None:
         parser.error("--state FOLDER is needed")
-    state = State(options.state, options.limit, WorkClock() if options.processor else time.monotonic, options.cells)
+    clock = WorkClock() if options.processor else time.monotonic
+    state = State(options.state, options.limit, clock, options.cells, options.above)
     if options.child:
         off = [name for name in options.off.split(";") if name]
         case = next(case for case in CASES if case.stem == options.child)

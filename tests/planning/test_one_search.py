@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pipeplan.checker import check
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import InfeasibleError
 from pipeplan.examples import model, shape
 from pipeplan.files import Block, Profile
@@ -120,6 +121,17 @@ def test_one_stage_of_a_frontier_runs_what_is_profiled() -> None:
     """Six samples at once on a device are none of the four that there are rows for at most, and would be shorter."""
     how: dict[str, Any] = {"recompute": False, "time_limit": 0.1, "deterministic": True}
     compare(Request(drawn(random.Random(1), 1), 3, Batch(1, 6), device_counts=(3,), **how))
+
+
+@pytest.mark.slow
+def test_a_model_has_a_plan_on_devices_of_little_memory() -> None:
+    """GPT-2 345M on 16 of which six together have just room for its state."""
+    profile = model("gpt2-345m", device="v100-16gb", shards=(1, 2, 4))
+    how: dict[str, Any] = {"memory_bytes": 10**9, "mini_batch": 16, "time_limit": 0.05, "deterministic": True}
+    cluster = named_cluster("graphpipe", 16)
+    plan = search_plan(Request.of(profile, cluster=cluster, **how)).plan
+    assert check(plan, profile).valid
+    assert max(memory.peak_bytes for memory in plan.predicted.memory) <= 10**9
 
 
 def test_the_profile_s_own_placement_is_one_of_all() -> None:
