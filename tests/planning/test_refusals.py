@@ -16,9 +16,11 @@ from click.testing import CliRunner
 
 from builders.chains import chain_profile
 from builders.clusters import cluster_of
+from integration.test_sharded_state import profile_of
+from pipeplan.checker import check
 from pipeplan.cli.main import cli
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import CostRow, Profile, read_profile, write_file
+from pipeplan.files import Cluster, CostRow, Profile, read_profile, write_file
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
@@ -27,6 +29,7 @@ from pipeplan.partition.piper import piper
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
 from pipeplan.time_limit import Limit
 from pipeplan.units import parse_bytes
 from pipeplan.workload.elements import MAX_DEVICES
@@ -129,6 +132,11 @@ REFUSALS = [
     ("--devices 2 --memory 1.5GB --placement one-to-one --recompute none --microbatch-size 2", "give --recompute auto"),
 ]
 SPLIT_REFUSALS = [
+    ("--devices 4 --memory 320MB --tp 1 --cp 1 --pp 2", ["give --tp auto --cp auto and leave --pp out"]),
+    (
+        "--devices 2 --memory 350MB --tp 1 --cp 1 --pp 1",
+        ["raise --devices to 4 and give --tp auto --cp auto and leave --pp out"],
+    ),
     ("--devices 4 --memory 450MB --tp 1 --cp 1", ["give --tp auto"]),
     ("--devices 4 --memory 750MB --tp 1 --cp 1 --replicas 4", ["leave --replicas out"]),
     ("--devices 4 --memory 700MB --tp 1 --cp 2 --pp 1", ["give --tp auto", "give --cp auto", "leave --pp out"]),
@@ -146,8 +154,9 @@ def advised(text: str) -> Iterator[list[str]]:
             for flag, values in _ADVICE.findall(change)
             if flag != "--shards"  # of another profile
         ]
-        yield from ([word for each in together for word in each] for together in zip_longest(*found, fillvalue=[]))
-        yield from (["-", flag] for flag in re.findall("leave (--[a-z-]+) out", change))
+        left_out = [word for flag in re.findall("leave (--[a-z-]+) out", change) for word in ("-", flag)]
+        given = [[word for each in together for word in each] for together in zip_longest(*found, fillvalue=[])]
+        yield from ([*left_out, *each] for each in given or [[]] * bool(left_out))
 
 
 def refused(verb: str, path: str, *arguments: str) -> BaseException | None:
@@ -163,9 +172,9 @@ def require_advice_to_do(verb: str, path: str, asked: Sequence[str], says: Seque
     changes = list(advised(str(error)))
     assert changes, str(error)
     for change in changes:
-        left_out = change[1] if change[0] == "-" else None
-        kept = [word for before, word in pairwise(["", *asked]) if left_out not in (before, word)]
-        found = refused(verb, path, *kept, *(() if left_out else change))
+        left_out = [flag for mark, flag in pairwise(change) if mark == "-"]
+        kept = [word for before, word in pairwise(["", *asked]) if not {before, word} & {*left_out}]
+        found = refused(verb, path, *kept, *change[2 * len(left_out) :])
         assert found is None, f"{change}: {found}"
 
 
@@ -216,6 +225,34 @@ def test_a_clusters_limit_is_refused_as_one_that_is_given(profile_path: str) -> 
     assert "needs 2.51GB, 1.51GB too much" in str(wanted)
     assert "; that was found, and that less would not is not proved; raise" in str(wanted)
     assert str(found) == str(wanted)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_as_many_devices_as_are_advised_do_and_half_do_not(devices: int) -> None:
+    """On nodes of four there are as many as fill them."""
+    how: dict[str, Any] = {"mini_batch": 8, "memory_bytes": 210 * 10**6, "scheduler": "1f1b"}
+    how |= {"time_limit": 0.1, "deterministic": True}
+
+    def asked(count: int) -> Request:
+        levels = [("node", 4, "1us", "100GB"), ("net", 32, "2us", "50GB")]
+        cluster = None if devices == 2 else Cluster.of("c", count, levels=levels)
+        return Request.of(split_chain(2), devices=None if cluster else count, cluster=cluster, **how)
+
+    with pytest.raises(InfeasibleError) as told:
+        search_plan(asked(devices))
+    assert told.value.would_do[0]["num_devices"] == 8
+    assert check(search_plan(asked(8)).plan).valid
+    with pytest.raises(InfeasibleError):
+        search_plan(asked(4))
+
+
+def test_copies_that_must_divide_all_they_keep_are_advised() -> None:
+    """One stage, which no split makes smaller: of more devices each keeps less by level 3 alone."""
+    how: dict[str, Any] = {"mini_batch": 8, "memory_bytes": 80_000, "time_limit": 0.1, "deterministic": True}
+    chain = profile_of([1000] * 12)  # of 18 bytes a parameter
+    with pytest.raises(InfeasibleError, match=r"ZeRO 3 pp 1.*raise --devices to 4 \(tp 1 dp 4 ZeRO 3 pp 1"):
+        search_plan(Request.of(chain, devices=2, positions=1, **how))
+    assert {stage.zero for stage in search_plan(Request.of(chain, devices=4, positions=1, **how)).plan.stages} == {3}
 
 
 FIXED = "--devices 2 --placement one-to-one --microbatch-size 2 --microbatches 4"

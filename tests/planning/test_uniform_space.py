@@ -733,7 +733,8 @@ def test_what_devices_cannot_keep_together_is_refused_at_once() -> None:
     fixed = replace(request, shards=1, positions=2, replicas=1)
     with pytest.raises(InfeasibleError, match=r"2 devices of .* would do; that was found") as told:
         search_plan(fixed)
-    assert [each["num_devices"] for each in told.value.would_do] == [2]
+    assert [each["num_devices"] for each in told.value.would_do] == [2, 8]
+    assert str(told.value.would_do[1]["what"]).startswith("raise --devices to 8 and give --recompute auto --tp auto ")
 
 
 def test_positions_are_as_fast_as_their_slowest_devices() -> None:

@@ -367,9 +367,12 @@ def likely_choices(request: Request) -> list[BoundedChoice]:
     Shorter ones leave devices idle, and are most of the table: of Mixtral on 512 devices it has 715,000 choices, which
     take half a minute, and 45,000 of these.
     """
-    if not is_large(request) or not has_table(request):
-        return uniform_choices(request)
-    return _uniform_of(_SameRequest(request.levelled), _Length.EACH_LONGEST)
+    return longest_choices(request) if is_large(request) else uniform_choices(request)
+
+
+def longest_choices(request: Request) -> list[BoundedChoice]:
+    """The same; of any request only pipelines as long as there are devices and blocks for. None without a table."""
+    return _uniform_of(_SameRequest(request.levelled), _Length.EACH_LONGEST) if has_table(request) else []
 
 
 def uniform_layouts(request: Request) -> Iterator[BoundedChoice]:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
-from pipeplan.costs.stages import shared_in
-from pipeplan.costs.zero import AUTO, GATHERED
+from pipeplan.costs.zero import AUTO
 from pipeplan.errors import (
     InfeasibleError,
     NotApplicableError,
@@ -21,15 +21,18 @@ from pipeplan.errors import (
 from pipeplan.files import Placement
 from pipeplan.partition.chain.rebalance import least_short
 from pipeplan.planning.alternatives import choice_words, layout_words
+from pipeplan.planning.bounds import least_state_bytes
 from pipeplan.planning.candidates import (
     CandidateOrError,
     PlacementCandidate,
     StageGraphs,
     grid,
+    has_table,
     is_large,
+    likely_choices,
+    longest_choices,
     open_splits,
     placed,
-    uniform_choices,
 )
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
@@ -51,6 +54,7 @@ from pipeplan.search_constants import (
 from pipeplan.texts import counted
 from pipeplan.time_limit import TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, rounded_up
+from pipeplan.workload.elements import MAX_DEVICES
 from pipeplan.workload.memory import peak_memory
 
 
@@ -62,7 +66,8 @@ class ExplainShortage(PlanStep):
     scheduled in as much, and then so many times as much (``above``), until they fit. A search without a plan keeps a
     part ``kept`` of its time for that, at most ``seconds``. Memory is looked for until the process has worked for a
     part ``working`` of the limit, at most ``most_working`` seconds, as there would be nothing else to say; on a busy
-    machine the clock ends it ``seconds`` after its share. One schedule of a scheduler that was asked for and is not
+    machine the clock ends it ``seconds`` after its share. Devices are looked for likewise, node by node where there are
+    nodes, from the fewest that have room for a model's state. One schedule of a scheduler that was asked for and is not
     among those that are known at once may take ``seconds_per_schedule``.
     """
 
@@ -135,8 +140,8 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
     if limit is None:
         return error
     # with its limit, since without one nothing would recompute
-    asked = replace(request.within(limit).unlinked, time_limit=max(1.0, seconds / 4))
-    least = _Least(asked, limit, step, request.time_limit)
+    asked = replace(_weighing_levels(request.within(limit).unlinked), time_limit=max(1.0, seconds / 4))
+    least = _Least(asked, limit, step, request.time_limit, request.unit if request.knows_links else None)
     least.find(seconds)
     if least.memory is None and least.about is not None:
         needs, what = rounded_up(int(least.about.least_bytes)), choice_words(least.about.choice)
@@ -145,14 +150,28 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
             "memory_bytes": needs,
             "what": f"{what}, by closed form, not tried",
         }
+        others = ", or ".join(["", *_other_remedies(least)])
         return InfeasibleError(
             f"{error}; by closed form {what} needs about {format_bytes(needs)} with all recomputed that may be, the "
-            "least of all layouts alike in all stages: there was no time to try it",
-            would_do=[untried],
+            f"least of all layouts alike in all stages: there was no time to try it{others}",
+            would_do=[*_with_devices(limit, least), untried],
         )
     if least.memory is None or least.enough <= rounded_up(limit):
         return error
     return InfeasibleError(_text(request, limit, least), least.enough, tuple(_remedies(request, limit, least)))
+
+
+def _weighing_levels(request: Request) -> Request:
+    """The same with every level by which replicas may divide what they keep, where that is open: as one table of
+    layouts, or as several requests."""
+    if request.zero not in (None, AUTO):
+        return request
+    if has_table(request):
+        return replace(request, zero=None, any_level=True)
+    placement = request.placement
+    given = [stage.copies for stage in placement.stages] if isinstance(placement, Placement) else None
+    may_divide = max(given) > 1 if given else request.num_devices > 1 and request.replicas != 1
+    return request.with_any_level() if may_divide else request
 
 
 _FitOf = Callable[[Request], _Fit | None]
@@ -164,8 +183,10 @@ class _Least:
     Strategies for chains come first, which are quick to ask; then stages as a graph, with less than those need.
     """
 
-    def __init__(self, request: Request, limit: int, step: ExplainShortage, whole_limit: float) -> None:
-        self._request, self._limit, self._step = request, limit, step
+    def __init__(
+        self, request: Request, limit: int, step: ExplainShortage, whole_limit: float, node: int | None = None
+    ) -> None:
+        self._request, self._limit, self._step, self._node, self._unit = request, limit, step, node, node or 1
         self._working = min(step.most_working, step.working * whole_limit)
         self._time = Budget(deterministic=request.deterministic)
         self.memory: _Fit | None = None
@@ -173,11 +194,12 @@ class _Least:
         self.about: BoundedChoice | None = None
         self.devices: int | None = None
         self.on_devices: _Fit | None = None
-        self.others: list[str] = []
+        self.about_devices: tuple[int, BoundedChoice] | None = None
+        self.others: dict[str, int] = {}
         self.in_time = True
 
     def find(self, seconds: float) -> None:
-        """Find both, each in half of the time."""
+        """Find both, and other changes, each in a part of the time."""
         whole = Budget(seconds, self._request.seed, self._request.deterministic)
         parts = [self._find_memory]
         if not _is_number_given(self._request):
@@ -185,7 +207,7 @@ class _Least:
         parts.append(self._find_others)
         for number, part in enumerate(parts, 1):
             with whole.share(number * seconds / len(parts) - whole.used) as self._time:
-                if part == self._find_memory:
+                if part != self._find_others:
                     self._time.wait(0.0, self._working, self._step.seconds)
                 try:
                     with self._time.enforced():
@@ -202,7 +224,7 @@ class _Least:
             raise TimeUpError(self._time)
 
     def _find_memory(self) -> None:
-        for point in _points(self._request):
+        for point in self._points(self._request):
             fit = partial(self._point, point)
             if isinstance(point, BoundedChoice):
                 self.about = self.about or point
@@ -229,11 +251,26 @@ class _Least:
             self._lower_devices(fit)
 
     def _find_others(self) -> None:
-        """Changes each of which by itself makes something fit into the memory there is."""
-        for remedy, request in _changed(self._request):
-            within = request.within(self._limit)
-            if remedy not in self.others and any(fit(within) is not None for fit in (self._chain, self._graph)):
-                self.others.append(remedy)
+        """Changes each of which by itself makes something fit into the memory there is; or all of them together, and
+        more devices with these where nothing else would do."""
+        changes = list(_changed(self._request))
+        if self._fewest <= self._request.num_devices:
+            together = [_all_changed(self._request)] if len(changes) > 1 else []
+            for remedy, request in (*changes, *together):
+                within = request.within(self._limit)
+                if (remedy, request) in together and self.others:
+                    return
+                if any(fit(within) is not None for fit in (self._chain, self._graph)):
+                    self.others[remedy] = request.num_devices
+        if changes and not self.others and self.on_devices is None:
+            remedy, request = _all_changed(self._request)
+            if not _is_number_given(request):
+                other = _Least(request, self._limit, self._step, 0.0, self._node)
+                other._time = self._time
+                other._find_devices()
+                if other.devices is not None and other.on_devices is not None:
+                    what = f"raise --devices to {other.devices} and {remedy} ({other.on_devices.what})"
+                    self.others[what] = other.devices
 
     def _lower(self, fit: _FitOf) -> None:
         """The least memory with which something fits, if that is less than what is known."""
@@ -264,21 +301,38 @@ class _Least:
         return True
 
     def _lower_devices(self, fit: _FitOf) -> None:
-        """Doubling until a number does, then halving the distance."""
-        low = self._request.num_devices
+        """The fewest that may do, and then doubling until a number does; then halving the distance."""
+        low = self._refuted
         # enough, if any number is: every block alone, split as far as it can be, its samples on as many replicas
         samples = max(self._request.sizes or [self._request.batch.microbatch_size])
-        width = max((each.width for each in open_splits(self._request)), default=1)
-        most = max(len(self._request.profile.blocks) * samples * width, low)
+        splits = open_splits(replace(self._request, num_devices=self._node or MAX_DEVICES))
+        width = max((each.width for each in splits), default=1)
+        most = min(MAX_DEVICES, max(len(self._request.profile.blocks) * samples * width, low))
+        unit = self._unit
         if self.devices is None:
-            while low < most and not self._fewer_devices(fit, min(2 * low, most)):
-                low = min(2 * low, most)
-        elif not self._fewer_devices(fit, self.devices - 1):
+            counts, count = [low + unit], self._request.num_devices
+            while (count := min(2 * count, most)) < most:
+                counts += [count] * (count > counts[0])
+            for count in (*counts, most):  # samples divide among twice as many more often than among one node more
+                if count <= most and self._fewer_devices(fit, count):
+                    break
+                low = max(low, count)
+        elif self.devices - unit <= low or not self._fewer_devices(fit, self.devices - unit):
             return
-        while self.devices is not None and self.devices - low > 1:
-            middle = (low + self.devices) // 2
+        while self.devices is not None and self.devices - low > unit:
+            middle = low + (self.devices - low) // (2 * unit) * unit
             if not self._fewer_devices(fit, middle):
                 low = middle
+
+    @property
+    def _refuted(self) -> int:
+        """So many devices, whole nodes of them, and fewer are not enough."""
+        return max(self._request.num_devices, (self._fewest - 1) // self._unit * self._unit)
+
+    @property
+    def _fewest(self) -> int:
+        """Fewer devices have no room for the state."""
+        return -(-least_state_bytes(self._request) // self._limit)
 
     def _fewer_devices(self, fit: _FitOf, count: int) -> bool:
         self._go_on()
@@ -289,17 +343,39 @@ class _Least:
         return True
 
     def _chain(self, request: Request) -> _Fit | None:
-        limit = request.least_memory or math.inf
-        able = (
-            point for point in _points(request) if not isinstance(point, BoundedChoice) or point.least_bytes <= limit
-        )
+        limit, more = request.least_memory or math.inf, request.num_devices > self._request.num_devices
+        able = [
+            point
+            for point in self._points(request, longest=more)
+            if not isinstance(point, BoundedChoice) or point.least_bytes <= limit
+        ]
+        if more and able and isinstance(able[0], BoundedChoice):
+            self.about_devices = request.num_devices, able[0]
         return self._first_fit(request, (_placed(request, point) for point in able))
 
     def _graph(self, request: Request) -> _Fit | None:
         """Not of large requests, where one graph takes all the time, and the table has what needs least."""
         if is_large(request):
             return None
-        return self._first_fit(request, (propose() for propose in StageGraphs().candidates(request)))
+        every = chain.from_iterable(map(StageGraphs().candidates, request.levels))
+        return self._first_fit(request, (propose() for propose in every))
+
+    def _points(self, request: Request, *, longest: bool = False) -> list[_Point]:
+        """What there is without stages as a graph, to be placed so that little memory does: what should need least
+        first.
+
+        There may not be time for all, and what needs more than is known to do is refuted by one question. Only the
+        ``longest`` pipelines of a table are fewer, and what fits into devices mostly fits in one of them. The devices
+        of a node split blocks and sequences, or as many as are asked for.
+        """
+        choices, widest = longest_choices if longest else likely_choices, self._node or request.num_devices
+        widest = max(widest, (request.shards or 1) * (request.context or 1))
+        uniform = [each for each in choices(request.within(MAX_BYTES)) if each.choice.width <= widest]
+        if uniform:
+            return [*sorted(uniform, key=lambda each: (each.least_bytes, each.usual_ns))]
+        points = [point for each in request.levels for point in grid(each) if not isinstance(point, UsageError)]
+        points.sort(key=lambda point: (not point.recompute, point.batch.microbatch_size))
+        return [*points]
 
     def _point(self, point: _Point, request: Request) -> _Fit | None:
         return self._first_fit(request, [_placed(request, point)])
@@ -341,7 +417,9 @@ def _is_number_given(request: Request) -> bool:
 _OPENED = {
     "shards": "give --tp auto",
     "context": "give --cp auto",
+    "expert": "give --ep auto",
     "positions": "leave --pp out",
+    "chunks": "leave --vp out",
     "replicas": "leave --replicas out",
 }
 """Sizes that may be open, and what opens each."""
@@ -349,11 +427,12 @@ _OPENED = {
 
 def _changed(request: Request) -> Iterator[tuple[str, Request]]:
     """Requests that may need less memory, by what makes them; only what was fixed is changed."""
-    if request.recompute is False:
+    if request.recompute not in (None, True):
         yield "give --recompute auto", replace(request, recompute=None)
-    if request.zero not in (None, AUTO) and request.replicas != 1 and request.num_devices > 1:
-        for level in range(request.zero + 1, 1 + (1 if shared_in(request.profile) else GATHERED)):
-            yield "give --zero auto", replace(request, zero=AUTO, auto_level=level)
+    if request.zero not in (None, AUTO):
+        open_zero = _weighing_levels(replace(request, zero=None, zero_group=None))
+        if open_zero.any_level:
+            yield "give --zero auto", open_zero
     if isinstance(request.placement, str):
         for name, remedy in _OPENED.items():
             if getattr(request, name) is not None:
@@ -367,26 +446,25 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
             yield f"give --microbatch-size {smallest}", replace(request, batch=batch)
 
 
+def _all_changed(request: Request) -> tuple[str, Request]:
+    """All of these changes together."""
+    remedies = []
+    while (change := next(_changed(request), None)) is not None:
+        remedy, request = change
+        remedies.append(remedy)
+    given = [remedy.removeprefix("give ") for remedy in remedies if remedy.startswith("give ")]
+    others = [remedy for remedy in remedies if not remedy.startswith("give ")]
+    return " and ".join([*(["give " + " ".join(given)] if given else []), *others]), request
+
+
 _Point = BoundedChoice | Choice | PlacementCandidate
 
 
-def _points(request: Request) -> list[_Point]:
-    """What there is without stages as a graph, to be placed so that little memory does: what should need least first.
-
-    There may not be time for all, and what needs more than is known to do is refuted by one question.
-    """
-    uniform = sorted(uniform_choices(request.within(MAX_BYTES)), key=lambda each: (each.least_bytes, each.usual_ns))
-    if uniform:
-        return [*uniform]
-    points = [point for point in grid(request) if not isinstance(point, UsageError)]
-    points.sort(key=lambda point: (not point.recompute, point.batch.microbatch_size))
-    return [*points]
-
-
 def _placed(request: Request, point: _Point) -> CandidateOrError:
-    """A point cut so that little memory does: where blocks are recomputed as they must be that is part of its cut."""
-    if isinstance(point, BoundedChoice):
-        return placed(request, point.choice, None if point.choice.levels else least_short)
+    """A point cut so that little memory does: where it is open what blocks recompute, all do."""
+    point = point.choice if isinstance(point, BoundedChoice) else point
+    if isinstance(point, Choice) and point.levels:
+        point = replace(point, recompute=True, levels=())
     return placed(request, point, least_short)
 
 
@@ -403,12 +481,11 @@ def _text(request: Request, limit: int, least: _Least) -> str:
     assert least.memory is not None
     count, memory = request.num_devices, format_bytes(least.enough)
     enough, remedies = f"{count} devices of {memory} would do", [f"raise --memory to {memory} ({least.memory.what})"]
+    remedies += _other_remedies(least)
     if least.on_devices is not None:
         enough = f"{least.devices} devices of this size would do, or {count} of {memory}"
-        remedies.append(f"raise --devices to {least.devices} ({least.on_devices.what})")
     elif least.in_time and not _is_number_given(request):
-        enough += f", and with {format_bytes(limit)} each no number of devices was found that does"
-    remedies += least.others
+        enough += f", and with {format_bytes(limit)} each, all else as asked, no number of devices was found that does"
     return (
         f"no plan was found for {count} devices of {format_bytes(limit)}: in the one found that needs least, "
         f"{least.memory.place} needs {memory}, {format_bytes(least.enough - limit)} too much; {enough}; "
@@ -416,14 +493,29 @@ def _text(request: Request, limit: int, least: _Least) -> str:
     )
 
 
-def _remedies(request: Request, limit: int, least: _Least) -> Iterator[dict[str, int | str]]:
-    """The same as figures: devices, bytes that a plan may use of each, and the layout that was found to fit."""
+def _other_remedies(least: _Least) -> Iterator[str]:
+    """What to do but to raise memory: more devices, or other changes."""
+    if least.on_devices is not None:
+        yield f"raise --devices to {least.devices} ({least.on_devices.what})"
+    elif least.about_devices is not None:
+        count, choice = least.about_devices
+        yield f"raise --devices to {count} ({choice_words(choice.choice)} by closed form, which was not tried)"
+    yield from least.others
+
+
+def _with_devices(limit: int, least: _Least) -> Iterator[dict[str, int | str]]:
+    """On how many devices something was found to fit, as figures."""
     if least.devices is not None and least.on_devices is not None:
         yield {"num_devices": least.devices, "memory_bytes": limit, "what": least.on_devices.what}
+
+
+def _remedies(request: Request, limit: int, least: _Least) -> Iterator[dict[str, int | str]]:
+    """The same as figures: devices, bytes that a plan may use of each, and the layout that was found to fit."""
+    yield from _with_devices(limit, least)
     if least.memory is not None:
         yield {"num_devices": request.num_devices, "memory_bytes": least.enough, "what": least.memory.what}
-    for other in least.others:
-        yield {"num_devices": request.num_devices, "memory_bytes": limit, "what": other}
+    for other, count in least.others.items():
+        yield {"num_devices": count, "memory_bytes": limit, "what": other}
 
 
 def unproved(*, in_time: bool) -> str:
