@@ -11,7 +11,7 @@ import pytest
 
 import pipeplan as face
 from builders.requests import request_of
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning import comparison
@@ -280,6 +280,30 @@ def test_after_an_interruption_only_the_first_placement_is_timed(monkeypatch: py
     assert {absent.why for absent in found.missing if absent.placement == "v-shape"} == {
         "there was not enough time; raise --time-limit"
     }
+
+
+@pytest.mark.parametrize("why", [SearchTimeoutError, InfeasibleError])
+def test_after_the_limit_one_placement_is_waited_for(why: type[PipeplanError], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each search of a large request works for seconds until it has a first plan, however late it is."""
+    now, asked_of = [0.0], list[object]()
+
+    def late(asked: Request, **how: Any) -> Result:
+        asked_of.append(asked.placement)
+        now[0] += 5.0
+        if len(asked_of) > 1:
+            return search_plan(replace(asked, **QUICK))
+        raise why("the first is over after the limit")
+
+    monkeypatch.setattr(comparison, "search_plan", late)
+    limit, request = Limit(2.0, clock=lambda: now[0]), Request(chain(8), 4, Batch(8, 1), time_limit=2.0)
+    if why is SearchTimeoutError:
+        with pytest.raises(SearchTimeoutError, match="the first is over"):
+            compare_on(("one-to-one", "v-shape", "circular"), request, within=limit)
+        assert asked_of == ["one-to-one"]
+    else:  # it may do so with more memory
+        found = compare_on(("one-to-one", "v-shape", "circular"), request, within=limit)
+        assert {row.placement for row in found.rows} == {"one-to-one"}
+        assert asked_of == ["one-to-one"] * 2
 
 
 def test_a_search_leaves_time_for_every_schedule_that_applies(monkeypatch: pytest.MonkeyPatch) -> None:

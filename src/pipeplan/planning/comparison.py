@@ -268,7 +268,7 @@ def compare_on(
     with rows.limit.hearing_interrupts():
         for index, wanted in enumerate(placements):
             name = wanted if isinstance(wanted, str) else wanted.strategy
-            if rows.limit.interrupted or (rows.some and rows.limit.over):
+            if rows.limit.interrupted or (rows.waited and rows.limit.over):
                 rows.add_failure(name, SearchTimeoutError(_NO_TIME))
                 continue
             chunked = isinstance(wanted, str) and wanted != "auto" and STRATEGIES[wanted].chunked
@@ -285,7 +285,7 @@ def compare_on(
                 rows.add_failure(name, error)
         for index, name in enumerate(planners, len(placements)):
             try:
-                if rows.limit.interrupted or (rows.some and rows.limit.over):
+                if rows.limit.interrupted or (rows.waited and rows.limit.over):
                     raise SearchTimeoutError(_NO_TIME)
                 rows.add_planner(replace(request, planner=name, time_limit=rows.seconds_for(shares, index)))
             except KeyboardInterrupt:
@@ -335,9 +335,9 @@ class _RowsSoFar:
         """What timing has taken, of all that is no row of ours."""
 
     @property
-    def some(self) -> bool:
-        """Whether there is a row."""
-        return bool(self._rows)
+    def waited(self) -> bool:
+        """Whether there is a row, or one was waited for in vain: after the limit no other is waited for."""
+        return bool(self._rows) or any(isinstance(why, SearchTimeoutError) for why in self._failures)
 
     def seconds_for(self, shares: Sequence[int], index: int) -> float:
         """Time for one of the placements: its share of what is left, or of all where no clock counts."""
