@@ -269,10 +269,10 @@ OTHERS = [
         for mode in ("min-time", "min-devices", "profile")
     ),
     *(
-        ("frontier", f"--plans --devices 1,2 --memory 1GB --time-limit 2s --mode {mode}", ["raise --memory to "])
+        ("frontier", f"--plans --devices 1,2 --memory 1GB --time-limit 8s --mode {mode}", ["raise --memory to "])
         for mode in ("all", "min-time", "min-devices", "profile")
     ),
-    ("frontier", "--plans --devices 2 --memory 1GB --time-limit 2s", ["give --devices 4 --mini-batch "]),
+    ("frontier", "--plans --devices 2 --memory 1GB --time-limit 8s", ["give --devices 4 --mini-batch "]),
 ]
 
 
