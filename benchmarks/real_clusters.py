@@ -422,7 +422,7 @@ def _simulated(request: Request, each: BoundedChoice) -> tuple[int | None, str]:
     candidate = placed(asked, each.choice)
     if not isinstance(candidate, PlacementCandidate):
         return None, str(candidate)[:120]
-    names = [name for name in (usual.name, usual.beside) if name is not None]
+    names = [usual.name, *usual.beside]
     try:
         trial = Trial.of(asked, on_cluster(asked, candidate) or candidate)
         for way in trial.ways:

@@ -96,11 +96,12 @@ def two_levels(count: int, node: int) -> Cluster:
     return Cluster(name="two", source=Source(method="estimated"), devices=kinds, levels=(inner, outer))
 
 
-def plans_of(seed: int, monkeypatch: pytest.MonkeyPatch) -> Pair:
-    """A random case, in one random order of its actions."""
+def plans_of(seed: int, monkeypatch: pytest.MonkeyPatch, idle: int = 0) -> Pair:
+    """A random case, in one random order of its actions, and so many devices more that run nothing."""
     draw = Random(seed)
     profile = alike_profile(draw, tied=seed % 3 == 0)
     placement = alike_placement(draw, same=seed % 2 == 0)
+    placement = placement.model_copy(update={"num_devices": placement.num_devices + idle})
     node = draw.choice([2, 4, placement.num_devices])
     cluster = two_levels(placement.num_devices, node)
     monkeypatch.setattr(stages, "FOLD_FROM", 0)

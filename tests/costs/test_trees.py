@@ -13,6 +13,7 @@ import pytest
 from pipeplan.costs.clusters import in_tree, named_cluster
 from pipeplan.costs.communication import (
     Exchange,
+    GroupPrices,
     LinkPath,
     all_reduce_time,
     prices_in,
@@ -20,7 +21,7 @@ from pipeplan.costs.communication import (
     time_of_groups,
     transfer_time,
 )
-from pipeplan.costs.spread import TREES_LEAVE
+from pipeplan.costs.spread import TREES_LEAVE, GroupSpread
 from pipeplan.costs.trees import MessageCrowds
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Source
@@ -323,3 +324,26 @@ def test_trees_of_the_catalog() -> None:
             in_tree(nodes, racks, ratios)
     with pytest.raises(UsageError, match="has 1 levels of links, and racks need two"):
         in_tree(named_cluster("cluster-h100", 8), [2])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_that_stand_alike_are_priced_once_and_as_each_alone(seed: int) -> None:
+    """Whatever place of the outermost level they begin in; which :func:`price_of_groups` remembers."""
+    draw = Random(seed)
+    cluster = (tree((4, 400, None), (16, 50, 2.0), (64, 50, 4.0), rails=1), tree((4, 400, None), (64, 50, None)))[
+        seed % 2
+    ]
+    unit = cluster.levels[-2].group_size
+    for _ in range(6):
+        size = draw.choice([2, 4, 8])
+        own = draw.sample(range(unit), k=min(unit, 2 * size))
+        own = own if len(own) == 2 * size else [*range(2 * size)]
+        groups = [own[:size], own[size:]]
+        for operation, places in product(("all_reduce", "all_gather", "all_to_all"), (0, 1, 3)):
+            there = [[device + places * unit for device in group] for group in groups]
+            if max(map(max, there)) >= cluster.num_devices:
+                continue
+            spread = GroupSpread.of(cluster, there)
+            assert spread is not None
+            exchange = Exchange(operation, 10**6)
+            assert time_of_groups(cluster, exchange, there) == GroupPrices(cluster, spread)(exchange)

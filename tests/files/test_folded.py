@@ -27,9 +27,9 @@ from pipeplan.workload.workload import Workload
 _CASES = range(10)
 
 
-@pytest.mark.parametrize("seed", _CASES)
-def test_a_folded_plan_is_its_unfolded_form(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    folded, devices, profile, cluster = plans_of(seed, monkeypatch)
+@pytest.mark.parametrize(("seed", "idle"), [*((seed, 0) for seed in _CASES), (0, 16), (1, 16), (2, 32), (3, 16)])
+def test_a_folded_plan_is_its_unfolded_form(seed: int, idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded, devices, profile, cluster = plans_of(seed, monkeypatch, idle)
     assert len(folded.devices) < len(devices.devices) == folded.num_devices
     assert unfolded(folded) == devices
     assert folded_plan(devices) == folded
@@ -79,6 +79,23 @@ def test_other_tools_are_told_the_same(target: str, monkeypatch: pytest.MonkeyPa
 
 def _program(plan: Plan, device: int) -> int:
     return next(number for number, own in enumerate(plan.players) if own.place(device) is not None)
+
+
+def test_devices_are_left_as_they_are_where_too_few_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as play each other program, or none of them is folded."""
+    profile = alike_profile(Random(5), tied=False)
+    monkeypatch.setattr(stages, "FOLD_FROM", 1)
+
+    def workload(idle: int) -> Workload:
+        placed = tuple(
+            PlacedStage(blocks=tuple(f"b{4 * at + block}" for block in range(4)), devices=devices, replicas=4)
+            for at, devices in enumerate((tuple(range(4)), tuple(range(4, 8))))
+        )
+        placement = Placement(strategy="one-to-one", num_devices=8 + idle, stages=placed)
+        how: dict[str, Any] = {"num_microbatches": 4, "microbatch_size": 4, "cluster": two_levels(8 + idle, 4)}
+        return build_workload(profile, placement, fold_least=4, **how)
+
+    assert [(len(each.players), each.num_devices) for each in map(workload, (0, 3, 4))] == [(2, 8), (0, 11), (3, 12)]
 
 
 def test_a_plan_without_alike_devices_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,3 +278,31 @@ def test_of_many_actions_only_the_schedules_of_a_strategy_are_looked_at(monkeypa
     monkeypatch.undo()
     other.look(usual=v_half)
     assert other.best is not None
+
+
+@pytest.mark.parametrize(("strategy", "chunks"), [("bidirectional", 1), ("bidirectional-v-shape", 2)])
+def test_two_routes_are_looked_at_with_what_their_closed_form_says(
+    strategy: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy orders, of many actions without holding less, wait no longer than it; nothing else that is quick does."""
+    profile, positions, count = chain(8 * chunks), 8, 32
+    request = Request.of(profile, devices=positions, mini_batch=count, split_backward=False)
+    placement = place(profile, strategy, positions, microbatch_size=1)
+    (usual,) = usual_of(strategy, chunks, False, "auto")
+    assert usual.names(True) == usual.names(False)
+    trial = Trial.of(request, PlacementCandidate(placement, Batch(count, 1), False, "by hand", usual=usual))
+    trial.look(usual=usual, others=False)
+    assert trial.best is not None
+    assert trial.best.scheduler == "greedy"
+    each = [np.array([float(ns * chunks)]) for ns in (40, 40, 40)]
+    about = 120 * chunks * count + (positions - 1) * float(usual.bubble(*each, chunks)[0])
+    assert 0.98 * about < trial.best.iteration_ns <= 1.03 * about
+    monkeypatch.setitem(CLASSIC, "greedy", replace(CLASSIC["greedy"], trained=_refused, quick_tasks=1))
+    again = Trial.of(request, trial.candidate)
+    again.look(usual=usual, others=False)
+    assert again.best is not None
+    assert again.best.iteration_ns <= 1.02 * trial.best.iteration_ns
+
+
+def _refused(*_: Any) -> Any:
+    raise AssertionError("orders that take long to make")

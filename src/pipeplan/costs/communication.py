@@ -13,7 +13,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -244,9 +244,34 @@ def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence
 
 
 def price_of_groups(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -> Callable[[Exchange], float]:
-    """:func:`time_of_groups` of any exchange: which links these groups share is looked up once."""
-    spread = None if cluster is None or len(groups[0]) < 2 else GroupSpread.of(cluster, groups)
-    return (lambda _: 0.0) if cluster is None or spread is None else GroupPrices(cluster, spread)
+    """:func:`time_of_groups` of any exchange: which links these groups share is looked up once.
+
+    So it is for all that stand alike in the places of the outermost level, as positions of a pipeline do.
+    """
+    if cluster is None or len(groups[0]) < 2:
+        return lambda _: 0.0
+    unit = cluster.levels[-2].group_size if len(cluster.levels) > 1 else 1
+    begin = min(map(min, groups)) // unit * unit
+    return _prices(SameCluster(cluster), tuple(tuple([device - begin for device in group]) for group in groups))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SameCluster:
+    """A cluster to remember things by: itself, and no other that is equal."""
+
+    cluster: Cluster
+
+    def __hash__(self) -> int:
+        return id(self.cluster)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameCluster) and self.cluster is other.cluster
+
+
+@lru_cache(maxsize=256)
+def _prices(same: SameCluster, groups: tuple[tuple[int, ...], ...]) -> Callable[[Exchange], float]:
+    spread = GroupSpread.of(same.cluster, groups)
+    return (lambda _: 0.0) if spread is None else GroupPrices(same.cluster, spread)
 
 
 def hops_around(cluster: Cluster | None, groups: Sequence[Sequence[int]], array_bytes: int) -> float:

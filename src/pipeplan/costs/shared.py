@@ -13,7 +13,7 @@ from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pipeplan.costs.blocks import block_costs, held_part
-from pipeplan.costs.communication import Exchange, all_reduce_time, price_of_groups
+from pipeplan.costs.communication import Exchange, SameCluster, all_reduce_time, price_of_groups
 from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
 from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.recipes import expert_state_of, state_of, states_of, whole_state_of
@@ -197,25 +197,12 @@ def sum_time(cluster: Cluster | None, devices: int, mesh: Mesh, size: int) -> in
     from pipeplan.costs.layouts import MeshSplit
     from pipeplan.costs.resharding import sum_ns
 
-    moves = _moves(_SameCluster(cluster), devices)
+    moves = _moves(SameCluster(cluster), devices)
     return round(sum(sum_ns(size, MeshSplit(axis.size, axis.stride), moves) for axis in axes))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _SameCluster:
-    """A cluster to remember things by: itself, and no other that is equal."""
-
-    cluster: Cluster
-
-    def __hash__(self) -> int:
-        return id(self.cluster)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameCluster) and self.cluster is other.cluster
-
-
 @lru_cache(maxsize=16)
-def _moves(same: _SameCluster, devices: int) -> Resharding:
+def _moves(same: SameCluster, devices: int) -> Resharding:
     from pipeplan.costs.resharding import Resharding
 
     return Resharding(same.cluster, devices)

@@ -415,8 +415,8 @@ def build_workload(
     joined = partial(dependencies, placement=placement, operations=operations, cluster=cluster)
     foldable = placement.num_devices > FOLD_FROM and not (profile.is_inference or whole_messages)
     least = fold_least if foldable else 0
-    for count in ways_to_fold(stages, placement.num_devices) if least else ():
-        fold = Fold.of(stages, count) if count >= least else None
+    for count in ways_to_fold(stages) if least else ():
+        fold = Fold.of(stages, count, placement.num_devices) if count >= least else None
         on_programs = None if fold is None else _on_programs(fold, stages, tied, device)
         if fold is None or on_programs is None:
             continue

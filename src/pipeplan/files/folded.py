@@ -19,8 +19,8 @@ from pipeplan.workload.workload import Workload
 
 def folded_workload(workload: Workload, least: int = 2) -> Workload:
     """A workload whose programs have as many players as they can, at least so many; itself where that cannot be."""
-    for count in ways_to_fold(workload.stages, len(workload.devices)) if not workload.players else ():
-        fold = Fold.of(workload.stages, count) if count >= least else None
+    for count in ways_to_fold(workload.stages) if not workload.players else ():
+        fold = Fold.of(workload.stages, count, len(workload.devices)) if count >= least else None
         found = None if fold is None else _on_programs(workload, fold)
         if found is not None:
             return found

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
-from itertools import accumulate, chain, groupby, islice, pairwise, product, takewhile
+from itertools import accumulate, chain, groupby, islice, pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +52,6 @@ from pipeplan.search_constants import (
     MANY_KINDS,
     MOST_ENTRIES,
     MOST_IN_TURN,
-    NEAR,
     PER_DEVICE,
     PLANNERS_DOWNSETS,
     PLANNERS_MOST,
@@ -254,10 +253,12 @@ def _as_is(candidate: CandidateOrError) -> CandidateOrError:
 
 @dataclass(frozen=True, slots=True)
 class BoundedProposal:
-    """A proposal of which it is known, before it is made, ns that no iteration of it is below."""
+    """A proposal of which it is known, before it is made, ns that no iteration of it is below, maybe by its ``row`` of
+    the table of layouts."""
 
     propose: Proposal
     least_ns: int
+    row: BoundedChoice | None = None
 
     def __call__(self) -> CandidateOrError | None:
         """Make it."""
@@ -822,9 +823,9 @@ def _chains(request: Request) -> Iterator[Proposal]:
     some = False
     for each in rows:
         some = True
-        yield BoundedProposal(partial(_tried, _chain, request, each.choice, "balanced", None), each.least_ns)
+        yield BoundedProposal(partial(_tried, _chain, request, each.choice, "balanced", None), each.least_ns, each)
         if _is_for_autopipe(request, each.choice):
-            yield BoundedProposal(partial(_autopipe, request, each.choice), each.least_ns)
+            yield BoundedProposal(partial(_autopipe, request, each.choice), each.least_ns, each)
     if some:
         return
     for _, alike in groupby(_choices(request), lambda choice: choice.replicas if isinstance(choice, Choice) else None):
@@ -840,15 +841,14 @@ def _likely_first(request: Request) -> Iterator[BoundedChoice]:
     """The table of a large request, which takes long to make: before it what is :func:`likely <likely_choices>`.
 
     Of that come first what is quick to look at, the best row of each strategy and schedule that should take no longer
-    than the best of all by more than ``FAR``, as what one kind's closed form leaves out all its rows lack, and those
-    within ``NEAR``.
+    than the best of all by more than ``FAR``, as what one kind's closed form leaves out all its rows lack. By what
+    these turn out to take the search puts off others of their kind (:mod:`.form_errors`).
     """
     likely = likely_choices(request)
     best = {(each.choice.strategy, each.choice.usual): each for each in reversed(likely)}
     kinds = [each for each in best.values() if each.usual_ns <= FAR * likely[0].usual_ns]
     kinds.sort(key=lambda each: each.choice.actions_looked_at)
-    near = takewhile(lambda each: each.usual_ns <= NEAR * likely[0].usual_ns, likely)
-    first = {id(each): each for each in chain(quick_ones(likely), kinds, near)}
+    first = {id(each): each for each in chain(quick_ones(likely), kinds, likely)}
     yield from first.values()
     seen = {each.choice for each in first.values()}
     yield from (each for each in quick_first(uniform_choices(request)) if each.choice not in seen)

@@ -853,6 +853,7 @@ class LookAtCandidates(PlanStep):
         search.unfinished += 1
         with search.noting(f"known schedules of {candidate.placement.strategy}"):
             search.look(trial, candidate)
+            search.learn(trial)
         search.unfinished -= not time_is_up()
         _secure(search)
         if slicing is not None:

@@ -33,7 +33,9 @@ from pipeplan.planning.candidates import (
 )
 from pipeplan.planning.choices import takes_long
 from pipeplan.planning.exchanging import exchanging_workload
+from pipeplan.planning.form_errors import FormErrors
 from pipeplan.planning.request import Request
+from pipeplan.planning.uniform_space import BoundedChoice
 from pipeplan.planning.usual import Usual
 from pipeplan.planning.workers import Ahead, Given, LostError
 from pipeplan.schedule.cpsat.solver import Budget
@@ -51,6 +53,7 @@ from pipeplan.search_constants import (
     LATE,
     LATE_SHARE,
     MOST_ENTRIES,
+    NEAR,
     REPETEND_SHARE_KEPT,
     SECONDS_PER_CUT,
     SECONDS_PER_LOOK,
@@ -474,7 +477,8 @@ class PlanSearch:
     making plans has taken; the first was ``given_up`` if there was no time. The ``spare`` trial is for want of any
     other: its replicas divide more than they do by default. One that ``stands_in`` is cut evenly, and known as long as
     the planner that was asked for has none. Where the search ``explains`` what it found, ``beside`` are trials that
-    only stand beside the best; layouts that there was no time for are left ``unexplained``.
+    only stand beside the best; layouts that there was no time for are left ``unexplained``. Of a large request
+    proposals are ``put_off`` whose ``row`` of the table should take long by what ``forms`` of its kind were off.
     """
 
     request: Request
@@ -506,6 +510,9 @@ class PlanSearch:
     unexplained: bool = False
     stands_in: Trial | None = None
     ahead: Ahead[LookAhead, LookedAt] | None = None
+    forms: FormErrors | None = field(default_factory=FormErrors)
+    row: BoundedChoice | None = None
+    put_off: list[Proposal] = field(default_factory=list)
     _looked: LookedAt | None = None
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str, bool] | None = None
@@ -587,6 +594,7 @@ class PlanSearch:
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
             self.open = self._given_away(in_turns([candidates(each) for each in self.request.levels]))
             self.fallback, self.all_seen = fallback, False
+            self.forms, self.put_off = FormErrors(), []
             self._repeat(steps)
             if self.best is not None:
                 return
@@ -646,9 +654,16 @@ class PlanSearch:
         """The next candidate; None where there is none, it was seen before, or that were all."""
         begun = self.budget.elapsed
         propose = next(self.open, None)
+        if propose is None and self.put_off:
+            self.open, self.put_off, self.forms = iter(self.put_off), [], None
+            return None
         if propose is not None and self.refutes(propose):
             self.looked_at += 1
             self.refuted += 1
+            return None
+        self.row = propose.row if isinstance(propose, BoundedProposal) else None
+        if propose is not None and self._puts_off():
+            self.put_off.append(propose)
             return None
         candidate = None if propose is None else self._made(propose)
         if propose is not None and is_large(self.request):
@@ -658,6 +673,8 @@ class PlanSearch:
             self.all_seen = True
         elif isinstance(candidate, PipeplanError):
             self.failures.append(candidate)
+            if isinstance(candidate, InfeasibleError):
+                self.learn(None)
         elif candidate is not None and candidate.fallback != self.fallback:
             if not self.fallback:
                 self._leave(candidate)
@@ -692,7 +709,7 @@ class PlanSearch:
         for each in self.ahead.over(items, lambda look: not self.refutes(look.propose)):
             own = each.item.propose
             coming = _Coming(each)
-            yield BoundedProposal(coming, own.least_ns) if isinstance(own, BoundedProposal) else coming
+            yield replace(own, propose=coming) if isinstance(own, BoundedProposal) else coming
 
     def _made(self, propose: Proposal) -> CandidateOrError | None:
         """The candidate, which a worker may have made, with what it has looked at."""
@@ -735,6 +752,25 @@ class PlanSearch:
         """Whether it is known of a proposal, before it is made, that every iteration of it is longer than the best."""
         value = None if self.best is None else self.best.value_ns
         return isinstance(propose, BoundedProposal) and value is not None and propose.least_ns > value
+
+    def _puts_off(self) -> bool:
+        """Whether others come before the row whose turn it is, by what looks at rows of its kind have found."""
+        best, row = self.best, self.row
+        if best is None or best.value_ns is None or row is None or self.forms is None or not is_large(self.request):
+            return False
+        return self.forms.expected_ns(row) > NEAR * best.value_ns
+
+    def learn(self, trial: Trial | None) -> None:
+        """What the row whose turn it is turned out to be; None where nothing of it fits.
+
+        Schedules that are not usual for it are only looked at where those do not fit.
+        """
+        if self.row is None or self.forms is None:
+            return
+        usual, found = self.row.choice.usual, None if trial is None else trial.best
+        names = () if found is None or usual is None else usual.names(found.workload.splits_backward)
+        fits = found is not None and found.scheduler.partition("+")[0] in names
+        self.forms.learn(self.row, None if found is None or not fits else iteration_of(found))
 
     def _leave(self, candidate: PlacementCandidate) -> None:
         """A fallback that is not tried where there is something else: what it could be at best is known."""

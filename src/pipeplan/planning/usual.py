@@ -37,8 +37,8 @@ class Usual:
     """A known schedule of a strategy.
 
     ``in_flight`` are micro-batches whose activations a stage holds at most; ``owed`` those of which it holds, at the
-    same time, only what the weight gradient needs. One that ``splits`` runs input and weight gradients apart. Another
-    of its strategy is looked at ``beside`` it, which has no closed form here.
+    same time, only what the weight gradient needs. One that ``splits`` runs input and weight gradients apart; without a
+    name, either way. Others of its strategy are looked at ``beside`` it, which have no closed form here.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Usual:
     owed: Counts | None = None
     ending: Counts | None = None
     exact: bool = False
-    beside: str | None = None
+    beside: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[int], Usual], tuple[int]]:
         """Other processes have the same table."""
@@ -57,9 +57,9 @@ class Usual:
 
     def names(self, splits: bool) -> tuple[str, ...]:
         """It, and the known schedules of its strategy that are quick to make, with backward split or whole."""
-        own = [each for each in USUAL if each.strategy == self.strategy and each.splits == splits]
+        own = [each for each in USUAL if each.strategy == self.strategy and (each.splits == splits or not each.name)]
         able = [each for each in own if each == self or (each.name in CLASSIC and not CLASSIC[each.name].automatic)]
-        return tuple(dict.fromkeys(name for each in able for name in (each.name, each.beside) if name is not None))
+        return tuple(dict.fromkeys(name for each in able for name in (each.name, *each.beside) if name))
 
 
 def _one_f_one_b(p: Numbers, m: Numbers, v: int, d: Numbers) -> list[Numbers]:
@@ -106,15 +106,15 @@ USUAL: tuple[Usual, ...] = (
         _zero_bubble_v,
         lambda f, i, w, v: f + i - 2 * w,
         ending=lambda p, m, v, d: [np.minimum(m, d)] * 2,
-        beside="dualpipe-v",
+        beside=("dualpipe-v",),
     ),
     Usual("v-half", "v-shape", True, _v_half, lambda f, i, w, v: f + i, lambda p, m, v, d: [np.minimum(m, 1)] * 2),
-    Usual("", "bidirectional", False, _both_ways, lambda f, i, w, v: (f + i + w) / 2),
-    Usual("", "bidirectional-v-shape", False, _both_ways, lambda f, i, w, v: (f + i + w) / (2 * v)),
+    Usual("", "bidirectional", False, _both_ways, lambda f, i, w, v: (f + i + w) / 2, beside=("chimera", "greedy")),
+    Usual("", "bidirectional-v-shape", False, _both_ways, lambda f, i, w, v: (f + i + w) / (2 * v), beside=("greedy",)),
 )
 """1F1B (PipeDream-Flush), ZB-H1 (Zero Bubble Pipeline Parallelism, section 2: bubble and memory of each), Megatron-LM's
 interleaved 1F1B (Narayanan et al. 2021, section 2.2), ZB-V (Zero Bubble, section 6), V-Half (Pipeline Parallelism with
-Controllable Memory, section 3, by its building block), and what two routes hold where no schedule is named."""
+Controllable Memory, section 3, by its building block), and what two routes hold and wait with greedy orders."""
 
 
 def _usual(number: int) -> Usual:

@@ -349,19 +349,19 @@ def _least_start(stages: Stages, stage: int, k: int, after: int, word: Sequence[
     )
 
 
-def greedy_orders(workload: Workload, graph: TaskGraph) -> Orders:
+def greedy_orders(workload: Workload, graph: TaskGraph, most_starts: int = MOST_STARTS) -> Orders:
     """Backwards as soon as they can run, and as few samples in flight as the iteration time allows (3.10.1).
 
     The iteration time is the least that is found with what fits in memory, where devices have one stage each.
     Stage after stage from the last to the first, the samples it may have in flight are lowered as far as the whole
     iteration gets no longer. Each trial runs all devices in time, O(actions log actions), and ends as soon as it is
-    late; after ``MOST_STARTS`` actions in all trials the stages that are left stay as they are. Devices may have
+    late; after ``most_starts`` actions in all trials the stages that are left stay as they are. Devices may have
     several stages and stages several devices; of several actions that can run, that of the deeper stage goes first.
     """
     stages = Stages(graph)
     best = _first_run(stages)
     for stage in reversed(range(stages.count)):
-        best = _tightened(stages, best, stage)
+        best = _tightened(stages, best, stage, most_starts)
     return best.device_orders
 
 
@@ -388,7 +388,7 @@ def _fullest(stages: Stages, samples: Sequence[int], forward_first: bool) -> Tri
     return TrialRun(stages, [Rule(most, forward_first) for most in samples])
 
 
-def _tightened(stages: Stages, best: TrialRun, stage: int) -> TrialRun:
+def _tightened(stages: Stages, best: TrialRun, stage: int, most_starts: int) -> TrialRun:
     """As short a run with the fewest samples of a stage in flight; backwards first, if that is as short."""
     found: dict[int, TrialRun] = {}
     size, most = stages.sizes[stage], best.most_held
@@ -396,7 +396,7 @@ def _tightened(stages: Stages, best: TrialRun, stage: int) -> TrialRun:
 
     def is_as_short(count: int) -> bool:
         for forward_first in checked((False, True), 1):
-            if stages.num_starts > MOST_STARTS:
+            if stages.num_starts > most_starts:
                 return False
             rules = best.rules.copy()
             rules[stage] = Rule(count * size, forward_first)

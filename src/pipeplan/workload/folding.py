@@ -59,11 +59,9 @@ def of_place(stage: Stage, count: int) -> Stage:
     return replace(stage, shards=1, context=1, replicas=1, microbatch_size=stage.microbatch_size // stage.replicas)
 
 
-def ways_to_fold(stages: Sequence[Stage], num_devices: int) -> Iterator[int]:
+def ways_to_fold(stages: Sequence[Stage]) -> Iterator[int]:
     """How many players each program may have, most first, where stages stand on devices."""
     if any(stage.configurations or not stage.blocks for stage in stages):
-        return
-    if len({device for stage in stages for device in stage.devices}) < num_devices:  # some would play nothing
         return
     replicas = gcd(*(stage.replicas for stage in stages))
     same = len({stage.microbatch_size for stage in stages}) == 1
@@ -84,9 +82,12 @@ class Fold:
                 self.programs[device], self.places[device] = number, place
 
     @staticmethod
-    def of(stages: Sequence[Stage], count: int) -> Fold | None:
-        """Fold stages on devices so; None where the same devices stand unlike in two, or in no regular steps."""
-        return _fold_of(tuple(dict.fromkeys(stage.devices for stage in stages)), count)
+    def of(stages: Sequence[Stage], count: int, num_devices: int) -> Fold | None:
+        """Fold stages on devices so; None where the same devices stand unlike in two, or in no regular steps.
+
+        Devices without a stage play empty programs, so many each, too; None where that leaves some.
+        """
+        return _fold_of(tuple(dict.fromkeys(stage.devices for stage in stages)), count, num_devices)
 
     def stage(self, stage: Stage) -> Stage:
         """A stage on programs."""
@@ -132,7 +133,7 @@ class Fold:
 
 
 @lru_cache(maxsize=32)
-def _fold_of(stages: tuple[tuple[Device, ...], ...], count: int) -> Fold | None:
+def _fold_of(stages: tuple[tuple[Device, ...], ...], count: int, num_devices: int) -> Fold | None:
     """``stages`` are their devices."""
     groups: dict[Device, tuple[Device, ...]] = {}
     for devices in stages:
@@ -141,6 +142,12 @@ def _fold_of(stages: tuple[tuple[Device, ...], ...], count: int) -> Fold | None:
             own = devices[program::each]
             if any(groups.setdefault(device, own) is not own for device in own):
                 return None
+    idle = [device for device in range(num_devices) if device not in groups]
+    if len(idle) % count:
+        return None
+    for begin in range(0, len(idle), count):
+        own = tuple(idle[begin : begin + count])
+        groups |= dict.fromkeys(own, own)
     players = [Players.of(own) for own in dict.fromkeys(groups[device] for device in sorted(groups))]
     known = [each for each in players if each is not None]
     return Fold(known) if len(known) == len(players) else None

@@ -448,10 +448,15 @@ class Workload:
         return tuple(sum(self.durations[item] for item in items) for items in self.on_resource)
 
     @lasting
-    def idle_devices(self) -> tuple[int, ...]:
-        """Devices on which no stage stands, ascending."""
+    def idle_programs(self) -> tuple[int, ...]:
+        """Programs, or devices without players, on which no stage stands, ascending."""
         used = {device for stage in self.stages for device in stage.devices}
         return tuple(device for device in range(len(self.devices)) if device not in used)
+
+    @property
+    def idle_devices(self) -> tuple[int, ...]:
+        """Devices on which no stage stands, ascending."""
+        return tuple(self.playing(self.idle_programs))
 
     @lasting
     def work_of_stages(self) -> tuple[int, ...]:

@@ -1,0 +1,43 @@
+"""By how much closed forms of the table of layouts have been off, for each kind of row: what looks at rows found.
+
+A kind is a strategy with its usual schedule. What its closed form leaves out all its rows lack, so that of a kind whose
+best rows took twice as long as they should, or did not fit, others are no better: they are put off until rows of other
+kinds have been looked at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from pipeplan.planning.uniform_space import BoundedChoice
+
+
+@dataclass(slots=True)
+class FormErrors:
+    """{kind: the least that a row took, in times of its estimate}; {kind: the least bytes of rows that did not fit}."""
+
+    _times: dict[Hashable, float] = field(default_factory=dict)
+    _short: dict[Hashable, float] = field(default_factory=dict)
+
+    def learn(self, row: BoundedChoice, value_ns: int | None) -> None:
+        """What a row took; None where nothing of it fits."""
+        kind = _kind(row)
+        if value_ns is None:
+            self._short[kind] = min(row.usual_bytes, self._short.get(kind, math.inf))
+        else:
+            self._times[kind] = min(value_ns / row.usual_ns, self._times.get(kind, math.inf))
+
+    def expected_ns(self, row: BoundedChoice) -> float:
+        """What it should take, at best; inf where it should not fit, 0 where no row of its kind was looked at."""
+        kind = _kind(row)
+        if row.usual_bytes >= self._short.get(kind, math.inf):
+            return math.inf
+        known = 1.0 if kind in self._short else 0.0
+        return row.usual_ns * self._times.get(kind, known)
+
+
+def _kind(row: BoundedChoice) -> Hashable:
+    usual = row.choice.usual
+    return row.choice.strategy, usual and usual.name

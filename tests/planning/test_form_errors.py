@@ -1,0 +1,92 @@
+"""Rows of the table of layouts whose kind took longer than its closed form says come after others, and none is lost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from builders.profiles import joined
+from pipeplan.files import Block, CostRow
+from pipeplan.partition.placement import place
+from pipeplan.planning import trials
+from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate
+from pipeplan.planning.form_errors import FormErrors
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import STEPS
+from pipeplan.planning.trials import PlanSearch, Trial
+from pipeplan.planning.uniform_space import BoundedChoice, Choice, UsualParts
+from pipeplan.planning.usual import USUAL
+from pipeplan.schedule.cpsat.solver import Budget
+
+_ROWS = CostRow(microbatch_size=1, forward_ns=40, backward_ns=80, input_grad_ns=40, weight_grad_ns=40)
+_PROFILE = joined([Block(id=f"b{index}", operator="ffn", parameter_bytes=8, costs=(_ROWS,)) for index in range(8)])
+
+
+def _row(name: str, usual_ns: float, usual_bytes: float) -> BoundedChoice:
+    usual = next(each for each in USUAL if each.name == name)
+    choice = Choice(usual.strategy, 1, Batch(8, 1), False, False, positions=2, usual=usual)
+    return BoundedChoice(choice, 1, usual_ns, usual_bytes, 0.0, UsualParts(0.0, 0.0, 0.0, 0.0, 0.0))
+
+
+def test_a_kind_is_as_far_off_as_the_best_of_its_rows() -> None:
+    forms = FormErrors()
+    assert forms.expected_ns(_row("zb-v", 100.0, 50.0)) == 0.0, "one of each kind is looked at"
+    forms.learn(_row("zb-v", 100.0, 50.0), 150)
+    forms.learn(_row("zb-v", 200.0, 50.0), 240)
+    assert forms.expected_ns(_row("zb-v", 50.0, 70.0)) == pytest.approx(60.0)
+    assert forms.expected_ns(_row("v-half", 50.0, 70.0)) == 0.0, "of the same strategy with another schedule"
+    forms.learn(_row("zb-v", 50.0, 60.0), None)
+    forms.learn(_row("zb-v", 50.0, 65.0), None)
+    assert forms.expected_ns(_row("zb-v", 50.0, 59.0)) == pytest.approx(60.0)
+    assert forms.expected_ns(_row("zb-v", 50.0, 60.0)) == math.inf
+    forms.learn(_row("1f1b", 50.0, 60.0), None)
+    assert forms.expected_ns(_row("1f1b", 50.0, 59.0)) == 50.0
+
+
+def test_rows_that_should_take_longer_come_last_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request.of(_PROFILE, devices=2, mini_batch=8)
+    search = PlanSearch(request, Budget(1.0, deterministic=True), None, STEPS)
+    candidate = PlacementCandidate(place(_PROFILE, "one-to-one", 2, microbatch_size=1), Batch(8, 1), False, "by hand")
+    trial = Trial.of(request, candidate)
+    trial.look()
+    assert trial.best is not None
+    search.trials.append(trial)
+    value = trial.best.iteration_ns
+    taken: list[str] = []
+
+    def proposals() -> list[BoundedProposal]:
+        rows = {
+            "off": _row("zb-v", value, 0.0),
+            "near": _row("1f1b", value, 0.0),
+            "far": _row("v-half", 3 * value, 0.0),
+        }
+        return [BoundedProposal(partial(taken.append, name), 1, row) for name, row in rows.items()]
+
+    def all_taken() -> list[str]:
+        search.open, search.all_seen = iter(proposals()), False
+        taken.clear()
+        while not search.all_seen:
+            search.take()
+        return list(taken)
+
+    search.row = _row("zb-v", 100.0, 0.0)
+    usual = next(each for each in USUAL if each.name == "zb-v")
+    monkeypatch.setattr(trials, "is_large", lambda request: True)
+    trial.best = replace(trial.best, scheduler="gpipe")  # looked at as what is usual does not fit
+    search.learn(trial)
+    assert search.forms is not None
+    assert search.forms.expected_ns(search.row) == math.inf
+    search.forms = FormErrors()
+    search.forms.learn(_row("v-half", 100.0, 0.0), 100)
+    trial.best = replace(trial.best, scheduler=usual.name)
+    search.learn(trial)
+    assert all_taken() == ["near", "off", "far"], "what is put off comes last, in its order"
+    search.forms = None
+    assert all_taken() == ["off", "near", "far"]
+    monkeypatch.setattr(trials, "is_large", lambda request: False)
+    search.forms = FormErrors()
+    search.learn(trial)
+    assert all_taken() == ["off", "near", "far"], "of small requests all are looked at"
