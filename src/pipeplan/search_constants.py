@@ -95,7 +95,7 @@ MANY_KINDS = 1_000
 """Unlike blocks x numbers of shards beyond which rows of one number come first. Measured: a table takes a second."""
 
 NEAR = 1.1
-"""Times the best row's estimate up to which a row comes among the first. Not measured."""
+"""Times the best plan that a row should take at most to be looked at before all others. Not measured."""
 
 FAR = 1.25
 """Times the best row's estimate up to which the best row of another kind comes among the first. Not measured."""
