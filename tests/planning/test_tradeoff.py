@@ -78,9 +78,9 @@ def test_every_point_is_a_plan_that_is_what_it_says(name: str) -> None:
 
 
 def test_one_stage_is_among_the_plans() -> None:
-    """Whole plans are never worse than one stage on all devices."""
+    """Whole plans are never worse than one stage on all devices, in ways that were profiled."""
     request, frontier = frontier_of(SHORT)
-    splits = split_frontier(request, Splitting())
+    splits = split_frontier(request, Splitting(profiled=True))
     for point in splits.points:
         assert any(
             found.memory_bytes <= point.memory_bytes and found.iteration_ns <= point.time_ns
