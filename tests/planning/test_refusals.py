@@ -280,6 +280,7 @@ OTHERS = [
     "verb, asked, says",
     OTHERS,
     lambda each: "--plans" not in each[1] or each[1].endswith("all"),
+    lambda each: each[1].endswith(("min-time", "min-devices")),
     ids=[f"{verb} {asked}" for verb, asked, _ in OTHERS],
 )
 def test_what_tuner_compare_and_frontier_advise_does(

@@ -86,20 +86,14 @@ QUICK = {
 }
 
 QUICK |= {
-    f"{kind} in {dtype}": of_four(kind, dtype=dtype)
-    for kind, dtype in (
-        ("samples4", "float64"),
-        ("shards4", "float32"),
-        ("cache4", "float64"),
-        ("cacheq4", "float32"),
-    )
+    f"{kind} in {dtype}": of_four(kind, dtype=dtype) for kind, dtype in (("shards4", "float32"), ("cache4", "float64"))
 }
 QUICK |= {f"two stages, {kind}": of_pairs([kind] * 2) for kind in ("shards2", "cacheq2")}
 QUICK |= {
     f"{kind} of {model[:10]} in float64": of_four(kind, model, dtype="float64")
     for model, kinds in (
         ("gpt2-tiny", ("samples2-shards2",)),
-        (LLAMA, ("samples2-cache2", "copies4")),
+        (LLAMA, ("samples2-cache2",)),
         (QWEN2, ("shards4",)),
         (DEEPSEEK_2, ("cacheq4",)),
         (MIXTRAL, ("samples2-experts2",)),

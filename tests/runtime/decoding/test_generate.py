@@ -63,9 +63,8 @@ def generated(name: str, prompt: list[int]) -> list[int]:
 @pytest.mark.parametrize(
     "names",
     [
-        ["llama"],
         ["deepseek v3"],
-        pytest.param(["qwen2", "deepseek v2"], marks=pytest.mark.long),
+        pytest.param(["llama", "qwen2", "deepseek v2"], marks=pytest.mark.long),
         pytest.param([*MODELS][2:5], marks=pytest.mark.long),
     ],
 )

@@ -107,9 +107,8 @@ def case(name: str) -> Case:
 NAMES = list(_asked())
 QUICK = ("two stages a device", "shards split", "context")
 SLOW = (
-    *("pipeline", "shards", "shards and context", "branches shards split", "llama shards selective"),
-    *("llama shards split", "llama context split", "llama shards and context split"),
-    *("zero 1 shards", "zero 2 split", "zero 3 shards split", "zero 2 by actions", "zero 3 by actions split"),
+    *("pipeline", "branches shards split", "llama shards selective", "llama shards split"),
+    *("llama shards and context split", "zero 2 split", "zero 3 shards split", "zero 3 by actions split"),
 )
 """Each way once or twice; what is long has the others, a second of two cores each."""
 

@@ -9,7 +9,7 @@ from runtime_support.hugging_face import FURTHER, NAMES, SEQUENCE, text
 from support.marks import slow_but
 
 QUICK = ("vit",)
-SLOW = ("gpt2", "llama", "mixtral")
+SLOW = ("gpt2", "mixtral")
 """One of each kind; all others are long, and their estimates are looked at in test_more_families."""
 
 
