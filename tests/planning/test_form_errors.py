@@ -15,7 +15,7 @@ from pipeplan.planning import trials
 from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate
 from pipeplan.planning.form_errors import FormErrors
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.steps import STEPS
+from pipeplan.planning.steps import STEPS, num_left
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice, UsualParts
 from pipeplan.planning.usual import USUAL
@@ -83,6 +83,11 @@ def test_rows_that_should_take_longer_come_last_and_none_is_lost(monkeypatch: py
     search.forms.learn(_row("v-half", 100.0, 0.0), 100)
     trial.best = replace(trial.best, scheduler=usual.name)
     search.learn(trial)
+    search.open, search.all_seen = iter(proposals()), False
+    while not search.put_off:
+        search.take()
+    assert num_left(search) == 3, "those that are put off were not tried either"
+    search.put_off.clear()
     assert all_taken() == ["near", "off", "far"], "what is put off comes last, in its order"
     search.forms = None
     assert all_taken() == ["off", "near", "far"]

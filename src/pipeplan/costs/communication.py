@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from pipeplan.costs.trees import slowest_share, way_between
 from pipeplan.files import Cluster, LinkLevel, MeasuredCurve
 from pipeplan.files.row_messages import Combining
 from pipeplan.workload.elements import Stage
+
+Thing = TypeVar("Thing")
 
 Points = Sequence[tuple[int, int]]
 """Pairs of bytes and ns, bytes ascending."""
@@ -252,26 +254,26 @@ def price_of_groups(cluster: Cluster | None, groups: Sequence[Sequence[int]]) ->
         return lambda _: 0.0
     unit = cluster.levels[-2].group_size if len(cluster.levels) > 1 else 1
     begin = min(map(min, groups)) // unit * unit
-    return _prices(SameCluster(cluster), tuple(tuple([device - begin for device in group]) for group in groups))
+    return _prices(Same(cluster), tuple(tuple([device - begin for device in group]) for group in groups))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SameCluster:
-    """A cluster to remember things by: itself, and no other that is equal."""
+class Same(Generic[Thing]):
+    """A thing to remember others by: itself, and none that is equal, as comparing takes long."""
 
-    cluster: Cluster
+    thing: Thing
 
     def __hash__(self) -> int:
-        return id(self.cluster)
+        return id(self.thing)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameCluster) and self.cluster is other.cluster
+        return isinstance(other, Same) and self.thing is other.thing
 
 
 @lru_cache(maxsize=256)
-def _prices(same: SameCluster, groups: tuple[tuple[int, ...], ...]) -> Callable[[Exchange], float]:
-    spread = GroupSpread.of(same.cluster, groups)
-    return (lambda _: 0.0) if spread is None else GroupPrices(same.cluster, spread)
+def _prices(same: Same[Cluster], groups: tuple[tuple[int, ...], ...]) -> Callable[[Exchange], float]:
+    spread = GroupSpread.of(same.thing, groups)
+    return (lambda _: 0.0) if spread is None else GroupPrices(same.thing, spread)
 
 
 def hops_around(cluster: Cluster | None, groups: Sequence[Sequence[int]], array_bytes: int) -> float:

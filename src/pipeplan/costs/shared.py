@@ -13,7 +13,7 @@ from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pipeplan.costs.blocks import block_costs, held_part
-from pipeplan.costs.communication import Exchange, SameCluster, all_reduce_time, price_of_groups
+from pipeplan.costs.communication import Exchange, Same, all_reduce_time, price_of_groups
 from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
 from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.recipes import expert_state_of, state_of, states_of, whole_state_of
@@ -197,15 +197,15 @@ def sum_time(cluster: Cluster | None, devices: int, mesh: Mesh, size: int) -> in
     from pipeplan.costs.layouts import MeshSplit
     from pipeplan.costs.resharding import sum_ns
 
-    moves = _moves(SameCluster(cluster), devices)
+    moves = _moves(Same(cluster), devices)
     return round(sum(sum_ns(size, MeshSplit(axis.size, axis.stride), moves) for axis in axes))
 
 
 @lru_cache(maxsize=16)
-def _moves(same: SameCluster, devices: int) -> Resharding:
+def _moves(same: Same[Cluster], devices: int) -> Resharding:
     from pipeplan.costs.resharding import Resharding
 
-    return Resharding(same.cluster, devices)
+    return Resharding(same.thing, devices)
 
 
 def with_syncs(

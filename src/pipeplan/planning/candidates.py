@@ -17,6 +17,7 @@ import numpy as np
 from pipeplan.costs import UNLIMITED, StageCost, build_workload, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.blocks import splitting_remedy
+from pipeplan.costs.communication import Same
 from pipeplan.costs.context import open_exchanges
 from pipeplan.costs.stages import FOLD_LEAST, shared_in
 from pipeplan.costs.wide_groups import GroupSizes, says_messages
@@ -359,7 +360,7 @@ def uniform_choices(request: Request) -> list[BoundedChoice]:
 
     None where there is no table of them.
     """
-    return _uniform_of(_SameRequest(request.levelled)) if has_table(request) else []
+    return _uniform_of(Same(request.levelled)) if has_table(request) else []
 
 
 def likely_choices(request: Request) -> list[BoundedChoice]:
@@ -373,12 +374,12 @@ def likely_choices(request: Request) -> list[BoundedChoice]:
 
 def longest_choices(request: Request) -> list[BoundedChoice]:
     """The same; of any request only pipelines as long as there are devices and blocks for. None without a table."""
-    return _uniform_of(_SameRequest(request.levelled), _Length.EACH_LONGEST) if has_table(request) else []
+    return _uniform_of(Same(request.levelled), _Length.EACH_LONGEST) if has_table(request) else []
 
 
 def uniform_layouts(request: Request) -> Iterator[BoundedChoice]:
     """The same where no block is split, too; a layout once for each schedule that is usual for it."""
-    yield from _uniform_of(_SameRequest(request.levelled))
+    yield from _uniform_of(Same(request.levelled))
 
 
 def has_table(request: Request) -> bool:
@@ -387,19 +388,6 @@ def has_table(request: Request) -> bool:
     plain = open_splits(request) == (SplitSizes(1, 1),) and request.positions is None
     plain &= not (first_layers_open(request) and isinstance(request.placement, str))
     return not (plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _SameRequest:
-    """A request to remember things by: itself, and no other that is equal."""
-
-    request: Request
-
-    def __hash__(self) -> int:
-        return id(self.request)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameRequest) and self.request is other.request
 
 
 class _Length(Enum):
@@ -411,10 +399,10 @@ class _Length(Enum):
 
 @lru_cache(maxsize=8)
 def _uniform_of(
-    same: _SameRequest, length: _Length = _Length.ANY, only: tuple[SplitSizes, ...] | None = None
+    same: Same[Request], length: _Length = _Length.ANY, only: tuple[SplitSizes, ...] | None = None
 ) -> list[BoundedChoice]:
     """The table of a request, which several steps of its search go through, or ``only`` that of some splits."""
-    request = same.request
+    request = same.thing
     choices = [each for split in only or open_splits(request) for each in _uniform(request, split, length)]
     return best_first(request, choices, _blocks_of(same))
 
@@ -533,7 +521,7 @@ def even_cuts(
     turn, is cut.
     """
     request = request.levelled
-    blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
+    blocks, limits = _blocks_of(Same(request)), [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
     known: dict[Pricing, tuple[list[StageCost], int]] = {}
     for choice in checked(_followed(filter(wanted, checked(_plain(request), 16)), before_next), 1):
@@ -580,16 +568,16 @@ def _unlimited(chain: FittingChain, costs: Sequence[StageCost]) -> Chain:
 
 
 @lru_cache(maxsize=4)
-def _blocks_of(same: _SameRequest) -> Blocks:
+def _blocks_of(same: Same[Request]) -> Blocks:
     """The blocks of a request's profile, those that cost the same as one."""
-    return Blocks.of(same.request.profile)
+    return Blocks.of(same.thing.profile)
 
 
 def _plain(request: Request) -> Iterator[Choice]:
     """The choices of :func:`even_cuts`."""
     name = request.scheduler
     if has_table(request):
-        able, seen, same = _by_name(request), set[Choice](), _SameRequest(request)
+        able, seen, same = _by_name(request), set[Choice](), Same(request)
         open_ = open_splits(request)
         many = len(_blocks_of(same).each) * len(open_) > MANY_KINDS
         firsts = [(one,) for one in open_] if many else [open_]
@@ -722,7 +710,7 @@ def _best_size_first(request: Request, choices: Sequence[Choice]) -> list[Choice
     There may not be time for all. How long it takes is its first micro-batch, then the longest stage for each other,
     with backward whole or in halves as they may be: a profile may have either of them disturbed.
     """
-    batches, same = {choice.batch: None for choice in choices}, _SameRequest(request)
+    batches, same = {choice.batch: None for choice in choices}, Same(request)
     if len(batches) < 2 or choices[0].replicas > request.num_devices:
         return list(choices)
     worth: dict[Batch, tuple[bool, int]] = {}
@@ -931,7 +919,7 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
         UsageError: a block has no such costs.
     """
     order, kept = request.profile.topological_order(), kept_whole(request.profile)
-    same = _SameRequest(request)
+    same = Same(request)
     ways = [(each, _block_costs(same, choice.pricing._replace(recompute=each))) for each in choice.levels]
     known = request.joined if first_layers_open(request) else None
     layers = None if known is None else layers_in(known, order)
@@ -969,7 +957,7 @@ def holdings_of(request: Request, choice: Choice) -> list[Holding]:
 
 
 @lru_cache(maxsize=64)
-def _block_costs(same: _SameRequest, pricing: Pricing) -> list[StageCost]:
+def _block_costs(same: Same[Request], pricing: Pricing) -> list[StageCost]:
     """[block] in the order that is cut."""
     return _blocks_of(same).costs(pricing)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from pipeplan.costs.context import of_stages
 from pipeplan.costs.zero import AUTO, WHOLE, Experts, Zero
@@ -1171,7 +1171,7 @@ def num_left(search: PlanSearch) -> int:
     """How many candidates there was no time for, as far as that is known without making them, which takes long."""
     found, all_seen = 0, False
     with Limit(math.inf if search.budget.deterministic else COUNTING_SECONDS, clock=search.budget.clock).ended():
-        for propose in checked(search.open):
+        for propose in checked(chain(search.put_off, search.open)):
             found += not search.refutes(propose)
         all_seen = True
     return found if all_seen else found + 1
