@@ -49,7 +49,7 @@ def exact_cover(
         if start is None:
             raise SearchTimeoutError(_TIME_IS_UP) from None
         return start, 0
-    answer = solve(model, budget, budget.remaining)
+    answer = solve(model, budget, budget.remaining, linear=True)
     if answer.feasible is False:
         raise InfeasibleError("no groups that backends run have every block once")
     if not answer.feasible:

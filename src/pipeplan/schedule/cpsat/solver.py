@@ -102,8 +102,12 @@ def solve(
     limit: float,
     *,
     on_solution: Callable[[int, int], None] | None = None,
+    linear: bool = False,
 ) -> Answer:
     """Solve within ``limit`` seconds of the budget.
+
+    ``linear``: one worker, which relaxes all constraints to linear ones. That proves models whose objective is a sum of
+    costs of choices, for which the workers that are there otherwise may find no bound at all.
 
     The solver runs on a thread of its own, so that Ctrl-C reaches us: it stops the solver, marks the budget as
     interrupted and returns the best found so far. ``on_solution`` gets (objective, bound) as the solver improves.
@@ -128,6 +132,8 @@ def solve(
     else:
         parameters.num_workers = budget.workers
         parameters.max_time_in_seconds = math.inf if by_work else limit
+    if linear:
+        parameters.num_workers, parameters.linearization_level = 1, 2
     if limit <= 0.0:
         return Answer(None, False, solver.value, None)
     working = Limit(limit, clock=budget.clock) if by_work else Limit()
