@@ -527,13 +527,18 @@ def profile_backends(
     """
     from pipeplan.planning.kernel_profile import with_backends
     from pipeplan.runtime.profiling.build_profile import on_threads
+    from pipeplan.runtime.profiling.instruments import steady
+    from pipeplan.runtime.profiling.whole_covers import WholeRunner
 
     backends = asked.usable(device, tell, training=not profile.is_inference)
     kept = {name: how.pop(name) for name in ("keep", "progress")}
     with on_threads(threads):
         benches = _group_benches(model, profile, {each.name: each for each in backends}, device, **how)
-        blocks, versions = benches.described(min(sizes)), benches.versions
-        return with_backends(profile, blocks, sizes, backends, benches.measure, asked, versions, tell=tell, **kept)
+        blocks, versions, run = benches.described(min(sizes)), benches.versions, WholeRunner(benches).times
+        with steady(benches.device):  # what is there already is looked through once, not for each group
+            return with_backends(
+                profile, blocks, sizes, backends, benches.measure, run, asked, versions, tell=tell, **kept
+            )
 
 
 def _group_benches(model: Model, profile: Profile, backends: Mapping[str, Backend], device: str, **how: Any) -> Any:

@@ -14,8 +14,10 @@ from builders.profiles import profile_of
 from pipeplan.errors import FileError, InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import BackendFusion, CostRow, Cover, Profile, parse, write_file
 from pipeplan.kernels.covers import algorithm_1
+from pipeplan.kernels.measuring import matches_of
 from pipeplan.kernels.operators import OperatorDag
-from pipeplan.planning.kernel_choice import Groups, choose_kernels, matches_of
+from pipeplan.kernels.whole_runs import Groups
+from pipeplan.planning.kernel_choice import choose_kernels
 from pipeplan.planning.kernel_evolution import graph_level, library_of
 from pipeplan.schedule.cpsat.cover import exact_cover
 from pipeplan.schedule.cpsat.solver import Budget

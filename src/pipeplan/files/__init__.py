@@ -19,7 +19,9 @@ from pipeplan.files.profile import (
     PhaseRow,
     Profile,
     RingCosts,
+    RunGroup,
     TiedParameter,
+    WholeRun,
 )
 from pipeplan.files.read_write import (
     FORMATS,
@@ -64,9 +66,11 @@ __all__ = [
     "Provenance",
     "Recipe",
     "RingCosts",
+    "RunGroup",
     "Source",
     "StageModules",
     "TiedParameter",
+    "WholeRun",
     "parse",
     "read_cluster",
     "read_cover",

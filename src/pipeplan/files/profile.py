@@ -57,6 +57,9 @@ class RingCosts(FileModel):
         return RingCosts(**{name: -getattr(self, name) for name in RingCosts.model_fields})
 
 
+TimeKey = Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"]
+
+
 class CostRow(FileModel):
     """Costs of one block for one micro-batch size, shard count (or configuration) and recomputation choice.
 
@@ -86,6 +89,7 @@ class CostRow(FileModel):
     ``messages`` say how much that is, and of what, so that it is known on other links, too.
 
     With a ``backend`` other than eager torch it is what the block takes where that runs it. Plans are made of eager's.
+    Where backends were measured, times are of runs of the whole model, if there were any at this size.
     """
 
     microbatch_size: Annotated[Count, Field(description="samples in the micro-batch")]
@@ -139,10 +143,22 @@ class CostRow(FileModel):
     compile_ns: Annotated[
         Nanoseconds, said_only(0, "what a kernel backend took to build it, once, before it ran; in no other time")
     ] = 0
+    alone: Annotated[
+        dict[TimeKey, Nanoseconds],
+        said_only({}, "times as they were measured alone, where the row's are of runs of the whole model"),
+    ] = {}
+    scaled: Annotated[
+        bool,
+        said_only(
+            False,
+            "no run of the whole model had it: times alone, made longer or shorter as those of others of its backend "
+            "are in runs",
+        ),
+    ] = False
     repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[
         dict[
-            Literal["forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"],
+            TimeKey,
             Annotated[float, Field(ge=0)],
         ],
         Field(description="interquartile range divided by the median, per time"),
@@ -358,8 +374,12 @@ class Block(Parts):
     @property
     def prices(self) -> Hashable:
         """All that its costs say."""
-        of_row = _fields_but(CostRow, "spread")
-        return tuple((of_row(row), *sorted(row.spread.items())) if row.spread else of_row(row) for row in self.costs)
+        of_row = _fields_but(CostRow, "spread", "alone")
+        return tuple(
+            (of_row(row), *sorted(row.spread.items()), *sorted(row.alone.items())) if row.spread or row.alone
+            else of_row(row)
+            for row in self.costs
+        )  # fmt: skip
 
     def rows(self, context: int = 1, expert: int = 1, expert_shards: int = 1) -> list[CostRow]:
         """Its costs with each sequence in ``context`` parts and ``expert`` devices sharing experts; by default neither.
@@ -568,6 +588,38 @@ class BackendRefusal(FileModel):
     reason: Text
 
 
+class RunGroup(FileModel):
+    """Blocks that a kernel backend ran at once in a run of the whole model, and what that took."""
+
+    blocks: Annotated[Items[Name], Field(min_length=1)]
+    backend: Name
+    forward_ns: Nanoseconds = 0
+    backward_ns: Annotated[Nanoseconds, said_only(0, "of training")] = 0
+
+
+class WholeRun(FileModel):
+    """Runs of the whole model, group by group as a cover has it; or why it did not run."""
+
+    microbatch_size: Count
+    groups: Annotated[Items[RunGroup], Field(min_length=1)]
+    reason: Annotated[Text, said_only("", "why it does not run, or what was wrong")] = ""
+
+    @property
+    def ns(self) -> int:
+        """What a run takes."""
+        return sum(each.forward_ns + each.backward_ns for each in self.groups)
+
+    @property
+    def cover(self) -> tuple[tuple[tuple[str, ...], str], ...]:
+        """Its groups, each with its backend."""
+        return tuple((each.blocks, each.backend) for each in self.groups)
+
+    @property
+    def backends(self) -> frozenset[str]:
+        """All that run groups of it."""
+        return frozenset(each.backend for each in self.groups)
+
+
 @dataclass(frozen=True, slots=True)
 class KernelRows:
     """Rows of kernel backends other than eager torch, by blocks in their order, and ns of a change of backend."""
@@ -674,6 +726,9 @@ class Profile(File):
     ] = 0
     refusals: Annotated[
         Items[BackendRefusal], said_only((), "what kernel backends do not run, or ran wrongly, when it was measured")
+    ] = ()
+    whole_runs: Annotated[
+        Items[WholeRun], said_only((), "covers by which the whole model has run, in the order of these runs")
     ] = ()
     _of_kinds: dict[str, Profile] = PrivateAttr(default_factory=dict)
     _rings: frozenset[tuple[int, int]] = PrivateAttr(default_factory=frozenset)
@@ -782,9 +837,15 @@ class Profile(File):
                 group_of[id_] = index
 
     def _require_fusions(self, place_of: Mapping[str, int]) -> None:
-        """Groups that backends run, or refuse, are of blocks that are there; their rows are of the profile's mode."""
+        """Groups that backends run, or refuse, are of blocks that are there, and whole runs have all; their rows are of
+        the profile's mode."""
         named = [(f"fusions[{index}]", each.blocks) for index, each in enumerate(self.fusions)]
         named += [(f"refusals[{index}]", each.blocks) for index, each in enumerate(self.refusals)]
+        for index, run in enumerate(self.whole_runs):
+            count = Counter(id_ for group in run.groups for id_ in group.blocks)
+            named.append((f"whole_runs[{index}]", tuple(count)))
+            if odd := next((id_ for id_ in place_of if count[id_] != 1), None):
+                raise ValueError(f"whole_runs[{index}] has {odd!r} {count[odd]} times, and a run has each block once")
         for place, blocks in named:
             if unknown := next((id_ for id_ in blocks if id_ not in place_of), None):
                 raise ValueError(f"{place} names {unknown!r}, which is not a block")
@@ -882,7 +943,7 @@ class Profile(File):
             UsageError: a block has no such row.
         """
         rows_are_eager = all(row.backend == EAGER for block in self.blocks for row in block.costs)
-        if rows_are_eager and not self.fusions and not self.refusals:
+        if rows_are_eager and not (self.fusions or self.refusals or self.whole_runs):
             return self
         blocks = []
         for block in self.blocks:
@@ -893,7 +954,8 @@ class Profile(File):
                     "one"
                 )
             blocks.append(block.model_copy(update={"costs": rows}))
-        plain = self.model_copy(update={"blocks": tuple(blocks), "fusions": (), "refusals": (), "backend_change_ns": 0})
+        none: dict[str, Any] = {"fusions": (), "refusals": (), "whole_runs": (), "backend_change_ns": 0}
+        plain = self.model_copy(update={"blocks": tuple(blocks), **none})
         plain = plain.with_kinds(self.of_kinds)
         plain._kernels = self.kernels
         return plain.read_as(self.fingerprint)

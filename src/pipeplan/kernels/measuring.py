@@ -15,9 +15,11 @@ from pipeplan.errors import ExecutionError, InfeasibleError
 from pipeplan.files import BackendFusion, BackendRefusal, Block, CostRow, Profile
 from pipeplan.files.profile import EAGER
 from pipeplan.kernels.backend import Backend
+from pipeplan.kernels.covers import KernelMatch
 from pipeplan.kernels.operators import OperatorDag
+from pipeplan.time_limit import checked
 
-_PENDING = "the process was to build or run it, and has not come back"
+PENDING = "the process was to build or run it, and has not come back"
 _DIED = "the process died while it was built or run"
 
 
@@ -62,6 +64,19 @@ def row_ns(row: CostRow) -> int:
     return row.forward_ns + row.whole_backward_ns
 
 
+def matches_of(profile: Profile, graph: OperatorDag, size: int) -> tuple[KernelMatch, ...]:
+    """What was measured at a size, whole on one device: blocks alone, and groups that give one result or are all."""
+    groups: list[tuple[tuple[str, ...], Sequence[CostRow]]] = [((block.id,), block.costs) for block in profile.blocks]
+    groups += [(graph.ordered(fusion.blocks), fusion.costs) for fusion in profile.fusions]
+    return tuple(
+        KernelMatch(blocks, row.backend, row_ns(row))
+        for blocks, costs in checked(groups, 16)
+        if len(blocks) == len(graph) or graph.is_one_kernel(blocks)
+        for row in costs
+        if row is plain_row(costs, size, row.backend)
+    )
+
+
 def candidates_of(
     graph: OperatorDag, backends: Iterable[Backend], profile: Profile, sizes: Sequence[int]
 ) -> list[GroupCandidate]:
@@ -100,7 +115,7 @@ class KernelLog:
         log.refused |= {
             (each.blocks, each.backend, each.microbatch_size): each.reason
             for each in profile.refusals
-            if each.reason != _PENDING  # all processes were ended from outside, which says nothing of the backend
+            if each.reason != PENDING  # all processes were ended from outside, which says nothing of the backend
         }
         log.changes += [profile.backend_change_ns] * (profile.backend_change_ns > 0)
         return log
@@ -173,13 +188,13 @@ def measured_groups(
             return left[number:]
         if progress is not None:
             progress(number, len(left), candidate.label)
-        log.refuse(candidate, _PENDING)
+        log.refuse(candidate, PENDING)
         keep(log.found)
         try:
             row, change = measure(candidate.groups[0], candidate.size, candidate.backend)
         except (ExecutionError, InfeasibleError) as error:
-            log.refuse(candidate, _in_short(str(error)))
-            tell(f"{candidate.label}: refused: {_in_short(str(error), 300)}")
+            log.refuse(candidate, in_short(str(error)))
+            tell(f"{candidate.label}: refused: {in_short(str(error), 300)}")
         except BaseException:  # an interruption, or a fault of ours: it says nothing of the backend
             log.forget(candidate)
             keep(log.found)
@@ -198,19 +213,30 @@ def settled_pending(profile: Profile) -> tuple[str | None, Profile]:
 
     None, and the profile as it is, where nothing was.
     """
-    pending = [each for each in profile.refusals if each.reason == _PENDING]
-    if not pending:
+    pending = [each for each in profile.refusals if each.reason == PENDING]
+    runs = [each for each in profile.whole_runs if each.reason == PENDING]
+    if not pending and not runs:
         return None, profile
-    settled = (each.model_copy(update={"reason": _DIED}) if each in pending else each for each in profile.refusals)
-    first = pending[0]
-    label = GroupCandidate((first.blocks,), first.backend, first.microbatch_size, 0).label
-    return label, profile.model_copy(update={"refusals": tuple(settled)})
+    settled = {
+        "refusals": tuple(
+            each.model_copy(update={"reason": _DIED}) if each in pending else each for each in profile.refusals
+        ),
+        "whole_runs": tuple(
+            each.model_copy(update={"reason": _DIED}) if each in runs else each for each in profile.whole_runs
+        ),
+    }
+    if pending:
+        first = pending[0]
+        label = GroupCandidate((first.blocks,), first.backend, first.microbatch_size, 0).label
+    else:
+        label = f"the whole model by {' and '.join(sorted(runs[0].backends))}"
+    return label, profile.model_copy(update=settled)
 
 
 _LONGEST_REASON = 2000
 
 
-def _in_short(text: str, most: int = _LONGEST_REASON) -> str:
+def in_short(text: str, most: int = _LONGEST_REASON) -> str:
     """One line of what a library said, which may be pages."""
     line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
     return line if len(line) <= most else f"{line[:most]}..."

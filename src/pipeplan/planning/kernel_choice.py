@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.files import CostRow, Cover, CoveredGroup, Profile
+from pipeplan.files import Cover, CoveredGroup, Profile
 from pipeplan.kernels.covers import KernelCover, KernelMatch, algorithm_1
 from pipeplan.kernels.evolution import Evolved
-from pipeplan.kernels.measuring import plain_row, row_ns
+from pipeplan.kernels.measuring import matches_of
 from pipeplan.kernels.operators import OperatorDag
+from pipeplan.kernels.whole_runs import Groups, best_run, cover_of
 from pipeplan.schedule.cpsat.cover import exact_cover
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.time_limit import TimeUpError, checked
-
-Groups = tuple[tuple[tuple[str, ...], str], ...]
-"""Blocks, and the backend that runs them, in an order in which they can run."""
+from pipeplan.time_limit import TimeUpError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,9 @@ class KernelChoice:
     """The cover that was found, and what it is compared with.
 
     ``single`` is what the whole model takes by one backend, None where that does not run all of it; ``algorithm_1`` the
-    cover of the thesis's programme, and ``lower_bound_ns`` what every cover takes at least. ``level`` is what the graph
-    level came to, where it was measured (:mod:`pipeplan.planning.kernel_evolution`): the file then has its cover.
+    cover of the thesis's programme, and ``lower_bound_ns`` what every cover takes at least. Where the whole model
+    ``ran`` by covers, the cover is one of these, and takes what it took. ``level`` is what the graph level came to,
+    where it was measured (:mod:`pipeplan.planning.kernel_evolution`): the file then has its cover.
     """
 
     profile: Profile
@@ -85,6 +84,7 @@ class KernelChoice:
     algorithm_1: KernelCover
     lower_bound_ns: int
     single: Mapping[str, int | None]
+    ran: bool = False
     level: GraphLevel | None = None
 
     @property
@@ -133,6 +133,7 @@ class KernelChoice:
             "num_changes": self.cover.num_changes,
             "change_ns": self.profile.backend_change_ns,
             "single_ns": dict(self.single),
+            "ran": self.ran,
             "status": "optimal" if self.cover.proved else "feasible",
             "lower_bound_ns": self.lower_bound_ns,
             "algorithm_1_ns": self.algorithm_1.total_ns,
@@ -143,7 +144,7 @@ class KernelChoice:
 
 
 def choose_kernels(profile: Profile, size: int | None = None, budget: Budget | None = None) -> KernelChoice:
-    """The cheapest cover of a profile's blocks by backends.
+    """The cheapest cover of a profile's blocks by backends; of those by which the whole model ran, if it did.
 
     Args:
         profile: with rows of backends, measured or written by hand.
@@ -167,6 +168,9 @@ def choose_kernels(profile: Profile, size: int | None = None, budget: Budget | N
             change = profile.backend_change_ns
             first = algorithm_1(graph, matches, change)
             single = {name: _alone(graph, matches, name) for name in sorted({match.backend for match in matches})}
+            known = {(match.blocks, match.backend) for match in matches}
+            run = best_run(profile, size, known)
+            single |= _single_runs(profile, size, known)
     except TimeUpError:
         if budget.interrupted:
             raise KeyboardInterrupt from None
@@ -174,7 +178,10 @@ def choose_kernels(profile: Profile, size: int | None = None, budget: Budget | N
     cover, bound = first, first.total_ns
     if not first.proved:
         cover, bound = exact_cover(graph, matches, change, budget, first)
-    return KernelChoice(profile, size, matches, cover, first, bound, single)
+    if run is not None:
+        ran = cover_of(graph, run, change)
+        cover = replace(ran, proved=ran.total_ns <= bound)
+    return KernelChoice(profile, size, matches, cover, first, min(bound, cover.total_ns), single, ran=run is not None)
 
 
 def _largest(profile: Profile, graph: OperatorDag, sizes: list[int]) -> tuple[int, tuple[KernelMatch, ...]]:
@@ -191,17 +198,14 @@ def _largest(profile: Profile, graph: OperatorDag, sizes: list[int]) -> tuple[in
     raise InfeasibleError(f"at none of the micro-batch sizes {', '.join(map(str, sizes))} backends run every block")
 
 
-def matches_of(profile: Profile, graph: OperatorDag, size: int) -> tuple[KernelMatch, ...]:
-    """What was measured at a size, whole on one device: blocks alone, and groups that give one result or are all."""
-    groups: list[tuple[tuple[str, ...], Sequence[CostRow]]] = [((block.id,), block.costs) for block in profile.blocks]
-    groups += [(graph.ordered(fusion.blocks), fusion.costs) for fusion in profile.fusions]
-    return tuple(
-        KernelMatch(blocks, row.backend, row_ns(row))
-        for blocks, costs in checked(groups, 16)
-        if len(blocks) == len(graph) or graph.is_one_kernel(blocks)
-        for row in costs
-        if row is plain_row(costs, size, row.backend)
-    )
+def _single_runs(profile: Profile, size: int, known: Collection[tuple[tuple[str, ...], str]]) -> dict[str, int]:
+    """{backend: what the whole model took by it alone}, where it has run."""
+    found = {}
+    for name in {name for _, name in known}:
+        run = best_run(profile, size, [group for group in known if group[1] == name])
+        if run is not None:
+            found[name] = run.ns
+    return found
 
 
 def _alone(graph: OperatorDag, matches: tuple[KernelMatch, ...], backend: str) -> int | None:

@@ -13,7 +13,8 @@ from pipeplan.errors import UsageError, choose_from
 from pipeplan.files.profile import EAGER
 from pipeplan.kernels.backend import Backend, known_backends
 from pipeplan.kernels.evolution import Evolution, Generation, Genes, given_to_library, open_operators
-from pipeplan.planning.kernel_choice import GraphLevel, Groups, KernelChoice
+from pipeplan.kernels.whole_runs import Groups
+from pipeplan.planning.kernel_choice import GraphLevel, KernelChoice
 
 
 @dataclass(frozen=True, slots=True)

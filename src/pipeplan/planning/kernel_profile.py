@@ -10,8 +10,12 @@ from pipeplan.files import Profile
 from pipeplan.kernels.backend import Backend, chosen_backends, known_backends
 from pipeplan.kernels.measuring import GroupCandidate, KernelLog, MeasureGroup, candidates_of, measured_groups
 from pipeplan.kernels.operators import GraphOperator, OperatorDag
+from pipeplan.kernels.whole_runs import RunWhole, WholeRuns
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_ns
+
+ALONE_SHARE = 0.6
+"""Of a limit, for measuring groups alone; the rest is for runs of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ def with_backends(
     sizes: Sequence[int],
     backends: Sequence[Backend],
     measure: MeasureGroup,
+    run: RunWhole,
     asked: BackendsAsked,
     versions: Mapping[str, str],
     *,
@@ -75,7 +80,7 @@ def with_backends(
     tell: Callable[[str], None],
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Profile:
-    """The profile with rows for every group that backends take.
+    """The profile with rows for every group that backends take, with times of runs of the whole model.
 
     Args:
         profile: of eager torch, or with rows of backends already, which are not measured again.
@@ -83,6 +88,7 @@ def with_backends(
         sizes: micro-batch sizes to measure.
         backends: that can run here.
         measure: builds, compares and times one group.
+        run: runs the whole model by a cover and times its groups.
         asked: what is asked, with the seconds that it may take.
         versions: of the backends' libraries.
         keep: called with the profile so far, before each group.
@@ -94,12 +100,17 @@ def with_backends(
     log = KernelLog.of(profile.model_copy(update={"source": noted}))
     candidates = candidates_of(graph, backends, profile, sizes)
     limit = Limit(asked.limit_s if asked.limit_s is not None else float("inf"))
-    left = measured_groups(log, candidates, measure, keep=keep, tell=tell, progress=progress, over=lambda: limit.over)
+    alone = limit.seconds * ALONE_SHARE
+    how: dict[str, Any] = {"keep": keep, "tell": tell, "progress": progress}
+    left = measured_groups(log, candidates, measure, over=lambda: limit.elapsed >= alone, **how)
     if log.compile_ns:
         tell(f"backends took {format_ns(log.compile_ns)} to compile, of {limit.elapsed:.1f} s, which no time includes")
     if left:
         tell(_left_out(left))
-    return log.found
+    found = log.found
+    for size in sizes:
+        found = WholeRuns(graph, size, run, left=lambda: limit.seconds - limit.elapsed, **how).settled(found)
+    return found
 
 
 def _left_out(left: Sequence[GroupCandidate]) -> str:

@@ -214,6 +214,11 @@ class GroupBenches:
         return self._training
 
     @property
+    def repeats(self) -> int:
+        """Timed runs of each group."""
+        return self._repeats
+
+    @property
     def device(self) -> torch.device:
         """Where they run."""
         return self._device

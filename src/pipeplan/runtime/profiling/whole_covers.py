@@ -1,4 +1,4 @@
-"""A whole model, group by group as a cover has it, timed: what the graph level of covers is chosen by."""
+"""A whole model, group by group as a cover has it, timed as a whole or group by group: what covers are chosen by."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,20 @@ from pipeplan.errors import ExecutionError
 from pipeplan.runtime.backends.building import BuiltGroup
 from pipeplan.runtime.backends.comparing import require_same
 from pipeplan.runtime.models.shapes import outputs_of
+from pipeplan.runtime.parallel.device import Clock, Mark
 from pipeplan.runtime.profiling.groups import GroupBenches, Output, WiredGroup
 from pipeplan.runtime.profiling.instruments import steady, timed
 
 Groups = Sequence[tuple[tuple[str, ...], str]]
 """Blocks and the backend that runs them, in an order in which they can run."""
+
+_TIMED_NS = 500_000_000
+"""Runs that are timed group by group, of models that run quickly: as many as there is time for in this,"""
+
+_MOST_RUNS = 50
+"""and no more than this."""
+
+_HELD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,45 @@ class WholeCovers:
         run = self.runner(groups)
         with _failures(), steady(device):
             return round(median(timed(run, device)[1] for _ in range(self.repeats)))
+
+    def times(self, groups: Groups) -> list[tuple[int, int]]:
+        """Forward and backward of each group within runs, in ns: means over the middle half of the runs.
+
+        There are ``repeats`` runs, or more in half a second. Of what other covers have built, no more than a gigabyte
+        of parameters is kept.
+
+        Raises:
+            ExecutionError: as :meth:`measure`.
+        """
+        device, marks = self.benches.device, list[Mark]()
+        clock = Clock(device)
+        self._let_go(groups)
+        with _failures():
+            steps, modules = self._steps([self._way(*each) for each in groups])
+            run = partial(self._run, steps, modules)
+            self._require_eager(run())
+            spans: list[list[int]] = []
+            with steady(device):
+                _, once = timed(run, device)
+                for _ in range(max(self.repeats, min(_MOST_RUNS, _TIMED_NS // max(1, once)))):
+                    marks.clear()
+                    anchor = clock.anchor()
+                    run(lambda: marks.append(clock.mark()))
+                    clock.anchor()
+                    at = [clock.resolve(mark, anchor) for mark in marks]
+                    spans.append([after - before for before, after in pairwise(at)])
+        spans.sort(key=sum)
+        middle = spans[len(spans) // 4 : len(spans) - len(spans) // 4]
+        means = [round(fmean(each)) for each in zip(*middle, strict=True)]
+        forward, backward = means[: len(steps)], means[len(steps) :][::-1] or [0] * len(steps)
+        return [*zip(forward, backward, strict=True)]
+
+    def _let_go(self, groups: Groups) -> None:
+        """Of what is built, what is not of these groups, where it is much."""
+        kept = {(tuple(blocks), backend) for blocks, backend in groups}
+        held = sum(each.nbytes for wired, _ in self._built.values() for each in wired.module.parameters())
+        if held > _HELD_BYTES:
+            self._built = {key: built for key, built in self._built.items() if key in kept}
 
     def runner(self, groups: Groups) -> Callable[[], object]:
         """What runs the model by a cover once; it has run, and gave what eager torch gives.
@@ -100,25 +149,60 @@ class WholeCovers:
         ]
         return steps, [wired.module for wired, _ in ways]
 
-    def _run(self, steps: Sequence[_GroupCall], modules: Sequence[nn.Module]) -> dict[Output, Tensor]:
-        """One run of all groups, to the model's ends; in training back again, whose gradients are let go."""
+    def _run(
+        self, steps: Sequence[_GroupCall], modules: Sequence[nn.Module], tick: Callable[[], None] = lambda: None
+    ) -> dict[Output, Tensor]:
+        """One run of all groups, to the model's ends; in training back again, whose gradients are let go.
+
+        It is cut between groups, so that ``tick`` is called before the first and after each, and in training after
+        backward of each again, the last first.
+        """
         values: dict[Output | str, Tensor] = dict(self.benches.batch(self.size).items())
+        back: list[tuple[BuiltGroup, list[Tensor], list[Tensor]]] = []
+        tick()
         with torch.set_grad_enabled(self.benches.training):
             for step in steps:
                 with step.built.around():
                     made = outputs_of(step.built.call(*[values[each] for each in step.taken]))
                 if made is None:
                     raise ExecutionError("a group gives neither a tensor nor a tuple of tensors")
+                if self.benches.training:
+                    cut = [each.detach().requires_grad_(each.requires_grad) for each in made]
+                    back.append((step.built, [*made], cut))
+                    made = tuple(cut)
                 values.update(zip(step.given, made, strict=True))
                 for each in step.dropped:
                     del values[each]
+                tick()
         ends = {each: tensor for each, tensor in values.items() if not isinstance(each, str)}
+        for end in ends.values():
+            if self.benches.training and end.requires_grad:
+                end.grad = torch.ones_like(end)
+        while back:
+            built, given, cut = back.pop()
+            pairs = [(one, two.grad) for one, two in zip(given, cut, strict=True) if two.grad is not None]
+            if pairs:
+                with built.around():
+                    torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+            tick()
         if self.benches.training:
-            roots = [each for each in ends.values() if each.requires_grad]
-            torch.autograd.backward(roots, [torch.ones_like(each) for each in roots])
             for module in modules:
                 module.zero_grad(set_to_none=True)
         return ends
+
+
+@dataclass(slots=True)
+class WholeRunner:
+    """Runs the whole model by covers at any micro-batch size, and times their groups."""
+
+    benches: GroupBenches
+    _covers: WholeCovers | None = None
+
+    def times(self, groups: Groups, size: int) -> list[tuple[int, int]]:
+        """See :meth:`WholeCovers.times`. What other sizes have built is let go."""
+        if self._covers is None or self._covers.size != size:
+            self._covers = WholeCovers(self.benches, size, self.benches.repeats)
+        return self._covers.times(groups)
 
 
 @contextmanager
