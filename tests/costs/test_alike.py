@@ -140,6 +140,8 @@ def test_blocks_that_differ_in_anything_are_not_alike() -> None:
         "microbatch_size": 2,
         "backend": "inductor",
         "compile_ns": 3,
+        "alone": {"forward_ns": 3},
+        "scaled": True,
         "shards": 2,
         "context": 2,
         "expert": 2,

@@ -1,0 +1,256 @@
+"""Covers are chosen by runs of the whole model: what was measured alone may lie, and nothing runs twice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from builders.profiles import profile_of
+from pipeplan.errors import ExecutionError
+from pipeplan.files import BackendFusion, CostRow, Profile, parse, to_json
+from pipeplan.kernels.measuring import matches_of, plain_row, settled_pending
+from pipeplan.kernels.operators import OperatorDag
+from pipeplan.kernels.whole_runs import MOST_MIXED, NOISE, Groups, WholeRuns, best_run
+from pipeplan.planning.kernel_choice import choose_kernels
+
+Group = tuple[tuple[int, ...], str]
+"""Blocks by number, and the backend."""
+
+
+def profile(alone: Mapping[Group, int], *, training: bool = False, change_ns: int = 0) -> Profile:
+    """A chain of blocks that are not alike, with what groups take alone; backward takes twice that, in two halves."""
+
+    def row(ns: int, backend: str) -> CostRow:
+        halves = {"input_grad_ns": ns, "weight_grad_ns": ns} if backend == "eager" else {"backward_ns": 2 * ns}
+        return CostRow(microbatch_size=1, backend=backend, forward_ns=ns, **(halves if training else {}))
+
+    length = 1 + max(number for blocks, _ in alone for number in blocks)
+    rows = [[row(ns, name) for (own, name), ns in alone.items() if own == (number,)] for number in range(length)]
+    plain = profile_of([CostRow(microbatch_size=1, forward_ns=1, backward_ns=1)] * length)
+    blocks = tuple(
+        block.model_copy(update={"costs": tuple(costs), "dimensions": {"number": number + 1}})
+        for number, (block, costs) in enumerate(zip(plain.blocks, rows, strict=True))
+    )
+    ids = [block.id for block in blocks]
+    fusions: dict[tuple[int, ...], list[CostRow]] = {}
+    for (own, name), ns in alone.items():
+        if len(own) > 1:
+            fusions.setdefault(own, []).append(row(ns, name))
+    named = [
+        BackendFusion(blocks=tuple(ids[number] for number in own), costs=tuple(costs)) for own, costs in fusions.items()
+    ]
+    mode = "training" if training else "inference"
+    how = {"blocks": blocks, "fusions": tuple(named), "backend_change_ns": change_ns, "mode": mode}
+    return parse(to_json(plain.model_copy(update=how)), Profile)
+
+
+@dataclass
+class Machine:
+    """Runs covers in what groups really take, with ``change`` for each group after one of another backend."""
+
+    known: Profile
+    true: Mapping[Group, int]
+    change: int = 0
+    fails: Callable[[tuple[Group, ...]], bool] = lambda cover: False
+    ran: list[tuple[Group, ...]] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    kept: list[Profile] = field(default_factory=list)
+
+    def numbered(self, groups: Groups) -> tuple[Group, ...]:
+        place = OperatorDag.of(self.known).place
+        return tuple((tuple(place[id_] for id_ in blocks), name) for blocks, name in groups)
+
+    def run(self, groups: Groups, size: int) -> list[tuple[int, int]]:
+        cover = self.numbered(groups)
+        self.ran.append(cover)
+        if self.fails(cover):
+            raise ExecutionError("wrong\nnumbers")
+        found, before = [], None
+        for group in cover:
+            ns = self.true[group]
+            more = self.change * (before not in (None, group[1]))
+            found.append((ns + more, 2 * ns if not self.known.is_inference else 0))
+            before = group[1]
+        return found
+
+    def settled(self, given: Profile | None = None, left: Callable[[], float] = lambda: float("inf")) -> Profile:
+        graph = OperatorDag.of(self.known)
+        runs = WholeRuns(graph, 1, self.run, keep=self.kept.append, tell=self.told.append, left=left)
+        return runs.settled(given or self.known)
+
+    def chosen(self, found: Profile) -> tuple[Group, ...]:
+        choice = choose_kernels(found)
+        assert choice.ran
+        return self.numbered(tuple((match.blocks, match.backend) for match in choice.cover.as_runs(choice.graph)))
+
+
+TRUE: dict[Group, int] = {
+    **{((number,), "eager"): 100 for number in range(6)},
+    **{((number,), "a"): 60 if number < 3 else 120 for number in range(6)},
+    **{((number,), "b"): 120 if number < 3 else 70 for number in range(6)},
+    ((0, 1), "a"): 100,
+    (tuple(range(6)), "a"): 500,
+}
+BEST = (((0, 1), "a"), ((2,), "a"), ((3,), "b"), ((4,), "b"), ((5,), "b"))
+
+
+def lying(lies: Mapping[Group, float]) -> dict[Group, int]:
+    """All is slower alone than in runs, and some is said to be much quicker."""
+    return {group: round(1.3 * ns * lies.get(group, 1)) for group, ns in TRUE.items()}
+
+
+LIES = {((1,), "b"): 0.3, ((4,), "a"): 0.3, ((2,), "b"): 0.2, (tuple(range(6)), "a"): 2.0}
+
+
+def test_the_best_cover_is_found_though_times_alone_lie() -> None:
+    known = profile(lying(LIES))
+    machine = Machine(known, TRUE)
+    by_rows = {(machine.numbered(((m.blocks, m.backend),))[0]) for m in choose_kernels(known).cover.matches}
+    assert by_rows & set(LIES)
+    found = machine.settled()
+    assert machine.chosen(found) == BEST
+    assert choose_kernels(found).cover.total_ns == sum(TRUE[group] for group in BEST)
+    assert choose_kernels(found).single["a"] == 500  # at once, which looked twice as slow alone
+    assert len(machine.ran) == len(set(machine.ran))
+    assert machine.told == []
+
+
+def test_rows_are_of_runs_or_scaled_by_what_ran_of_their_backend() -> None:
+    found = Machine(profile(lying({})), TRUE).settled()
+    for match in matches_of(found, OperatorDag.of(found), 1):
+        number = OperatorDag.of(found).place[match.blocks[0]]
+        group = tuple(range(number, number + len(match.blocks))), match.backend
+        assert match.ns == pytest.approx(TRUE[group], abs=1)
+    rows = [row for block in found.blocks for row in block.costs]
+    assert {row.alone["forward_ns"] for row in rows} == {round(1.3 * ns) for ns in (60, 70, 100, 120)}
+    assert {row.backend for row in rows if not row.scaled} >= {"eager", "a", "b"}
+    assert parse(to_json(found), Profile) == found
+
+
+def test_nothing_runs_twice_and_another_command_goes_on() -> None:
+    known = profile(lying(LIES))
+    first = Machine(known, TRUE)
+    found = first.settled()
+    again = Machine(known, TRUE)
+    assert again.settled(found) == found
+    assert again.ran == []
+    for count in range(len(first.ran)):  # cut off by the limit, and by hand, after so many runs
+        begun = Machine(known, TRUE)
+        cut = begun.settled(left=lambda begun=begun, count=count: float(count - len(begun.ran)))
+        assert begun.told
+        goes_on = Machine(known, TRUE)
+        assert goes_on.settled(cut).whole_runs == found.whole_runs
+        assert [*begun.ran, *goes_on.ran] == first.ran
+        stopped = Machine(known, TRUE)
+
+        def interrupted(cover: tuple[Group, ...], machine: Machine = stopped, count: int = count) -> bool:
+            if len(machine.ran) > count:
+                raise KeyboardInterrupt
+            return False
+
+        stopped.fails = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            stopped.settled()
+        assert [run.ns for run in stopped.kept[-1].whole_runs] == [run.ns for run in found.whole_runs[:count]]
+
+
+def test_what_ends_early_is_chosen_among_covers_that_ran() -> None:
+    """Though rows say that another takes less."""
+    known = profile(lying(LIES))
+    machine = Machine(known, TRUE)
+    found = machine.settled(left=lambda: float(4 - len(machine.ran)))
+    assert any("chosen among those that ran" in text for text in machine.told)
+    choice = choose_kernels(found)
+    assert choice.algorithm_1.total_ns < choice.cover.total_ns
+    assert not choice.cover.proved
+    assert machine.chosen(found) == ((tuple(range(6)), "a"),)
+    nothing = Machine(known, TRUE)
+    left = nothing.settled(left=lambda: 0.0)
+    assert nothing.ran == []
+    assert left == known
+    assert not choose_kernels(left).ran
+
+
+def test_several_backends_must_be_better_by_more_than_the_noise() -> None:
+    for gain, mixed in ((0.5 * NOISE, False), (2 * NOISE, True)):
+        true: dict[Group, int] = {((n,), "eager"): 1000 for n in range(2)} | {((1,), "a"): round(1000 - 2000 * gain)}
+        machine = Machine(profile(true), true)
+        names = {name for _, name in machine.chosen(machine.settled())}
+        assert names == ({"eager", "a"} if mixed else {"eager"})
+
+
+def test_what_a_change_of_backend_really_takes_is_seen() -> None:
+    """It is measured as nothing, and is more than there is to win."""
+    known = profile(lying({}), change_ns=1)
+    machine = Machine(known, TRUE, change=200)
+    found = machine.settled()
+    assert machine.chosen(found) == ((tuple(range(6)), "a"),)
+    assert len(machine.ran) <= 4 + MOST_MIXED
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_run_that_fails_is_refused_and_others_go_on(*, dies: bool) -> None:
+    bad = ((5,), "b")
+    known = profile(lying({}) | {bad: 20})
+    machine = Machine(known, TRUE, fails=lambda cover: bad in cover)
+    found: Profile | None = None
+    if dies:
+        machine.fails = lambda cover: (_ for _ in ()).throw(SystemError) if bad in cover else False
+        while found is None:
+            try:
+                found = machine.settled(settled_pending(machine.kept[-2])[1] if machine.kept else None)
+            except SystemError:
+                label, _ = settled_pending(machine.kept[-2])
+                assert label is not None
+                assert label.startswith("the whole model by")
+    else:
+        found = machine.settled()
+        assert [text for text in machine.told if "refused: wrong numbers" in text]
+    refused = [run for run in found.whole_runs if run.reason]
+    assert all(bad in machine.numbered(run.cover) for run in refused)
+    assert refused
+    assert len(machine.ran) == len(set(machine.ran))
+    chosen = machine.chosen(found)
+    assert bad not in chosen
+    best = best_run(found, 1)
+    assert best is not None
+    assert best.ns <= 500
+
+
+def test_training_keeps_forward_and_backward_apart() -> None:
+    true = {group: ns for group, ns in TRUE.items() if len(group[0]) < 6}
+    machine = Machine(profile({group: 2 * ns for group, ns in true.items()}, training=True), true)
+    found = machine.settled()
+    assert machine.chosen(found) == BEST
+    for block in found.blocks:
+        eager = plain_row(block.costs, 1)
+        assert eager is not None
+        assert (eager.forward_ns, eager.input_grad_ns, eager.weight_grad_ns, eager.backward_ns) == (100, 100, 100, None)
+        assert eager.alone == {"forward_ns": 200, "input_grad_ns": 200, "weight_grad_ns": 200}
+    assert choose_kernels(found).cover.total_ns == 3 * sum(true[group] for group in BEST)
+
+
+def test_groups_that_are_alike_take_their_mean() -> None:
+    known = profile_of([CostRow(microbatch_size=1, forward_ns=ns, backward_ns=0) for ns in (10, 10, 30)])
+    graph = OperatorDag.of(known)
+    times = iter([(12, 0), (16, 0), (24, 0)])
+    found = WholeRuns(graph, 1, lambda groups, size: [next(times) for _ in groups]).settled(known)
+    assert [block.costs[0].forward_ns for block in found.blocks] == [12, 20, 20]  # the first takes of none
+    assert found.blocks[0].costs[0].alone == {"forward_ns": 10, "backward_ns": 0}
+
+
+def test_random_models_end_no_slower_than_one_backend() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        true: dict[Group, int] = {((n,), name): draw.randint(50, 150) for n in range(7) for name in ("eager", "a", "b")}
+        true |= {((n, n + 1), "b"): draw.randint(100, 250) for n in range(6)}
+        machine = Machine(profile({group: round(ns * draw.uniform(0.5, 1.5)) for group, ns in true.items()}), true)
+        machine.change = draw.choice([0, 20])
+        found = machine.settled()
+        choice = choose_kernels(found)
+        assert machine.chosen(found) in machine.ran
+        assert all(ns is None or choice.cover.total_ns <= ns for ns in choice.single.values())
+        assert len(machine.ran) == len(set(machine.ran))
