@@ -197,8 +197,8 @@ def _alone_times(row: CostRow) -> dict[TimeKey, int]:
 
 
 def _alone(row: CostRow) -> _Times:
-    times = _alone_times(row)
-    before = row.model_copy(update=dict(times))
+    times: dict[str, Any] = {key: ns for key, ns in _alone_times(row).items()}  # noqa: C416  # wider keys
+    before = row.model_copy(update=times)
     return before.forward_ns, before.whole_backward_ns
 
 
@@ -241,13 +241,13 @@ class WholeRuns:
         done, over = len(first), False
         for number in range(done, done + MOST_MIXED + 1):
             profile = with_times_of_runs(profile, self.graph, self.size)
-            cover = self._next(profile)
-            if cover is None:
+            mixed = self._next(profile)
+            if mixed is None:
                 break
-            over = number == done + MOST_MIXED or not self._is_time_for(profile, cover)
+            over = number == done + MOST_MIXED or not self._is_time_for(profile, mixed)
             if over:
                 break
-            profile = self._ran(profile, cover, number, done + MOST_MIXED)
+            profile = self._ran(profile, mixed, number, done + MOST_MIXED)
         if over:
             self.tell(
                 f"micro-batch size {self.size}: other covers than those that ran may take less; covers are chosen "
