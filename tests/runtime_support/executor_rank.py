@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.expert_loads import expert_loads
 from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.sharded_state import StateUnit
 from pipeplan.runtime.training.trainer import Trainer, losses_of, model_of
 from runtime_support import models as runtime_models
 from runtime_support.known import known_once
@@ -82,6 +84,7 @@ def train_both(
     trainer.build_segments()
     unsplit = _unsplit_steps(whole or model, options, plan.mini_batch)
     gradients, begun = _watched(trainer), _begun_inside(trainer)
+    _MOVED.clear()
     losses, norms, distances = [], [], {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
     for step in range(options.num_steps):
         result, _ = trainer.step(step)
@@ -101,6 +104,7 @@ def train_both(
                 own, gradient = (None if each is None else each[rows] for each in (own, gradient))
             distances["gradient"] = max(distances["gradient"], _distance(kept.grad, gradient))
             distances["parameter"] = max(distances["parameter"], _distance(kept, own))
+    moved = {" ".join(map(str, ranks)): count for ranks, count in _MOVED.items()}
     evaluation = trainer.evaluation_of(lambda _: trainer.drawn(model, options.num_steps), 1)
     evaluated = evaluation.run(options.num_steps - 1)
     distances["evaluation"] = abs(evaluated.loss - unsplit[-1].evaluated)
@@ -126,6 +130,7 @@ def train_both(
         "held": state,
         "begun": begun,
         "routed": routed,
+        "moved": moved,
         "experts": loads,
     }
 
@@ -174,6 +179,39 @@ def _noted(self: WeightGradQueue, run: Callable[[WeightGradQueue], None] = Weigh
 
 
 WeightGradQueue.run = _noted  # type: ignore[method-assign]
+
+
+_MOVED = Counter[tuple[int, ...]]()
+"""{ranks: bytes} that this one sends around a ring of them of gradients and parameters, of what is handed over."""
+
+
+def _moved(group: dist.ProcessGroup | None, array_bytes: int, passes: int) -> None:
+    """An array of all together goes around but for each rank's own share, once or twice."""
+    ranks = dist.get_process_group_ranks(group)
+    _MOVED[tuple(ranks)] += passes * (len(ranks) - 1) * array_bytes // len(ranks)
+
+
+def _summed(total: torch.Tensor, *rest: Any, sum_: Callable[..., Any] = dist.all_reduce, **how: Any) -> Any:
+    if how.get("async_op") and total.is_floating_point():  # those of gradients, but for whether there are any
+        _moved(how["group"], total.nbytes, 2)
+    return sum_(total, *rest, **how)
+
+
+def _scattered(self: StateUnit, reduce: Callable[[StateUnit], None] = StateUnit.reduce) -> None:
+    reduce(self)
+    if self._reducing is not None:
+        sent = self._reducing.sent
+        flags = len(sent) * len(self.rows) * sent.itemsize  # whether there are any gradients
+        _moved(self._group.group, sent.nbytes - flags, 1)
+
+
+def _gathered(self: StateUnit, gather: Callable[[StateUnit], None] = StateUnit.gather) -> None:
+    gather(self)
+    assert self._gathering is not None
+    _moved(self._group.group, self._gathering.found.nbytes, 1)
+
+
+dist.all_reduce, StateUnit.reduce, StateUnit.gather = _summed, _scattered, _gathered  # type: ignore[method-assign]
 
 
 def _state_of(trainer: Trainer, gradients: Sequence[int]) -> dict[str, int]:

@@ -15,10 +15,12 @@ from builders.clusters import cluster_of
 from builders.drawn import placed, placed_chains, stage_graphs, workloads
 from builders.orders import actions_of, gpipe_orders, one_f_one_b, random_orders
 from builders.plans import plan_of
+from builders.sharded import chain_of, pairs, sharded_plan
 from builders.timed import interleaved, named, numbered, timed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Plan
 from pipeplan.simulator.metrics import StepsBefore, critical_path, in_flight, rates
+from pipeplan.simulator.recost import recosted
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Dependency, Operation
@@ -247,6 +249,24 @@ def test_another_profile_changes_times_sizes_and_messages_but_not_orders() -> No
     assert simulation.memory[0].parameter_bytes == 50
     lagging = simulate(plan, profile=chain_profile(3, lag=1000))
     assert lagging.rates.makespan_ns > plan.predicted.makespan_ns + 4000
+
+
+def test_exchanges_of_state_by_actions_are_timed_anew() -> None:
+    """Over links half as quick they take twice as long; groups that the profile's costs are not of are refused."""
+    plan, profile = sharded_plan(), chain_of([100] * 5)
+    half = pairs(4).levels[0].model_copy(update={"bandwidth_bytes_per_s": 10**9 // 2, "latency_ns": 10})
+    slower = recosted(plan, profile, pairs(4).model_copy(update={"levels": (half,)}))
+    for found, given_ in zip(slower.stages, plan.stages, strict=True):
+        times = [(each.unshard_ns, each.reduce_ns) for each in given_.block_groups]
+        assert min(min(each) for each in times) > 0
+        assert [(each.unshard_ns, each.reduce_ns) for each in found.block_groups] == [
+            (2 * unshard, 2 * reduce) for unshard, reduce in times
+        ]
+    first, second, *rest = plan.stages[0].block_groups
+    joined = replace(first, blocks=first.blocks + second.blocks)
+    stages = (replace(plan.stages[0], block_groups=(joined, *rest)), *plan.stages[1:])
+    with pytest.raises(UsageError, match=r"in groups of 2, 1 blocks, .* of groups of 1, 1, 1; leave out"):
+        recosted(plan.model_copy(update={"stages": stages}), profile, pairs(4))
 
 
 def test_a_plan_that_splits_some_stages_is_recosted_stage_by_stage() -> None:

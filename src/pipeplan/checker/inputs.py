@@ -746,16 +746,39 @@ def _holders(plan: Plan, tied: TiedParameter, known: _Known) -> dict[HeldPart, l
 
 
 def _check_tied_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> None:
-    """Gradients of each part are summed over all that have it; where parts are cut unlike, the whole by all instead."""
+    """Gradients of each part are summed over all that have it; where parts are cut unlike, the whole by all instead.
+
+    Groups of replicas that divide it first sum it so that a device has its rows, unless stages do so unlike, or a
+    device is of several: then none divides gradients.
+    """
     for number, each in enumerate(plan.tied):
         family = [other for other in plan.tied if other.name == each.name]
         unlike = any(not other.state.total for other in family)
         size = each.state[GRADIENTS]
         if not each.state.total:
             size = max(other.state[GRADIENTS] * other.parts for other in family)
-        expected = all_reduce_time(cluster, sorted(each.all_devices), size)
         skipped = unlike and each.state.total
+        stages = [plan.stages[n] for n in each.stages]
+        (sharers, *others) = {_sharers(stage) if stage.zero else 1 for stage in stages}
+        alike = not others and not any(stage.configurations for stage in stages)
+        if alike and sharers > 1 and not unlike and sum(map(len, each.devices)) == len(each.all_devices):
+            expected = _tied_in_groups(each, sharers, cluster)
+        else:
+            expected = all_reduce_time(cluster, sorted(each.all_devices), size)
         _compare(f"tied[{number}]", each, {"sync_ns": 0 if skipped else expected}, findings)
+
+
+def _tied_in_groups(tied: TiedState, sharers: int, cluster: Cluster | None) -> int:
+    """Ns to sum what each ``sharers`` replicas divide, in groups of these so that a device has its rows, then those."""
+    inner, outer = list[tuple[int, ...]](), defaultdict[int, list[int]](list)
+    for devices in tied.devices:
+        for place, device in enumerate(devices):
+            outer[place % sharers].append(device)
+        inner += [devices[begin : begin + sharers] for begin in range(0, len(devices), sharers)]
+    size = tied.state[GRADIENTS]
+    rows = Exchange("all_reduce", (size + sharers - 1) // sharers)
+    scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", size), inner))
+    return scattered + round(time_of_groups(cluster, rows, list(map(sorted, outer.values()))))
 
 
 def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster | None, findings: Findings) -> None:

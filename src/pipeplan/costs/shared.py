@@ -13,11 +13,11 @@ from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pipeplan.costs.blocks import block_costs, held_part
-from pipeplan.costs.communication import Exchange, Same, all_reduce_time, price_of_groups
+from pipeplan.costs.communication import Exchange, Same, all_reduce_time, price_of_groups, time_of_groups
 from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
 from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.recipes import expert_state_of, state_of, states_of, whole_state_of
-from pipeplan.costs.zero import WHOLE, Experts, Zero, cuts, price_of_exchange, updated_bytes
+from pipeplan.costs.zero import WHOLE, Experts, Zero, cuts, price_of_exchange, state_groups, updated_bytes
 from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, Stage, TiedState
@@ -241,7 +241,7 @@ def with_syncs(
                 zip(stages, sharing, apart, experts or [None] * len(stages), strict=True), 64
             )
         ],
-        [replace(each, sync_ns=_tied_sync(each, tied, cluster)) for each in tied],
+        [replace(each, sync_ns=_tied_sync(each, tied, stages, cluster)) for each in tied],
     )
 
 
@@ -304,9 +304,29 @@ def _price_of_sums(cluster: Cluster | None, holders: tuple[int, ...], shards: in
     return cache(lambda size: round(price(Exchange("all_reduce", size))))
 
 
-def _tied_sync(entry: TiedState, tied: Iterable[TiedState], cluster: Cluster | None) -> int:
-    """Ns to sum a part over all devices that have it; where parts are unlike, the whole over all, and nothing else."""
+def _tied_sync(entry: TiedState, tied: Iterable[TiedState], stages: Sequence[Stage], cluster: Cluster | None) -> int:
+    """Ns to sum a part over all devices that have it; where parts are unlike, the whole over all, and nothing else.
+
+    Where replicas of all its stages divide it alike, groups of them reduce and scatter it, and those with the same rows
+    sum these. From level 2 on nothing is tied.
+    """
     family = [each for each in tied if each.name == entry.name]
-    whole = any(each.is_sum for each in family)
-    size = max(each.state[GRADIENTS] * each.parts for each in family) if entry.is_sum else entry.state[GRADIENTS]
-    return all_reduce_time(cluster, sorted(entry.all_devices), size) if entry.is_sum == whole else 0
+    if entry.is_sum != any(each.is_sum for each in family):
+        return 0
+    if entry.is_sum:
+        return all_reduce_time(
+            cluster, sorted(entry.all_devices), max(each.state[GRADIENTS] * each.parts for each in family)
+        )
+    size, zero = entry.state[GRADIENTS], _divided_alike(entry, stages)
+    if zero == WHOLE:
+        return all_reduce_time(cluster, sorted(entry.all_devices), size)
+    groups = [group for devices in entry.devices for group in state_groups(devices, 1, zero.group)]
+    rows = [sorted(place) for place in zip(*groups, strict=True)]
+    scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", size), groups))
+    return scattered + round(time_of_groups(cluster, Exchange("all_reduce", -(-size // zero.group)), rows))
+
+
+def _divided_alike(entry: TiedState, stages: Sequence[Stage]) -> Zero:
+    """How all that have a part divide it; not at all where stages do otherwise, or a device is of two of them."""
+    ways = {WHOLE if (stage := stages[number]).configurations else Zero.of(stage) for number in entry.stages}
+    return ways.pop() if len(ways) == 1 and len(entry.all_devices) == sum(map(len, entry.devices)) else WHOLE

@@ -320,12 +320,20 @@ class _Built:
         built = self._workloads[self._variant_of[index]].stages[index]
         stage = self._plan.stages[index].with_state(built.state)
         buckets = built.buckets if stage.buckets else ()
+        groups = [[each.blocks for each in those.block_groups] for those in (stage, built)]
+        if groups[0] != groups[1]:
+            said, own = (", ".join(map(str, each)) for each in groups)
+            raise UsageError(
+                f"stages[{index}] of the plan exchanges state in groups of {said} blocks, and costs of profile "
+                f"{self._name!r} are of groups of {own}; leave out --profile and --cluster, or search for a plan anew"
+            )
         return replace(
             stage,
             sync_ns=built.sync_ns,
             step_ns=built.step_ns,
             gather_ns=built.gather_ns,
             buckets=buckets,
+            block_groups=built.block_groups,
             speed=built.speed,
             kinds=built.kinds,
         )
