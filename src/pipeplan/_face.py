@@ -845,6 +845,7 @@ def profile(
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
     expert: Counts = 1,
+    load_factor: float | Path = 1.0,
     inference: bool = False,
     batch: Counts = 1,
     context: Counts | None = None,
@@ -882,6 +883,8 @@ def profile(
         shards: numbers of devices that split each block.
         expert: numbers of devices that share the experts, each holding whole ones; one device's share is measured
             alone, with as many tokens as it sends to the others.
+        load_factor: load of the busiest of these devices, as a multiple of the average, by which its experts are
+            measured with more tokens; or the path of what a run printed as JSON, which counts it.
         inference: forwards alone.
         batch: of inference, requests at once, as ``microbatch`` is of training.
         context: numbers of devices that share each sequence; whole sequences, the default, are always included. Of

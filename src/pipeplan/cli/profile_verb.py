@@ -424,8 +424,8 @@ _USES = {
     "name": (
         {"name", "output"},
         _MODEL
-        | {"threads", "repeats", "warmup", "seed", "cluster", "expert", "as_json", "weights", "kv_cache_dtype"}
-        | {"backends", "backend_rules", "measure_limit", "dcp", "processes"},
+        | {"threads", "repeats", "warmup", "seed", "cluster", "expert", "load_factor", "as_json", "weights"}
+        | {"backends", "backend_rules", "measure_limit", "dcp", "processes", "kv_cache_dtype"},
     ),
 }
 """What says which use is meant -> the parameters it needs, and those it may have."""
@@ -573,7 +573,7 @@ def backends_measured(given: Mapping[str, Any], profile: Profile, tell: Callable
     return _api.profile_backends(model, profile, sizes, asked, tell=tell, **measuring, **how)
 
 
-_MEASURING = ("threads", "repeats", "warmup", "device", "seed", "shards", "recompute")
+_MEASURING = ("threads", "repeats", "warmup", "device", "seed", "shards", "recompute", "load_factor")
 
 
 def _estimate(ctx: click.Context, outputs: Outputs) -> None:
@@ -737,7 +737,7 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
     """The profile of forwards alone of the model that the parameters name."""
     remarks, estimates = _Remarks(tell, progress), given["estimate"] or given["device"] not in ("cpu", "cuda")
     model, shards = _model(given, remarks.keep, meta=estimates)
-    of_estimates = ("weights", "kv_cache_dtype", "load_factor", "kernels")
+    of_estimates = ("weights", "kv_cache_dtype", "kernels")
     names = of_estimates if estimates else ("threads", "repeats", "warmup", "seed", "dcp", "processes")
     loaded = {name: given[name] for name in ("sequence", "grain")} | {"shards": shards}
     named: dict[str, Any] = {} if estimates else {"named": (given["name"], loaded)}
@@ -748,7 +748,7 @@ def _forwards(given: Mapping[str, Any], tell: Callable[[str], None], progress: O
         shards=shards,
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
-        **{name: given[name] for name in (*names, "expert", "dtype", "device")},
+        **{name: given[name] for name in (*names, "expert", "load_factor", "dtype", "device")},
         **named,
     )
     remarks.say()

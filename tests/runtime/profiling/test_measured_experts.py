@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import pipeplan
 from pipeplan.checker import check
@@ -16,6 +17,9 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, DeviceKind, LinkLevel, Source
 from pipeplan.runtime.models.huggingface.families import with_experts_of_one
 from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.parallel.experts import routed
+from pipeplan.runtime.parallel.grouped_rows import grouped
+from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.profiling.build_profile import block_graph_of, kinds_of, splits_of
 from pipeplan.runtime.profiling.expert_rows import Spread, measured_expert_rows, with_own_share
 from runtime_support.hugging_face import HIDDEN, SEQUENCE, batch_for, size, text, whole
@@ -37,13 +41,13 @@ def test_steps_of_inference_have_rows_of_shared_experts(name: str) -> None:
     kinds = (DeviceKind(name="x", count=2),)
     cluster = Cluster(name="slow", source=Source(method="estimated"), devices=kinds, levels=(level,))
     asked: dict[str, Any] = {"inference": True, "batch": "1,2", "context": "4", "expert": "2", "warmup": 0}
-    profile = pipeplan.profile(name, **asked, repeats=1, threads=1, cluster=cluster)
+    profile = pipeplan.profile(name, **asked, load_factor=1.5, repeats=1, threads=1, cluster=cluster)
     assert "one device's were measured alone; what is exchanged is among times" in profile.source.notes
     for block in profile.kinds:
         assert {row.expert for row in block.phases} == ({1, 2} if block.operator == "moe" else {1})
         for row in (each for each in block.phases if each.expert == 2):
             words = row.microbatch_size * (1 if row.phase == "decode" else 4)
-            sent = words * HIDDEN * 4 * places_reached(2, 2)
+            sent = 1.5 * words * HIDDEN * 4 * places_reached(2, 2)
             assert row.forward_ns == pytest.approx(2e9 * sent, abs=1e9)
     with pytest.raises(UsageError, match="cluster has 2 devices; give at most that"):
         pipeplan.profile(name, **(asked | {"expert": "4"}), cluster=cluster)
@@ -77,6 +81,66 @@ def test_one_device_multiplies_what_it_sends_by_its_own_experts(name: str, devic
     found.module.zero_grad()
 
 
+@pytest.mark.parametrize("load", [1.25, 2.5])
+@pytest.mark.parametrize("before", [False, True])
+def test_the_fullest_device_multiplies_more_words(load: float, before: bool) -> None:
+    """All that it has, and the first ones again, of which the products are added up."""
+    taken, weights = list[int](), torch.randn(2, 3, 3, dtype=torch.float64)
+
+    def experts(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        taken.append(len(rows))
+        return grouped(rows, weights, ends)
+
+    words, shares = torch.randn(8, 3, dtype=torch.float64), torch.rand(8, 2, dtype=torch.float64)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in words])
+
+    def made(count: int, load: float = 1.0) -> torch.Tensor:
+        own = words[:count], chosen[:count], shares[:count]
+        return routed(*own, 4, Shards(2), experts, before=before, load=load)
+
+    found, expected = made(8, load), made(8)
+    for begin in range(8, round(8 * load), 8):
+        count = min(8, round(8 * load) - begin)
+        expected[:count] += made(count)
+    torch.testing.assert_close(found, expected)
+    assert taken[0] == 2 * 8 * load == sum(taken[1:])
+
+
+@slow_but("name", SPARSE, lambda name: name in ("mixtral", "llama4_text"))
+def test_experts_of_configurations_are_measured_with_more_words(name: str) -> None:
+    """Of a load of 1.5 and of 2.5 each half of the words more costs as many products, forward and backward."""
+    found, flops = whole(name), dict[float, int]()
+    batch = batch_for(found, 4)
+    for load in (1.0, 1.5, 2.5):
+        part = with_experts_of_one(found.module, 2, load)
+        with FlopCounterMode(display=False) as counter:
+            part(**batch).backward()
+        flops[load] = counter.get_total_flops()
+    assert flops[1.5] > flops[1.0]
+    assert flops[2.5] - flops[1.5] == 2 * (flops[1.5] - flops[1.0])
+
+
+@pytest.mark.slow
+def test_rows_of_the_fullest_device_hold_more() -> None:
+    """Of its own experts, by as much for each word more; other rows, and other blocks, stay as they are."""
+    held = list[dict[tuple[object, ...], int]]()
+    for load in (1.0, 1.5, 2.0, 2.5):
+        how: dict[str, Any] = {"expert": [1, 2], "repeats": 1, "warmup": 0, "load_factor": load}
+        made = pipeplan.profile("gpt2-experts-tiny", microbatch=[2], **how)
+        said = f"with {load:g} times as many words" if load > 1 else "with as many words"
+        assert said in made.source.notes
+        held.append({(block.id, *row.key): row.activation_bytes for block in made.blocks for row in block.costs})
+    spread = {key for key in held[0] if key[4] == 2}
+    assert len(spread) == 2
+    for key in held[0]:
+        sizes = [each[key] for each in held]
+        if key in spread:
+            assert sizes[1] > sizes[0]
+            assert sizes[3] - sizes[2] == sizes[2] - sizes[1] > 0
+        else:
+            assert len(set(sizes)) == 1
+
+
 @pytest.mark.slow
 def test_rows_are_measured_beside_those_of_all_experts() -> None:
     """Words, and so what is held of them, are as many; weights are fewer, and searches may share experts."""
@@ -102,7 +166,7 @@ def test_rows_are_measured_beside_those_of_all_experts() -> None:
 def test_what_devices_send_each_other_takes_the_links_of_the_cluster() -> None:
     """There and back, in F and in I; of half of the words where two devices split all else."""
     model = load_model(MIXTRAL, sequence=SEQUENCE, meta=True)
-    splits, spreads = splits_of(model, (1, 2), torch.float32, None), [Spread(2), Spread(4)]
+    splits, spreads = splits_of(model, (1, 2), torch.float32, None), [Spread(2), Spread(4, load=1.5)]
     shares = tuple(with_own_share(model, splits, spreads, torch.float32))
     assert [(share.context, share.expert) for share in shares] == [(1, 2), (1, 4), (2, 2), (2, 4)]
     row = CostRow(microbatch_size=3, forward_ns=1000, input_grad_ns=2000, weight_grad_ns=3000, backward_ns=5000)
@@ -117,7 +181,7 @@ def test_what_devices_send_each_other_takes_the_links_of_the_cluster() -> None:
             (shards, expert, 1000, 3000) for shards in (1, 2) for expert in (2, 4)
         }
     for each in of_links["layers.0.moe"]:
-        sent = 3 * SEQUENCE * HIDDEN * 4 / each.shards
+        sent = 3 * SEQUENCE * HIDDEN * 4 / each.shards * (1.5 if each.expert == 4 else 1)
         once = dispatch_ns(sent, 2, each.expert, LinkPath.in_cluster(links, each.expert))
         assert once > 0
         assert each.forward_ns == 1000 + round(2 * once)
@@ -131,6 +195,8 @@ def test_what_devices_send_each_other_takes_the_links_of_the_cluster() -> None:
         (MIXTRAL, {"expert": 3}, "4 experts, which 3 devices"),
         ("gpt2-tiny", {"expert": 2}, "has no experts"),
         (MIXTRAL, {"expert": 2, "granularity": "operator"}, "has no experts"),
+        (MIXTRAL, {"expert": 2, "load_factor": 0.5}, "at least the even share"),
+        (MIXTRAL, {"load_factor": 1.5}, "load_factor='1.5' is of devices that share experts; give expert"),
         (MIXTRAL, {"expert": 2, "granularity": "layer", "shards": 2}, "attention beside experts"),
         (MIXTRAL, {"expert": 4, "cluster": Cluster.of("two", 2)}, "the cluster has 2 devices"),
     ],

@@ -58,6 +58,7 @@ class MeasuredForwards:
     asked: InferenceRequest
     dcp: tuple[int, ...] = (1,)
     expert: tuple[int, ...] = (1,)
+    load_factor: float = 1.0
     repeats: int = 10
     warmup: int = 3
     dtype: str = "float32"
@@ -78,6 +79,7 @@ class MeasuredForwards:
             warmup=self.warmup,
             cluster=cluster,
             expert=self.expert,
+            load_factor=self.load_factor,
             dtype=dtype_of(self.dtype),
             device=self.device,
             seed=self.seed,

@@ -173,7 +173,7 @@ class Model:
     part_length: Callable[[int], int] = lambda count: 0
     outlined: Callable[[int, int], Model | None] | None = None
     decoder: CausalDecoder | None = None
-    spread: Callable[[int], Model] | None = None
+    spread: Callable[[int, float], Model] | None = None
     in_context: Callable[[int], Model] | None = None
     grain: Grain | None = None
 

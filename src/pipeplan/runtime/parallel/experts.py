@@ -41,6 +41,7 @@ def routed(
     capacity: int | None = None,
     parts: Shards = WHOLE,
     before: bool = False,
+    load: float = 1.0,
 ) -> Tensor:
     """The sum of each word's experts, each by its share of it.
 
@@ -56,6 +57,7 @@ def routed(
         parts: the place of this device among those that have parts of the same experts, each of which makes a part of
             a sum: they gather the words of all of them.
         before: whether shares scale what experts take, in place of what they make.
+        load: alone, how many times as many words it multiplies, as the fullest of devices would.
 
     Returns:
         [words, width].
@@ -68,7 +70,12 @@ def routed(
     own, each = num_experts // devices.count, chosen.shape[1]
     if devices.collectives is None and parts.count == 1:
         _note(chosen, kept, num_experts, (kept < num_experts).sum()[None], 0)
-        return _weighted(words, torch.where(kept < num_experts, kept % own, own), shares, own, experts, before=before)
+        slots = torch.where(kept < num_experts, kept % own, own)
+        if load == 1:
+            return _weighted(words, slots, shares, own, experts, before=before)
+        every = under_load(chosen, load)
+        made = _weighted(words[every], slots[every], shares[every], own, experts, before=before)
+        return torch.zeros_like(given).index_add(0, every, made)
     numbers = torch.arange(devices.count, device=words.device)
     there = kept // own == numbers[:, None, None]  # [device, word, place among its experts]
     target, word = there.any(-1).nonzero(as_tuple=True)
@@ -91,6 +98,12 @@ def routed(
     if parts.count > 1:
         made = parts.routed(made, lengths, same).view(parts.count, same[0], words.shape[1]).sum(0)
     return torch.zeros_like(given).index_add(0, word, devices.routed(made, get, give))
+
+
+def under_load(chosen: Tensor, load: float) -> Tensor:
+    """Numbers of words, of which there are ``load`` times as many: all, and then the first ones again."""
+    count = chosen.shape[0]
+    return torch.arange(math.ceil(count * load), device=chosen.device) % max(1, count)
 
 
 _stand_in: ContextVar[bool] = ContextVar("stand_in", default=False)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.parallel.context import CONTEXT
 from pipeplan.runtime.parallel.context_attention import causal_attention
-from pipeplan.runtime.parallel.experts import routed
+from pipeplan.runtime.parallel.experts import routed, under_load
 from pipeplan.runtime.parallel.grouped_rows import gated
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 from pipeplan.runtime.parallel.split_layers import cross_entropy
@@ -112,6 +112,11 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] 
         "int before, int count",
         _alike,
         _routed,
+    ),
+    "under_load": (
+        "Tensor chosen, float load, int count",
+        lambda chosen, load, count: under_load(chosen, load),
+        lambda shards, chosen, load, count: under_load(chosen, load),
     ),
     "context_attention": (
         "Tensor query, Tensor key, Tensor value, float scale, int window, int place, int count",

@@ -425,14 +425,20 @@ def _in_place_of(whole: BlockNode, share: BlockNode) -> BlockNode:
     return replace(share, spec=replace(whole.spec, **of_share), kind=whole.kind)
 
 
-def part_of(model: Model, parts: int, dtype: torch.dtype, expert: int = 1) -> ModelShare:
-    """The model on a device that has one of so many parts of each sequence, and of all experts. Raises UsageError."""
-    part = with_experts_of_one(_part_of(model, parts), expert)
+def part_of(model: Model, parts: int, dtype: torch.dtype, expert: int = 1, load: float = 1.0) -> ModelShare:
+    """The model on a device that has one of so many parts of each sequence, and of all experts.
+
+    These multiply ``load`` times as many words as it sends away. Raises UsageError.
+    """
+    part = with_experts_of_one(_part_of(model, parts), expert, load)
     return ModelShare(1, part, _apart(block_graph_of(part, dtype), parts), parts, expert)
 
 
-def with_experts_of_one(model: Model, expert: int) -> Model:
-    """The model with the experts of one of so many devices. Raises UsageError where it does not say how."""
+def with_experts_of_one(model: Model, expert: int, load: float = 1.0) -> Model:
+    """The model with the experts of one of so many devices, the fullest by ``load``.
+
+    Raises UsageError where it does not say how.
+    """
     if expert == 1:
         return model
     if model.spread is None:
@@ -440,7 +446,7 @@ def with_experts_of_one(model: Model, expert: int) -> Model:
             f"--expert {expert}: experts of {model.name} cannot be measured apart; give a Hugging Face "
             "configuration, or add --estimate --device PRESET"
         )
-    return model.spread(expert)
+    return model.spread(expert, load)
 
 
 def _part_of(model: Model, context: int) -> Model:

@@ -75,6 +75,8 @@ def spreads_of(
         raise UsageError(
             f"--etp {_listed(splits)}: give numbers of 1 or more, and --expert, which is how many devices there are"
         )
+    if not shared and load != 1:
+        raise UsageError(f"--load-factor {load:g} is of devices that share experts; give --expert, or leave it out")
     if not shared:
         return []
     if min(shared) < 1:
@@ -136,7 +138,7 @@ def with_own_share(
     """
     for parts in sorted({split.shards * split.context for split in splits}):
         for spread in spreads:
-            share = part_of(model, parts, dtype, spread.size)
+            share = part_of(model, parts, dtype, spread.size, spread.load)
             sizes = f"--expert {spread.size}" + f" with --shards {parts}" * (parts > 1)
             if [each.spec.id for each in share.graph.blocks] != [each.spec.id for each in splits[0].graph.blocks]:
                 raise UsageError(f"{sizes}: blocks are parts of experts; leave --granularity operator out")
@@ -155,6 +157,8 @@ def measured_expert_rows(
     dtype: torch.dtype,
 ) -> dict[str, list[CostRow]]:
     """{block: its rows where devices share experts}, by measured ``rows`` of one device's share of these, alone.
+
+    These were measured with as many words as the fullest has, of which they hold what they do.
 
     What devices send each other, by the sizes of ``unsplit`` blocks, takes the links of the ``cluster``; without one no
     time.
@@ -175,7 +179,7 @@ def measured_expert_rows(
                 if cluster is not None and prices is not None:
                     own = spec, row.microbatch_size, dtype.itemsize, spread, split
                     said = said_of_experts(*own, LinkPath.in_cluster(cluster, spread.size), prices)
-                made = spread_row(row, split, spread, said)
+                made = spread_row(row, split, replace(spread, load=1.0), said)
                 require_row(f"block {spec.id!r}", dict(made))
                 found[spec.id].append(made)
     return found

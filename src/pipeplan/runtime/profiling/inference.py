@@ -330,6 +330,7 @@ def measure_inference(
     warmup: int = 3,
     cluster: Cluster | None = None,
     expert: Sequence[int] = (1,),
+    load_factor: float = 1.0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -348,6 +349,7 @@ def measure_inference(
         cluster: whose links collectives of split blocks take; without, their times are left out.
         expert: devices that share experts in prefill and decode, as in :func:`estimate_inference`; what one of them
             does is measured alone, where it has as many words for its experts as it sends away.
+        load_factor: of these, how many times as many the fullest has.
         dtype: of weights, activations and cache.
         device: where to run.
         seed: of parameters and samples.
@@ -362,7 +364,7 @@ def measure_inference(
     where = require_usable(sorted(asked.batches), runs, device)
     splits = _split(model, asked, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
-    spreads = _measured_spreads(model, unsplit, expert, decoder, cluster)
+    spreads = _measured_spreads(model, unsplit, expert, load_factor, decoder, cluster)
     price = priced_by(None if cluster is None else prices_in(cluster), dtype)
     found = _Found()
     for phase, tokens, own in _passes(model, asked, decoder):
@@ -411,10 +413,15 @@ def _add_measured(splits: Sequence[ModelShare], benches: Benches, price: Collect
 
 
 def _measured_spreads(
-    model: Model, unsplit: BlockGraph, expert: Sequence[int], decoder: CausalDecoder | None, cluster: Cluster | None
+    model: Model,
+    unsplit: BlockGraph,
+    expert: Sequence[int],
+    load: float,
+    decoder: CausalDecoder | None,
+    cluster: Cluster | None,
 ) -> list[Spread]:
     """Experts on so many devices. Raises UsageError where that makes no sense."""
-    spreads = spreads_of(model, unsplit.blocks, expert, 1.0)
+    spreads = spreads_of(model, unsplit.blocks, expert, load)
     _require_phases(spreads, decoder)
     if cluster is not None and spreads and spreads[-1].size > cluster.num_devices:
         raise UsageError(
@@ -434,7 +441,7 @@ def _of_one(
 ) -> Iterator[ModelShare]:
     """What writes texts on, with one device's experts. Raises UsageError where these are not known apart."""
     for spread in spreads if phase is not None else ():
-        decoder = with_experts_of_one(model, spread.size).decoder
+        decoder = with_experts_of_one(model, spread.size, spread.load).decoder
         assert decoder is not None, "it is the model's, with fewer experts"
         own = decoder.at(1 if phase == "decode" else tokens)
         yield ModelShare(1, own, block_graph_of(own, dtype), expert=spread.size)

@@ -52,6 +52,7 @@ def profile_model(
     shards: Sequence[int] = (1,),
     context: Sequence[int] = (1,),
     expert: Sequence[int] = (1,),
+    load_factor: float = 1.0,
     recompute: bool = False,
     cluster: Cluster | None = None,
     dtype: torch.dtype = torch.float32,
@@ -82,6 +83,7 @@ def profile_model(
             attention over the whole; sequences are also whole.
         expert: devices that share experts, each with whole ones of its own, of which one device's are measured alone,
             with as many words as it sends to the others. They are also split as all else.
+        load_factor: of these words, how many times as many the fullest has, which is the one that is measured.
         recompute: rows with activation checkpointing of each block, too.
         cluster: whose links the collectives of split blocks take; without, their times are left out.
         dtype: of parameters and activations.
@@ -106,7 +108,7 @@ def profile_model(
     splits = splits_of(model, shards, dtype, cluster, context, alone=True)
     unsplit = unsplit_of(splits, model, dtype)
     bare_profile(model, unsplit)  # before anything runs
-    spreads = spreads_of(model, unsplit.blocks, expert, 1.0)
+    spreads = spreads_of(model, unsplit.blocks, expert, load_factor)
     if cluster is not None and spreads and spreads[-1].size > cluster.num_devices:
         raise UsageError(
             f"--expert {spreads[-1].size}: the cluster has {cluster.num_devices} devices; give at most that, or a "
@@ -119,7 +121,7 @@ def profile_model(
     elif losses.text and not model.loss_of:
         on_mean(losses.text)
     partial = UnfinishedProfile() if partial is None else partial
-    partial.open(_question((*splits, *shares), runs, dtype, where, recompute=recompute, seed=seed))
+    partial.open(_question((*splits, *shares), load_factor, runs, dtype, where, recompute=recompute, seed=seed))
     benches = Benches((*splits, *shares), recompute, dtype, where, seed, partial, beside)
     rounds = RunCounter(progress, benches.num_of_size * len(sizes) * (1 + warmup + repeats))
     try:
@@ -131,7 +133,7 @@ def profile_model(
         benches.keep()
         partial.save()
     notes = [
-        *_notes((*splits, *shares), benches.kinds, runs, cluster, recompute=recompute),
+        *_notes((*splits, *shares), load_factor, benches.kinds, runs, cluster, recompute=recompute),
         *_findings(benches.all, missing),
     ]
     notes += [f"{text[0].upper()}{text[1:]}." for text in (model.remark, losses.text) if text]
@@ -167,6 +169,7 @@ def require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device |
 
 def _question(
     splits: Sequence[ModelShare],
+    load: float,
     runs: RunCounts,
     dtype: torch.dtype,
     device: torch.device,
@@ -182,6 +185,7 @@ def _question(
         "--shards": ",".join(str(split.shards) for split in splits if split.expert == split.context == 1),
         **({"--context": ",".join(map(str, contexts))} if contexts else {}),
         **({"--expert": ",".join(map(str, experts))} if experts else {}),
+        **({"--load-factor": f"{load:g}"} if load > 1 else {}),
         "--recompute": str(recompute).lower(),
         "--dtype": source.dtype,
         "device": source.device,
@@ -216,6 +220,7 @@ def _processor() -> str:
 
 def _notes(
     splits: Sequence[ModelShare],
+    load: float,
     kinds: Mapping[Hashable, Kind],
     runs: RunCounts,
     cluster: Cluster | None,
@@ -240,9 +245,10 @@ def _notes(
         )
     if experts := sorted({split.expert for split in splits} - {1}):
         links = "not among their times" if cluster is None else "among their times, by the links of the cluster given"
+        times = "" if load == 1 else f"{load:g} times "
         yield (
             f"Experts over {', '.join(map(str, experts))} devices: one device's share of them was measured alone, with "
-            f"as many words as it sends to the others; what devices send each other is {links}."
+            f"{times}as many words as it sends to the others; what devices send each other is {links}."
         )
     if recompute:
         yield "With recomputation F keeps a block's inputs alone, and B and I run its forward again first."

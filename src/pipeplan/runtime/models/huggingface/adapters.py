@@ -271,6 +271,9 @@ def _summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
 SHARING = "pipeplan_devices"
 """Attribute of experts that run with other devices: how many of these share them."""
 
+LOAD = "pipeplan_load"
+"""Of those of one device that stand for others' too: how many times as many words they multiply as it sends away."""
+
 ATTENTION = "pipeplan"
 """Of the functions here among transformers' attentions and experts. Attention makes no mask, so that a causal one is
 left to the operator; experts have one product each, whose sizes depend on the data but whose shapes do not."""
@@ -358,6 +361,15 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
         weights = module.gate_up_proj, module.down_proj, gate_of(module), module.num_experts
         found: Tensor = torch.ops.pipeplan.routed_experts(hidden, chosen, shares, *weights, 0, count)
         return found
+    if (load := getattr(module, LOAD, 1.0)) > 1:
+        words = torch.ops.pipeplan.under_load(chosen, load, 1)
+        more = _products(module, hidden[words], chosen[words], shares[words])
+        return torch.zeros_like(hidden).index_add(0, words, more)
+    return _products(module, hidden, chosen, shares)
+
+
+def _products(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """The same of experts that one device has."""
     product = torch.ops.transformers.grouped_mm_fallback
     each = chosen.shape[1]
     order, ends = _by_expert(chosen, module.num_experts, module.gate_up_proj.shape[0])
@@ -403,7 +415,7 @@ class ChosenExperts(_Adapter):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[samples, sequence, hidden] to [samples * sequence, hidden], and the router's scores."""
         layer = self.model
-        product, experts = torch.ops.transformers.grouped_mm_fallback, layer.experts
+        experts = layer.experts
         words = hidden.reshape(-1, layer.hidden_dim)
         logits = F.linear(words, layer.router.weight, layer.router.bias)
         scores, chosen = logits.topk(layer.top_k, dim=1)
@@ -413,11 +425,23 @@ class ChosenExperts(_Adapter):
             shares = scores.sigmoid().to(words.dtype)
             found = torch.ops.pipeplan.routed_experts(words, chosen, shares, *weights, *how)
             return layer.shared_expert(words) + found, logits
+        if (load := getattr(experts, LOAD, 1.0)) > 1:
+            every = torch.ops.pipeplan.under_load(chosen, load, 1)
+            more = self._products(words[every], chosen[every], scores[every])
+            found = torch.zeros_like(words).index_add(0, every, more)
+        else:
+            found = self._products(words, chosen, scores)
+        return layer.shared_expert(words) + found, logits
+
+    def _products(self, words: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
+        """What experts make of words that chose them, of each word together."""
+        layer, product, experts = self.model, torch.ops.transformers.grouped_mm_fallback, self.model.experts
         order, ends = _by_expert(chosen, layer.num_experts, experts.gate_up_proj.shape[0])
         given = words[order // layer.top_k] * scores.flatten()[order][:, None].sigmoid().to(words.dtype)
         gate, up = product(given, experts.gate_up_proj, ends).chunk(2, dim=-1)
         made = product(up * experts.act_fn(gate), experts.down_proj, ends)[order.argsort()]
-        return layer.shared_expert(words) + made.unflatten(0, (-1, layer.top_k)).sum(1), logits
+        summed: Tensor = made.unflatten(0, (-1, layer.top_k)).sum(1)
+        return summed
 
 
 def _count_grouped_products() -> None:

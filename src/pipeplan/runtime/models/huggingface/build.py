@@ -641,8 +641,8 @@ def _share(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
     return model if num_devices == 1 else collectives_of(model, share)
 
 
-def _spread(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:
-    one = replace(whole, module=with_experts_of_one(whole.module, num_devices))
+def _spread(whole: LoadedModel, grain: Grain, num_devices: int, load: float) -> Model:
+    one = replace(whole, module=with_experts_of_one(whole.module, num_devices, load))
     model = _captured(one, grain)
     return replace(model, decoder=_decoder(one, grain, model))
 

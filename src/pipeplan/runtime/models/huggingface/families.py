@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface.adapters import (
     ATTENTION,
+    LOAD,
     Captions,
     ChosenExperts,
     Contents,
@@ -672,8 +673,11 @@ def shared_experts(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def with_experts_of_one(module: nn.Module, num_devices: int) -> nn.Module:
-    """A copy that has one of so many equal parts of the experts of each layer, and shares all other parameters."""
+def with_experts_of_one(module: nn.Module, num_devices: int, load: float = 1.0) -> nn.Module:
+    """A copy that has one of so many equal parts of the experts of each layer, and shares all other parameters.
+
+    Alone it multiplies ``load`` times as many words as it sends away.
+    """
     shares: dict[int, object] = {id(each): each for each in (*module.parameters(), *module.buffers())}
     for owner in module.modules():
         count = getattr(owner, "num_experts", None)
@@ -681,7 +685,11 @@ def with_experts_of_one(module: nn.Module, num_devices: int) -> nn.Module:
             if parameter.ndim == 3 and parameter.shape[0] == count:
                 own = parameter.detach()[: count // num_devices].clone()
                 shares[id(parameter)] = nn.Parameter(own, parameter.requires_grad)
-    return copy.deepcopy(module, shares)
+    made = copy.deepcopy(module, shares)
+    for owner in made.modules() if load > 1 else ():
+        if hasattr(owner, "num_experts") and any(each.ndim == 3 for each in owner.parameters(recurse=False)):
+            setattr(owner, LOAD, load)
+    return made
 
 
 def _cut(module: nn.Module, name: str, whole: Tensor, way: str, num_devices: int, rank: int) -> Tensor:

@@ -30,7 +30,7 @@ class Mixture:
     """``count`` experts of a ``width``, of which a word takes ``each``, and an expert of width ``shared`` for all.
 
     Each takes at most ``capacity`` times the even share of a device's words; 0: all. Without others to share them,
-    ``spread`` devices' experts are represented by those of one.
+    ``spread`` devices' experts are represented by those of one, which multiply ``load`` times as many words.
     """
 
     count: int
@@ -39,6 +39,7 @@ class Mixture:
     shared: int = 0
     capacity: float = 0.0
     spread: int = 1
+    load: float = 1.0
 
 
 class ExpertFeedForward(nn.Module):
@@ -92,8 +93,8 @@ class ExpertFeedForward(nn.Module):
     def _routed(self, normed: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         mixture, words = self.mixture, normed.flatten(0, 1)
         capacity = capacity_of(mixture.capacity, len(words), mixture.each, mixture.count) if mixture.capacity else None
-        given = words, chosen.flatten(0, 1), shares.flatten(0, 1)
-        made = routed(*given, mixture.count, self.devices, self._experts, capacity=capacity, parts=self.parts)
+        given = words, chosen.flatten(0, 1), shares.flatten(0, 1), mixture.count, self.devices, self._experts
+        made = routed(*given, capacity=capacity, parts=self.parts, load=mixture.load)
         return made.view_as(normed)
 
     def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ class GPTExpertsSize(GPTSize):
 
     All words take an expert of ``shared_width``, if that is not 0. An expert takes at most ``capacity`` times the even
     share of a device's words; 0: all that choose it. Of ``spread`` devices that share them each has a part, which
-    stands for the others' too, to be measured.
+    stands for the others' too, to be measured, with ``load`` times as many words as it sends away.
     """
 
     experts: int = 8
@@ -127,17 +128,22 @@ class GPTExpertsSize(GPTSize):
     shared_width: int = 0
     capacity: float = 0.0
     spread: int = 1
+    load: float = 1.0
 
     @property
     def mixture(self) -> Mixture:
         """The experts of a layer."""
         width = self.width or 4 * self.hidden
         sizes = self.experts, self.experts_per_token, width, self.shared_width
-        return Mixture(*sizes, self.capacity, self.spread)
+        return Mixture(*sizes, self.capacity, self.spread, self.load)
 
     def model(self, name: str) -> Model:
         """The model of this size, of which devices may share experts."""
-        return replace(GPTSize.model(self, name), spread=lambda count: replace(self, spread=count).model(name))
+
+        def of_one(count: int, load: float) -> Model:
+            return replace(self, spread=count, load=load).model(name)
+
+        return replace(GPTSize.model(self, name), spread=of_one)
 
     def _writing(self, name: str, placed: bool, count: int) -> Model:
         """Nothing is left out of texts that are written on, where it would depend on whose words come together."""
