@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from builders.folds import alike_profile, plans_of, two_levels
+from builders.folds import Replicas, alike_profile, plan_of_replicas, plans_of, two_levels
 from pipeplan.checker import check
 from pipeplan.costs import build_workload, stages
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan, parse, to_json
-from pipeplan.files.folded import folded_plan, folded_workload, unfolded
+from pipeplan.files.folded import folded_plan, folded_workload, in_place_0, unfolded
 from pipeplan.files.packed import packed, packed_starts, unpacked, unpacked_starts
 from pipeplan.interop.export import exported
 from pipeplan.simulator.recost import with_costs_of
@@ -180,6 +180,28 @@ def test_messages_that_take_unlike_links_in_two_places_are_found(monkeypatch: py
     assert next(problem.message for problem in report.problems if "place" in problem.message) == (
         f"goes over level 'node' in place 0 of its programs, and over 'net' in place {half}"
     )
+
+
+@pytest.mark.parametrize(("node", "odd"), [(3, True), (5, True), (2, False), (4, False), (1, True)])
+def test_groups_that_lie_over_nodes_in_any_place_are_not_timed_without_a_profile(node: int, odd: bool) -> None:
+    """Nodes of 5 have the groups of the first places inside, and cut one of others in two.
+
+    What that one sends the plan does not say. So it is with its unfolded form; and where all groups are inside both
+    have the same times.
+    """
+    folded, cluster = plan_of_replicas(Replicas(shards=2, replicas=4)), two_levels(16, node)
+    assert folded.players_each == 8
+    firsts = [stage.devices[:2] for stage in in_place_0(folded).stages]
+    assert all(one // node == other // node for one, other in firsts) == (node in (2, 4, 5))
+    found = []
+    for plan in (folded, unfolded(folded)):
+        if odd:
+            with pytest.raises(UsageError, match=rf"2 devices of stages.* in several nodes of {node}, .* --profile"):
+                simulate(plan, cluster=cluster)
+        else:
+            figures = simulate(plan, cluster=cluster).figures()
+            found.append({key: each for key, each in figures.items() if key not in ("devices", "critical_path")})
+    assert odd or found[0] == found[1]
 
 
 def test_devices_whose_messages_take_unlike_links_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
