@@ -17,6 +17,10 @@ CONFIGURATION = (
     "Qwen2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, "
     "intermediate_size=32, vocab_size=31, max_position_embeddings=8, tie_word_embeddings=True)"
 )
+MIXTURE = (
+    "MixtralConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, "
+    "intermediate_size=16, num_local_experts=4, vocab_size=32, max_position_embeddings=8)"
+)
 CHAIN, UNTIED, BRANCHES, WORDED = (
     f"runtime_support.models:{name}" for name in ("chain", "untied_chain", "branches", "worded")
 )
@@ -62,9 +66,16 @@ def configuration_on(*groups: tuple[int, ...], shards: int, context: int = 1, ze
     return placed_plan(model, stages, num_microbatches=4, microbatch_size=2)
 
 
-def experts_on(*groups: tuple[int, ...], expert: int, shards: int = 1, context: int = 1, zero: int = 0) -> Plan:
+def experts_on(
+    *groups: tuple[int, ...],
+    expert: int,
+    shards: int = 1,
+    context: int = 1,
+    zero: int = 0,
+    of: str = EXPERTS,
+) -> Plan:
     """A model with experts, which so many devices share in each stage, and in ``context`` parts each sequence."""
-    model = load_once(EXPERTS)
+    model = load_once(of)
     ids = [block.id for block in model.blocks]
     bounds = [round(number * len(ids) / len(groups)) for number in range(len(groups) + 1)]
     stages = [
@@ -165,6 +176,10 @@ PAIRS: dict[str, Callable[[], tuple[str, list[Plan]]]] = {
             experts_on((0, 2, 3, 1), expert=2, context=2, zero=1),
             experts_on((1,), (0,), expert=1),
         ],
+    ),
+    "a configuration's experts and sequences over two, then whole": lambda: (
+        MIXTURE,
+        [experts_on((2, 0, 1, 3), expert=2, context=2, of=MIXTURE), experts_on((1,), expert=1, of=MIXTURE)],
     ),
     "whole, then experts over two": lambda: (
         EXPERTS,

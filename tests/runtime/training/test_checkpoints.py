@@ -44,6 +44,7 @@ SLOW = (
     "and the other way round",
     "whole, then split over three",
     "experts over four, then sequences too, then whole",
+    "a configuration's experts and sequences over two, then whole",
     "whole, then experts over two",
     "whole, then shares in stages, then shares with optimizers divided, then with all",
     "a configuration's shares in stages, then divided, then sequences shared, then whole",

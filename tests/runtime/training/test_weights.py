@@ -60,6 +60,7 @@ LONG = (
     "shares divided, then stages, then whole",
     "tiles, then other tiles, then stages",
     "parameters divided, then optimizers, then whole",
+    "a configuration's experts and sequences over two, then whole",
     "whole, then experts over two",
     "branches",
 )
