@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from random import Random
@@ -18,6 +18,7 @@ from pipeplan.schedule.hoisting import Outermost
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import fitting
 from pipeplan.workload.bounds import period_bound, strong_iteration_bound
+from pipeplan.workload.compiled_span import CompiledSpan, compile_loops
 from pipeplan.workload.few_device_bounds import DeviceAlone, FewDeviceBounds
 from pipeplan.workload.few_devices import FewDevices
 from pipeplan.workload.least_span import LeastSpan
@@ -164,6 +165,47 @@ def test_random_shapes_against_every_schedule(kind: str, seeds: range) -> None:
 def test_branches_that_are_ahead_are_no_head_of_later_microbatches(seed: int) -> None:
     """Of two branches that meet one may have run for later micro-batches while the other waits for room."""
     never_above(random_problem("k", Random(f"k {seed}")))
+
+
+def in_step(few: FewDevices, spans: Mapping[int, Sequence[int]], entry: int | None, most: int) -> None:
+    """The compiled search proves the same after every few labels."""
+    plain, compiled = LeastSpan(few, spans, entry), CompiledSpan(compile_loops(), few, spans, entry)
+    while plain.num_labels < most and not plain.done:
+        for search in (plain, compiled):
+            search.advance(7, 10**9)
+        assert (plain.bound, plain.num_labels, plain.done) == (compiled.bound, compiled.num_labels, compiled.done)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_loops_look_at_the_same_labels(kind: str) -> None:
+    pytest.importorskip("numba")
+    for seed in range(6):
+        problem = random_problem(kind, Random(f"{kind} {seed}"))
+        for devices in [(0,), (0, 1), tuple(range(problem.num_devices))]:
+            few = FewDevices.of(problem, devices)
+            assert few is not None
+            in_step(few, {}, None, 2_000)
+            if (entry := few.entries[0]) is not None:
+                known = DeviceAlone(few, entry)
+                for _ in range(few.count):
+                    known.learn()
+                in_step(few.after(entry), {}, entry, 2_000)
+                in_step(few, {entry: known.spans(few.count)}, None, 2_000)
+
+
+@pytest.mark.slow
+def test_compiled_loops_make_room() -> None:
+    """Of a search with 8,501 labels, and one that is to prove nothing from some end on."""
+    pytest.importorskip("numba")
+    few = FewDevices.of(zero_bubble("zbv", 4, 12, 0.5), (2, 3))
+    assert few is not None
+    whole, part = (CompiledSpan(compile_loops(), few, {}) for _ in range(2))
+    whole.advance(NEVER, NEVER)
+    assert (whole.bound, whole.done) == (4_670, True)
+    part.advance(NEVER, 4_500)
+    assert (part.bound, part.done) == (4_500, True)
+    assert part.num_labels < whole.num_labels
 
 
 @settings(max_examples=40, suppress_health_check=list(HealthCheck))

@@ -26,7 +26,7 @@ class ProvingByDevices(ScheduleStep):
         return limited and not state.finished
 
     def run(self, state: SearchState) -> None:
-        state.proofs = state.proofs or FewDeviceBounds.all_of(state.problem)
+        state.proofs = state.proofs or FewDeviceBounds.all_of(state.problem, not state.budget.deterministic)
         share = max(self.share, self.share_of_few) if state.graph.num_tasks <= self.few_tasks else self.share
         open_, budget = state.proofs, state.budget
         limit = budget.used + budget.seconds * share

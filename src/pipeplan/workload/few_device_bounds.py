@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from types import ModuleType
 
 from pipeplan.search_constants import (
+    COMPILED_FROM_LABELS,
     FEW_KINDS,
     FEW_LABELS,
     FIRST_ALONE,
@@ -28,9 +30,10 @@ from pipeplan.search_constants import (
     MOST_ALONE,
     MOST_KNOWN,
     MOST_SEARCHED,
-    MOST_STORED,
+    MOST_STORED_BYTES,
     SMALL_GROUP,
 )
+from pipeplan.workload.compiled_span import CompiledSpan, compiled_loops
 from pipeplan.workload.few_devices import FewDevices
 from pipeplan.workload.least_span import LeastSpan
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -85,15 +88,18 @@ class FewDeviceBounds:
     """The bounds of a problem, which grow as long as there is time.
 
     ``bound`` and ``period`` are proved so far: ns of the iteration, and per micro-batch. ``num_labels`` is the work
-    that it took. To what is proved of the problem so many ns are added, in all and for each micro-batch.
+    that it took. To what is proved of the problem so many ns are added, in all and for each micro-batch. With
+    ``compiled``, which needs numba, much is done by compiled loops, from a moment on that no one knows before.
     """
 
-    def __init__(self, problem: OneMicrobatch, added_ns: int = 0, added_each_ns: int = 0) -> None:
-        self._problem, self._added, self._added_each = problem, added_ns, added_each_ns
+    def __init__(
+        self, problem: OneMicrobatch, added_ns: int = 0, added_each_ns: int = 0, compiled: bool = True
+    ) -> None:
+        self._compiled, self._problem, self._added, self._added_each = compiled, problem, added_ns, added_each_ns
         self._below = NEVER
         self._growing = self._grow()
         self._alone: dict[int, DeviceAlone] = {}
-        self._searches: dict[Devices, LeastSpan] = {}
+        self._searches: dict[Devices, LeastSpan | CompiledSpan] = {}
         self._proved: dict[Devices, int] = {}
         self.bound = self.num_labels = 0
         self.period = Fraction(0)
@@ -104,13 +110,13 @@ class FewDeviceBounds:
         return max(map(len, self._proved), default=0)
 
     @classmethod
-    def all_of(cls, problem: OneMicrobatch) -> list[FewDeviceBounds]:
+    def all_of(cls, problem: OneMicrobatch, compiled: bool = True) -> list[FewDeviceBounds]:
         """Of a problem as it is, and without the time of operations on all devices: of those that say something."""
         left = WithoutSharedTime.of(problem)
         if left is None:
-            return [cls(problem)]
-        cut = cls(left.problem, left.all_ns, left.each_ns)
-        return [cut, cls(problem)] if any(lag for _, _, lag in problem.edges) else [cut]
+            return [cls(problem, compiled=compiled)]
+        cut = cls(left.problem, left.all_ns, left.each_ns, compiled)
+        return [cut, cls(problem, compiled=compiled)] if any(lag for _, _, lag in problem.edges) else [cut]
 
     def grow(self, below: int = NEVER) -> bool:
         """Work for some milliseconds; False if no more is to be had. Nothing needs to be proved from ``below`` on."""
@@ -135,10 +141,15 @@ class FewDeviceBounds:
         yield from self._best_alone()
         most = FIRST_ROUND
         for number in range(LABEL_ROUNDS):
+            looked_at = set[Devices]()
             for devices in self._subsets(number):
+                looked_at.add(devices)
                 yield from self._search(devices, most)
-                if sum(search.num_stored for search in self._searches.values()) > MOST_STORED:
+                if sum(search.num_bytes for search in self._searches.values()) > MOST_STORED_BYTES:
                     return
+            for devices in self._searches.keys() - looked_at:
+                if not self._searches[devices].done:
+                    del self._searches[devices]
             most *= LABELS_MORE
 
     def _best_alone(self) -> Iterator[bool]:
@@ -152,9 +163,10 @@ class FewDeviceBounds:
             most *= 2
 
     def _subsets(self, number: int) -> Iterator[Devices]:
-        """Those of a round, which is the ``number``-th: the best half of the one before, of each size, at least three.
+        """Those of a round, which is the ``number``-th: the best half of what is left of each size, at least three.
 
-        There are some of one device more once it is known what the best of a size is.
+        There are some of one device more once it is known what the best of a size is. What one proves early says little
+        of its end; in chains the first device and the last but one have proved most of all pairs that were tried.
         """
         everything = tuple(range(self._problem.num_devices))
         chosen: Devices = max((each for each in self._proved if len(each) == 1), key=lambda each: self._proved[each])
@@ -163,8 +175,9 @@ class FewDeviceBounds:
         yield chosen
         while len(chosen) < len(everything):
             larger = [tuple(sorted((*chosen, device))) for device in everything if device not in chosen]
-            larger.sort(key=lambda devices: -self._proved.get(devices, 0))
-            yield from larger[: max(3, len(larger) >> number)]
+            left = [each for each in larger if each not in self._searches or not self._searches[each].done]
+            left.sort(key=lambda devices: (everything[-2] not in devices, -self._proved.get(devices, 0)))
+            yield from left[: max(3, len(larger) >> number)]
             chosen = max(larger, key=lambda devices: self._proved.get(devices, 0))
             if chosen not in self._searches or not self._searches[chosen].done:
                 return
@@ -202,18 +215,31 @@ class FewDeviceBounds:
 
     def _search(self, devices: Devices, most_labels: int) -> Iterator[bool]:
         """Go on with some devices, or begin, until so many labels of theirs are looked at."""
-        if devices not in self._searches:
-            few = FewDevices.of(self._problem, devices)
-            if few is None:
-                return
-            self._searches[devices] = LeastSpan(few, self._spans(few, devices))
-        search = self._searches[devices]
-        while search.num_labels < most_labels and not search.done:
+        search = self._searches.get(devices) or self._begun(devices)
+        while search is not None and search.num_labels < most_labels and not search.done:
             before = search.num_labels
             search.advance(LABELS_AT_ONCE, self._below)
             self.num_labels += search.num_labels - before
             self._prove(devices, search.bound)
             yield True
+            if isinstance(search, LeastSpan) and search.num_labels < most_labels and not search.done and self._loops():
+                begun, search = search.num_labels, self._begun(devices)
+                while search is not None and search.num_labels < begun:
+                    search.advance(LABELS_AT_ONCE, self._below)
+                    yield True
+
+    def _begun(self, devices: Devices) -> LeastSpan | CompiledSpan | None:
+        """A search with some devices at its beginning."""
+        few = FewDevices.of(self._problem, devices)
+        if few is None:
+            return None
+        loops, spans = self._loops(), self._spans(few, devices)
+        self._searches[devices] = LeastSpan(few, spans) if loops is None else CompiledSpan(loops, few, spans)
+        return self._searches[devices]
+
+    def _loops(self) -> ModuleType | None:
+        """The compiled loops, where there is so much to do that they are worth it, and they are there."""
+        return compiled_loops() if self._compiled and self.num_labels > COMPILED_FROM_LABELS else None
 
     def _spans(self, few: FewDevices, devices: Devices) -> dict[int, list[int]]:
         """What each of some devices says alone, by its entry."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.task_graph import NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,14 @@ class FewDevices:
     def with_count(self, count: int) -> FewDevices:
         """The same for another number of micro-batches."""
         return replace(self, count=count)
+
+    def totals(self, entry: int | None = None) -> tuple[int, ...]:
+        """[kind] actions that begin in all; one more of an ``entry``, whose last start is looked for."""
+        return tuple(self.count * kind.copies + (x == entry) for x, kind in enumerate(self.kinds))
+
+    def until(self, entry: int) -> tuple[KeptKind, ...]:
+        """The kinds where only an ``entry`` counts, and when it starts."""
+        return tuple(replace(kind, tail=-kind.duration if x == entry else -NEVER) for x, kind in enumerate(self.kinds))
 
     def after(self, entry: int) -> FewDevices:
         """The same where nothing waits for more than what follows an ``entry``, such as for other branches.

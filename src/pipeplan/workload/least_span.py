@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from operator import le
 from typing import NamedTuple
 
+from pipeplan.search_constants import BYTES_PER_LABEL
 from pipeplan.time_limit import checkpoint
-from pipeplan.workload.few_devices import FewDevices, KeptKind
+from pipeplan.workload.few_devices import FewDevices
 from pipeplan.workload.task_graph import NEVER
 
 Counts = tuple[int, ...]
@@ -59,8 +59,8 @@ class LeastSpan:
 
     def __init__(self, few: FewDevices, spans: Mapping[int, Sequence[int]], entry: int | None = None) -> None:
         self._few, self._spans, self._entry = few, spans, entry
-        self._kinds = few.kinds if entry is None else _until(few, entry)
-        self._totals = tuple(few.count * kind.copies + (x == entry) for x, kind in enumerate(few.kinds))
+        self._kinds = few.kinds if entry is None else few.until(entry)
+        self._totals = few.totals(entry)
         self._numbers = range(len(few.kinds))
         self._follow = [
             {number: lag for number, kind in enumerate(few.kinds) for before, lag in kind.waits if before == source}
@@ -103,9 +103,9 @@ class LeastSpan:
         self._open, self._labels, self._moments = [], {}, {}
 
     @property
-    def num_stored(self) -> int:
-        """Labels that it keeps in memory, about."""
-        return len(self._open)
+    def num_bytes(self) -> int:
+        """What it keeps in memory, about."""
+        return BYTES_PER_LABEL * len(self._open)
 
     def _follow_up(self, least: int, begun: int, counts: Counts, label: Label, below: int) -> None:
         """All that may start next."""
@@ -293,8 +293,3 @@ class LeastSpan:
                 work += left[x] * self._kinds[x].duration
                 found.append((tuple(kinds[:number]), work + self._kinds[x].tail))
         return found
-
-
-def _until(few: FewDevices, entry: int) -> tuple[KeptKind, ...]:
-    """The kinds where only one counts, and when it starts."""
-    return tuple(replace(kind, tail=-kind.duration if x == entry else -NEVER) for x, kind in enumerate(few.kinds))
