@@ -762,22 +762,24 @@ def _check_tied_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -
         (sharers, *others) = {_sharers(stage) if stage.zero else 1 for stage in stages}
         alike = not others and not any(stage.configurations for stage in stages)
         if alike and sharers > 1 and not unlike and sum(map(len, each.devices)) == len(each.all_devices):
-            expected = _tied_in_groups(each, sharers, cluster)
+            expected = _tied_in_groups(each, stages, sharers, cluster)
         else:
             expected = all_reduce_time(cluster, sorted(each.all_devices), size)
         _compare(f"tied[{number}]", each, {"sync_ns": 0 if skipped else expected}, findings)
 
 
-def _tied_in_groups(tied: TiedState, sharers: int, cluster: Cluster | None) -> int:
+def _tied_in_groups(tied: TiedState, stages: Sequence[Stage], sharers: int, cluster: Cluster | None) -> int:
     """Ns to sum what each ``sharers`` replicas divide, in groups of these so that a device has its rows, then those."""
-    inner, outer = list[tuple[int, ...]](), defaultdict[int, list[int]](list)
-    for devices in tied.devices:
+    inner, outer = defaultdict[object, list[int]](list), defaultdict[int, list[int]](list)
+    for stage, devices in zip(stages, tied.devices, strict=True):
+        having = len(devices) // (stage.replicas * stage.context)  # of the shards
         for place, device in enumerate(devices):
-            outer[place % sharers].append(device)
-        inner += [devices[begin : begin + sharers] for begin in range(0, len(devices), sharers)]
+            copy, shard = divmod(place, having)
+            outer[copy % sharers].append(device)
+            inner[stage, shard, copy // sharers].append(device)
     size = tied.state[GRADIENTS]
     rows = Exchange("all_reduce", (size + sharers - 1) // sharers)
-    scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", size), inner))
+    scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", size), list(inner.values())))
     return scattered + round(time_of_groups(cluster, rows, list(map(sorted, outer.values()))))
 
 

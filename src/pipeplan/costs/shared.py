@@ -320,7 +320,11 @@ def _tied_sync(entry: TiedState, tied: Iterable[TiedState], stages: Sequence[Sta
     size, zero = entry.state[GRADIENTS], _divided_alike(entry, stages)
     if zero == WHOLE:
         return all_reduce_time(cluster, sorted(entry.all_devices), size)
-    groups = [group for devices in entry.devices for group in state_groups(devices, 1, zero.group)]
+    groups = [
+        group
+        for number, devices in zip(entry.stages, entry.devices, strict=True)
+        for group in state_groups(devices, len(devices) // stages[number].copies, zero.group)  # shards that have it
+    ]
     rows = [sorted(place) for place in zip(*groups, strict=True)]
     scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", size), groups))
     return scattered + round(time_of_groups(cluster, Exchange("all_reduce", -(-size // zero.group)), rows))
