@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 from types import ModuleType
+from typing import NamedTuple
 
 from pipeplan.search_constants import (
     COMPILED_FROM_LABELS,
@@ -41,6 +42,13 @@ from pipeplan.workload.shared_time import WithoutSharedTime
 from pipeplan.workload.task_graph import NEVER
 
 Devices = tuple[int, ...]
+
+
+class Kept(NamedTuple):
+    """Devices that are kept as they are, and ``more``, of which only what others wait for is."""
+
+    whole: Devices
+    more: Devices = ()
 
 
 class DeviceAlone:
@@ -99,15 +107,15 @@ class FewDeviceBounds:
         self._below = NEVER
         self._growing = self._grow()
         self._alone: dict[int, DeviceAlone] = {}
-        self._searches: dict[Devices, LeastSpan | CompiledSpan] = {}
-        self._proved: dict[Devices, int] = {}
+        self._searches: dict[Kept, LeastSpan | CompiledSpan] = {}
+        self._proved: dict[Kept, int] = {}
         self.bound = self.num_labels = 0
         self.period = Fraction(0)
 
     @property
     def most_devices(self) -> int:
         """How many devices at most were looked at together."""
-        return max(map(len, self._proved), default=0)
+        return max((len(whole) + len(more) for whole, more in self._proved), default=0)
 
     @classmethod
     def all_of(cls, problem: OneMicrobatch, compiled: bool = True) -> list[FewDeviceBounds]:
@@ -126,9 +134,8 @@ class FewDeviceBounds:
     def _grow(self) -> Iterator[bool]:
         """All work, part by part.
 
-        Devices with a limit alone come first, then all devices if they are few, and pairs with the device whose own
-        bound is best, and then more with the best pair: in rounds, in which each is looked at several times as long as
-        in the one before.
+        Devices with a limit alone come first, then all devices if they are few, and that whose own bound is best with
+        one more, with two, and so on: in rounds, in which each is looked at several times as long as in the one before.
         """
         problem = self._problem
         if problem.workload.needs:
@@ -141,44 +148,45 @@ class FewDeviceBounds:
         yield from self._best_alone()
         most = FIRST_ROUND
         for number in range(LABEL_ROUNDS):
-            looked_at = set[Devices]()
-            for devices in self._subsets(number):
-                looked_at.add(devices)
-                yield from self._search(devices, most)
+            looked_at = set[Kept]()
+            for kept in self._subsets(number):
+                looked_at.add(kept)
+                yield from self._search(kept, most)
                 if sum(search.num_bytes for search in self._searches.values()) > MOST_STORED_BYTES:
                     return
-            for devices in self._searches.keys() - looked_at:
-                if not self._searches[devices].done:
-                    del self._searches[devices]
+            for kept in self._searches.keys() - looked_at:
+                if not self._searches[kept].done:
+                    del self._searches[kept]
             most *= LABELS_MORE
 
     def _best_alone(self) -> Iterator[bool]:
         """The device whose own bound is best: half of them are left after each round, which takes twice as long."""
-        left: list[Devices] = sorted(self._proved)
+        left: list[Kept] = sorted(self._proved)
         most = FIRST_ALONE
         while left:
-            for devices in left:
-                yield from self._search(devices, most if len(left) > 1 else LABELS_ALONE)
-            left = sorted(left, key=lambda devices: -self._proved[devices])[: len(left) // 2]
+            for kept in left:
+                yield from self._search(kept, most if len(left) > 1 else LABELS_ALONE)
+            left = sorted(left, key=lambda kept: -self._proved[kept])[: len(left) // 2]
             most *= 2
 
-    def _subsets(self, number: int) -> Iterator[Devices]:
+    def _subsets(self, number: int) -> Iterator[Kept]:
         """Those of a round, which is the ``number``-th: the best half of what is left of each size, at least three.
 
-        There are some of one device more once it is known what the best of a size is. What one proves early says little
-        of its end; in chains the first device and the last but one have proved most of all pairs that were tried.
+        There is one device more once it is known what the best of a size is. What one proves early says little of its
+        end; in chains the first device and the last but one have proved most of all pairs that were tried.
         """
         everything = tuple(range(self._problem.num_devices))
-        chosen: Devices = max((each for each in self._proved if len(each) == 1), key=lambda each: self._proved[each])
+        chosen = max((each for each in self._proved if not each.more), key=lambda each: self._proved[each])
         if len(everything) <= SMALL_GROUP:
-            yield everything
+            yield Kept(everything)
         yield chosen
-        while len(chosen) < len(everything):
-            larger = [tuple(sorted((*chosen, device))) for device in everything if device not in chosen]
+        while len(chosen.whole) + len(chosen.more) < len(everything):
+            others = [device for device in everything if device not in chosen.whole + chosen.more]
+            larger = [chosen._replace(more=tuple(sorted((*chosen.more, device)))) for device in others]
             left = [each for each in larger if each not in self._searches or not self._searches[each].done]
-            left.sort(key=lambda devices: (everything[-2] not in devices, -self._proved.get(devices, 0)))
+            left.sort(key=lambda each: (everything[-2] not in each.more, -self._proved.get(each, 0)))
             yield from left[: max(3, len(larger) >> number)]
-            chosen = max(larger, key=lambda devices: self._proved.get(devices, 0))
+            chosen = max(larger, key=lambda each: self._proved.get(each, 0))
             if chosen not in self._searches or not self._searches[chosen].done:
                 return
 
@@ -211,44 +219,44 @@ class FewDeviceBounds:
                 break
         self._alone[device] = known
         self.period = max(self.period, self._added_each + known.period)
-        self._prove((device,), known.head + known.span(self._problem.num_microbatches))
+        self._prove(Kept((device,)), known.head + known.span(self._problem.num_microbatches))
 
-    def _search(self, devices: Devices, most_labels: int) -> Iterator[bool]:
+    def _search(self, kept: Kept, most_labels: int) -> Iterator[bool]:
         """Go on with some devices, or begin, until so many labels of theirs are looked at."""
-        search = self._searches.get(devices) or self._begun(devices)
+        search = self._searches.get(kept) or self._begun(kept)
         while search is not None and search.num_labels < most_labels and not search.done:
             before = search.num_labels
             search.advance(LABELS_AT_ONCE, self._below)
             self.num_labels += search.num_labels - before
-            self._prove(devices, search.bound)
+            self._prove(kept, search.bound)
             yield True
             if isinstance(search, LeastSpan) and search.num_labels < most_labels and not search.done and self._loops():
-                begun, search = search.num_labels, self._begun(devices)
+                begun, search = search.num_labels, self._begun(kept)
                 while search is not None and search.num_labels < begun:
                     search.advance(LABELS_AT_ONCE, self._below)
                     yield True
 
-    def _begun(self, devices: Devices) -> LeastSpan | CompiledSpan | None:
+    def _begun(self, kept: Kept) -> LeastSpan | CompiledSpan | None:
         """A search with some devices at its beginning."""
-        few = FewDevices.of(self._problem, devices)
+        few = FewDevices.of(self._problem, *kept)
         if few is None:
             return None
-        loops, spans = self._loops(), self._spans(few, devices)
-        self._searches[devices] = LeastSpan(few, spans) if loops is None else CompiledSpan(loops, few, spans)
-        return self._searches[devices]
+        loops, spans = self._loops(), self._spans(few, kept)
+        self._searches[kept] = LeastSpan(few, spans) if loops is None else CompiledSpan(loops, few, spans)
+        return self._searches[kept]
 
     def _loops(self) -> ModuleType | None:
         """The compiled loops, where there is so much to do that they are worth it, and they are there."""
         return compiled_loops() if self._compiled and self.num_labels > COMPILED_FROM_LABELS else None
 
-    def _spans(self, few: FewDevices, devices: Devices) -> dict[int, list[int]]:
+    def _spans(self, few: FewDevices, kept: Kept) -> dict[int, list[int]]:
         """What each of some devices says alone, by its entry."""
         return {
             entry: self._alone[device].spans(few.count)
-            for entry, device in zip(few.entries, devices, strict=True)
+            for entry, device in zip(few.entries, kept.whole + kept.more, strict=True)
             if entry is not None and device in self._alone
         }
 
-    def _prove(self, devices: Devices, bound: int) -> None:
-        self._proved[devices] = max(self._proved.get(devices, 0), bound)
+    def _prove(self, kept: Kept, bound: int) -> None:
+        self._proved[kept] = max(self._proved.get(kept, 0), bound)
         self.bound = max(self.bound, self._added + bound)

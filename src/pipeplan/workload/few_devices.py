@@ -56,19 +56,27 @@ class FewDevices:
     count: int
 
     @classmethod
-    def of(cls, problem: OneMicrobatch, devices: Sequence[int]) -> FewDevices | None:
+    def of(cls, problem: OneMicrobatch, devices: Sequence[int], more: Sequence[int] = ()) -> FewDevices | None:
         """Keep these devices of a problem. None where an action may begin before another that it waits for has begun.
 
-        (That is so where actions wait inside of themselves for messages.)
+        (That is so where actions wait inside of themselves for messages.) Of ``more`` devices only the actions that
+        others wait for are kept, without their memory: far fewer states, and nearly as much is proved.
         """
-        number = {device: place for place, device in enumerate(devices)}
-        moments = _moments_at_ends(problem)
-        kept = [x for x in problem.order if x not in moments and not number.keys().isdisjoint(problem.devices[x])]
+        everything = (*devices, *more)
+        number = {device: place for place, device in enumerate(everything)}
+        whole, moments = frozenset(devices), _moments_at_ends(problem)
+        kept = [
+            x
+            for x in problem.order
+            if x not in moments
+            and not number.keys().isdisjoint(problem.devices[x])
+            and (problem.outgoing[x] or not whole.isdisjoint(problem.devices[x]))
+        ]
         waits = _waits(problem, kept)
         if any(lag <= -problem.durations[source] and lag < 0 for each in waits.values() for source, lag in each):
             return None
         place = {x: index for index, x in enumerate(kept)}
-        memory = [_memory(problem, device, place.keys()) for device in devices]
+        memory = [_memory(problem, device, place.keys() if device in whole else ()) for device in everything]
         kinds = [
             KeptKind(
                 problem.durations[x],
@@ -78,12 +86,12 @@ class FewDevices:
                 tuple((place[source], lag) for source, lag in waits[x]),
                 tuple(takes.get(x, 0) for takes, _ in memory),
                 tuple(gives.get(x, 0) for _, gives in memory),
-                tuple(problem.workspace[x] if device in problem.devices[x] else 0 for device in devices),
+                tuple(problem.workspace[x] if device in problem.devices[x] else 0 for device in everything),
             )
             for x in kept
         ]
         pooled = _pooled(kinds)
-        rooms = tuple(problem.capacity[device] for device in devices)
+        rooms = (*(problem.capacity[device] for device in devices), *[None] * len(more))
         return cls(pooled, rooms, _entries(pooled, len(rooms)), problem.num_microbatches)
 
     def with_count(self, count: int) -> FewDevices:
