@@ -450,12 +450,12 @@ def main() -> None:
     parser.add_argument("--steps", type=words, default=STEPS)
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of a group")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing new after that long")
-    parser.add_argument("--profile-minutes", type=float, default=6.0, help="for the groups of a network")
-    parser.add_argument("--graph-seconds", type=float, default=60.0, help="for a graph level")
+    parser.add_argument("--profile-minutes", type=float, default=3.5, help="for the groups of a network")
+    parser.add_argument("--graph-seconds", type=float, default=30.0, help="for a graph level")
     parser.add_argument("--again", action="store_true", help="also what is known")
     parser.add_argument("--print", action="store_true", help="the tables of what is known")
     parser.add_argument("--rounds", type=int, default=5, help="in which all ways to run a network take turns")
-    parser.add_argument("--way-seconds", type=float, default=3.0, help="for each way in all rounds together")
+    parser.add_argument("--way-seconds", type=float, default=2.0, help="for each way in all rounds together")
     parser.add_argument(
         "--clock", choices=("wall", "processor"), default="wall", help="processor: with one thread only"
     )
