@@ -43,3 +43,40 @@ def test_covers_run_as_eager_torch_does(training: bool) -> None:
     with pytest.raises(ExecutionError, match="off eager's"):
         covers.measure([*eager[:2], (ids[2:3], "wrong"), *eager[3:]])
     assert benches.training is training
+    assert benches.wired(ids).module.whole
+    assert not benches.wired(ids[1:]).module.whole
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_groups_are_timed_within_runs(training: bool) -> None:
+    """As many as the cover has, forward and in training backward of each; gradients are those of one whole backward."""
+    known = known_backends()
+    names = ("eager", "onednn-off")
+    how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "seed": 0, "repeats": 1, "warmup": 0}
+    benches = GroupBenches(
+        zoo_model("gpt2-tiny", sequence=16),
+        training=training,
+        builders={name: GroupBuilder.of(name, known[name].module) for name in names},
+        tolerances=dict.fromkeys(names, 1e-4),
+        **how,
+    )
+    benches.described(2)
+    covers = WholeCovers(benches, 2, repeats=1)
+    ids = benches.order
+    for cover in (tuple(((id_,), "eager") for id_ in ids), ((ids[:3], "onednn-off"), (ids[3:], "eager"))):
+        times = covers.times(cover)
+        assert len(times) == len(cover)
+        assert all(forward > 0 for forward, _ in times)
+        assert all((backward > 0) == training for _, backward in times)
+    if training:
+        found = []
+        for cut in (cover, ((ids, "eager"),)):
+            steps, modules = covers._steps([covers._way(*each) for each in cut])
+            kept = [dict(module.named_parameters()) for module in modules]
+            for module in modules:
+                module.zero_grad = lambda set_to_none: None  # type: ignore[method-assign]  # to look at gradients
+            covers._run(steps, modules)
+            found.append([each.grad for own in kept for each in own.values()])
+        assert len(found[0]) == len(found[1]) > 0
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)

@@ -28,13 +28,20 @@ class GroupModule(nn.Module):
 
     It is called with what comes from outside, in the order of ``taken``, and gives what ``given`` names of its blocks'
     outputs: one tensor, or a tuple of several. ``calls`` are, for each block, where its arguments are: (-1, place among
-    what is taken) or (number of a block, index of its output).
+    what is taken) or (number of a block, index of its output). ``whole``: they are the whole model, so that nothing of
+    other backends runs right after them.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], calls: Sequence[Sequence[tuple[int, int]]], given: Sequence[tuple[int, int]]
+        self,
+        blocks: Sequence[nn.Module],
+        calls: Sequence[Sequence[tuple[int, int]]],
+        given: Sequence[tuple[int, int]],
+        *,
+        whole: bool = False,
     ) -> None:
         super().__init__()
+        self.whole = whole
         self.blocks = nn.ModuleList(blocks)
         self._calls = tuple(tuple(each) for each in calls)
         self._given = tuple(given)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.backends.building import BuiltGroup
+from pipeplan.runtime.backends.building import BuiltGroup, GroupModule
 
 DETERMINISTIC = True
 
@@ -19,11 +19,17 @@ def versions() -> dict[str, str]:
 
 
 def build(name: str, module: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> BuiltGroup:
-    """Export, load and optimise."""
+    """Export, load and optimise.
+
+    Its threads spin for a while after a run, which is quickest where nothing else runs; of a part of a model they do
+    not, as they would take the cores of what comes next.
+    """
     import onnxruntime  # type: ignore[import-not-found, unused-ignore]  # an extra that may not be there
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    if isinstance(module, GroupModule) and not module.whole:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's own, of deprecated functions that it calls
         path = Path(folder) / "group.onnx"

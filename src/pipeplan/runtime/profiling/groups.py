@@ -332,7 +332,8 @@ class GroupBenches:
             if not (readers := self._readers.get((node.spec.id, index))) or not readers <= inside.keys()
         ]
         modules = [copy.deepcopy(self._modules[node.kind]) for node in nodes]
-        module = GroupModule(modules, calls, [(inside[id_], index) for id_, index in given])
+        whole = len(nodes) == len(self._nodes)
+        module = GroupModule(modules, calls, [(inside[id_], index) for id_, index in given], whole=whole)
         module.train(self._modules[nodes[0].kind].training)
         return WiredGroup(tuple(blocks), module, tuple(outside), tuple(names), tuple(given))
 

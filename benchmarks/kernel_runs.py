@@ -1,0 +1,142 @@
+"""A GPT trained in a pipeline whose stages kernel backends run: its losses, and iterations predicted and measured.
+
+    python benchmarks/kernel_runs.py --folder FOLDER          # goes on with the profile that is there
+    python benchmarks/kernel_runs.py --folder FOLDER --model gpt2-tiny --sequence 16
+
+``pipeplan profile --backends`` measures the model on one thread; a cover gives each stage's blocks to a backend of its
+own, the others to eager torch, and ``search --kernels COVER`` makes plans of it, beside the one of eager torch and the
+one of ``--kernels auto``. On 4 processes losses are compared with those of eager torch's plan; on 2, with one thread
+each, so are the iterations that the plans predict with those that are measured, which needs two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tables import machine, markdown, note
+
+from pipeplan.files import Cover, CoveredGroup, Plan, Profile, read_plan, read_profile, write_file
+from pipeplan.kernels.measuring import plain_row, row_ns
+
+BY_STAGE = ("inductor", "onednn-off", "attention-flash", "attention-math")
+"""Backends of stages, in turn."""
+
+TOLERANCE = 1e-4
+"""Of losses, relative to eager torch's."""
+
+
+def pipeplan(*arguments: str) -> str:
+    """What a verb prints. Raises SystemExit with what it says where it fails."""
+    ran = subprocess.run([sys.executable, "-m", "pipeplan", *arguments], capture_output=True, text=True, check=False)
+    if ran.returncode:
+        raise SystemExit(f"pipeplan {' '.join(arguments)}: {ran.stderr}")
+    return ran.stdout
+
+
+def cover_of(profile: Profile, plan: Plan, size: int) -> Cover:
+    """The blocks of each stage of a plan, one by one, by a backend of its own where that runs them."""
+    stages = {id_: number for number, stage in reversed([*enumerate(plan.stages)]) for id_ in stage.blocks}
+    groups = []
+    for block in profile.blocks:
+        row = plain_row(block.costs, size, BY_STAGE[stages[block.id] % len(BY_STAGE)]) or plain_row(block.costs, size)
+        assert row is not None, "eager torch runs every block"
+        groups.append(CoveredGroup(blocks=(block.id,), backend=row.backend, ns=row_ns(row)))
+    return Cover(
+        name=profile.name,
+        profile_sha256=profile.fingerprint,
+        microbatch_size=size,
+        predicted_ns=sum(group.ns for group in groups),
+        cover=tuple(groups),
+    )
+
+
+def plans_of(given: argparse.Namespace, profile: Profile, devices: int) -> dict[str, Path]:
+    """Plans by what runs their stages: eager torch, a backend for each, and what the search finds best."""
+    at, size = given.folder, str(given.microbatch)
+    asked = ["search", str(at / "profile.json"), "--devices", str(devices), "--microbatch-size", size]
+    asked += [
+        "--placement",
+        "one-to-one",
+        "--mini-batch",
+        str(given.microbatch * given.count),
+        "--time-limit",
+        f"{given.search_seconds}s",
+    ]
+    found = {name: at / f"{name}.{devices}.json" for name in ("eager", "stages", "auto")}
+    pipeplan(*asked, "-o", str(found["eager"]))
+    cover = at / f"cover.{devices}.json"
+    write_file(cover_of(profile, read_plan(str(found["eager"])), given.microbatch), str(cover))
+    pipeplan(*asked, "--kernels", str(cover), "-o", str(found["stages"]))
+    pipeplan(*asked, "--kernels", "auto", "-o", str(found["auto"]))
+    return found
+
+
+def ran(given: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Losses and times of a plan that trains here, one process for each device."""
+    how = ["--steps", str(given.steps), "--sequence", str(given.sequence), "--seed", "1", "--timeout", "10min"]
+    found: dict[str, Any] = json.loads(pipeplan("run", str(path), "--model", given.model, "--local", *how, "--json"))
+    return found
+
+
+def named(plan: Plan) -> str:
+    """What runs each of a plan's stages."""
+    return "; ".join(" and ".join(dict.fromkeys(stage.backends)) or "eager" for stage in plan.stages)
+
+
+def compared(losses: Sequence[float], eager: Sequence[float]) -> float:
+    """How far losses are from eager torch's at most. Raises SystemExit where that is too far."""
+    off = max(abs(one / other - 1) for one, other in zip(losses, eager, strict=True))
+    if off > TOLERANCE:
+        raise SystemExit(f"losses are off eager torch's by {off:.2g}, and {TOLERANCE:g} is allowed")
+    return off
+
+
+def table(given: argparse.Namespace, devices: int, plans: Mapping[str, Path]) -> str:
+    """Plans that ran on so many processes."""
+    rows, eager = [], list[float]()
+    for name, path in plans.items():
+        note(f"{devices} processes: {name}")
+        plan, found = read_plan(str(path)), ran(given, path)
+        losses = [step["loss"] for step in found["steps"]]
+        eager = eager or losses
+        took = median(step["iteration_ns"] for step in found["steps"][1:])
+        said = plan.predicted.iteration_ns
+        times = [f"{said / 1e6:.1f}", f"{took / 1e6:.1f}", f"{said / took - 1:+.1%}"]
+        rows.append([name, named(plan), f"{compared(losses, eager):.1e}", *times])
+    return markdown(["plan", "stages by", "losses off", "predicted, ms", "measured, ms", "off"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="of the profile and plans")
+    parser.add_argument("--model", default="gpt2-124m")
+    parser.add_argument("--sequence", type=int, default=64)
+    parser.add_argument("--microbatch", type=int, default=1)
+    parser.add_argument("--count", type=int, default=4, help="micro-batches")
+    parser.add_argument("--steps", type=int, default=6, help="mini-batches, of which the first has no time")
+    parser.add_argument("--devices", type=lambda text: tuple(map(int, text.split(","))), default=(2, 4))
+    parser.add_argument("--search-seconds", type=int, default=20)
+    parser.add_argument("--measure-limit", default="5min")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    path = given.folder / "profile.json"
+    pipeplan(
+        *("profile", given.model, "--sequence", str(given.sequence), "--microbatch", str(given.microbatch)),
+        *("--threads", "1", "--backends", ",".join(BY_STAGE), "--measure-limit", given.measure_limit),
+        *("-o", str(path)),
+    )
+    profile = read_profile(str(path))
+    for devices in given.devices:
+        print(f"{devices} processes\n\n{table(given, devices, plans_of(given, profile, devices))}\n", flush=True)
+    print(machine())
+
+
+if __name__ == "__main__":
+    main()
