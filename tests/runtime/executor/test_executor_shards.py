@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage
 from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.sharding.cost_model import CostOptions, cost_model
@@ -33,6 +35,7 @@ from runtime_support.plans import (
     reports_of,
     split_stage,
 )
+from runtime_support.threads import ThreadGroup, run_in_threads
 from support.marks import asked_for, slow_but
 
 WORDED, TRANSLATING, PAIRING, FOUR_HEADS, TWO_SEQUENCES = (
@@ -346,6 +349,63 @@ def test_messages_are_slices() -> None:
         ("2F", "3F"): 1, ("3I", "2I"): 2,
         ("3F", "4F"): 4, ("4I", "3I"): 1,
     }  # fmt: skip
+
+
+LAYERS = (
+    "LlamaConfig(hidden_size=32, num_hidden_layers={}, num_attention_heads=4, num_key_value_heads=2, "
+    "intermediate_size=64, vocab_size=64, max_position_embeddings=16)"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True])
+def test_bytes_that_shards_move_are_the_plans(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of GPT-2, but for one of three numbers of a token's loss, which devices do not exchange; and of layers of Llama.
+
+    So what several products take is gathered once in F, and once for all their weights' gradients. Rows are for
+    float32, and this runs in float64.
+    """
+    moved = Counter[tuple[str, int]]()
+    gather = ThreadGroup.gather
+
+    def note(operation: str, rank: int, tensor: torch.Tensor) -> None:
+        moved[operation, rank] += tensor.is_floating_point() * tensor.nbytes // 2
+
+    def gathered(self: ThreadGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
+        found = gather(self, tensor)
+        note("all_gather", self._name[self._index], torch.cat(found))
+        return found
+
+    def scattered(self: ThreadGroup, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+        together = torch.stack(list(pieces))
+        note("reduce_scatter", self._name[self._index], together)
+        return torch.stack([found[self._index] for found in gather(self, together)]).sum(0)
+
+    monkeypatch.setattr(ThreadGroup, "gather", gathered)
+    monkeypatch.setattr(ThreadGroup, "scatter", scattered)
+    monkeypatch.setattr(ThreadGroup, "sum", lambda self, tensor: torch.stack(gather(self, tensor)).sum(0))
+
+    def counted(name: str) -> tuple[Counter[str], Counter[str]]:
+        """What ranks move by operation, each as much, and what rows are of, of three micro-batches."""
+        moved.clear()
+        model, priced = load_model(name, sequence=16), Counter[str]()
+        blocks = " ".join(block.id for block in model.blocks)
+        plan = placed_plan(model, [split_stage(blocks, (2, 0, 1, 3), 2)], num_microbatches=3, split=split)
+        run_in_threads(plan, model, 3)
+        for block in splits_of(model, (2,), torch.float32, None)[-1].model.blocks:
+            for each in block.collectives:
+                priced[each.operation] += 3 * each.bytes_per_sample
+        found = [Counter({one: moved[one, rank] for one in ("all_gather", "reduce_scatter")}) for rank in range(4)]
+        assert found == found[:1] * 4
+        return found[0], priced
+
+    found, priced = counted("gpt2-tiny")
+    loss = 3 * 16 * 2 * 4  # a number of each token on each device
+    assert found == priced - Counter(all_gather=loss)
+    one, several = (counted(LAYERS.format(number)) for number in (1, 3))
+    layers = [more - less for more, less in zip(several, one, strict=True)]
+    assert layers[0] == layers[1]
+    assert set(layers[0]) == {"all_gather", "reduce_scatter"}
 
 
 def test_ranks_have_shares(reports: Reports) -> None:

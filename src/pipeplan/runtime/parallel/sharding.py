@@ -275,7 +275,7 @@ class Shards:
     def joined(self, share: Tensor, dimension: int = 1) -> Tensor:
         """The devices' slices side by side on their way into split work: this one's gradient is the sum for its slice.
 
-        Linear layers that take it keep the slice, and gather it again for their weight's gradient: :func:`kept_for`.
+        Linear layers that take it keep the slice, and gather it again for their weights' gradients: :func:`kept_for`.
         """
         if self.count == 1:
             return share
@@ -417,12 +417,24 @@ def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], Paramet
     return made
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Regathered:
-    """A slice that is kept in place of the whole, and what gathers the whole again."""
+    """A slice that is kept in place of the whole, which is gathered again once for all ``takers`` of it."""
 
     share: Tensor
-    gather: _Map
+    exchange: _Map
+    takers: int = 0
+    _left: int = 0
+    _whole: Tensor | None = None
+
+    def gather(self, share: Tensor) -> Tensor:
+        """The whole of a slice that is this one; it is let go of when all have it."""
+        if self._whole is None:
+            self._whole, self._left = self.exchange(share), self.takers
+        whole, self._left = self._whole, self._left - 1
+        if self._left <= 0:
+            self._whole = None
+        return whole
 
 
 def kept_for(whole: Tensor) -> Regathered | None:

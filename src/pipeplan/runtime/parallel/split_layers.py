@@ -53,7 +53,14 @@ class RowLinear(nn.Module):
         """[..., inputs of this device] to [..., outputs]."""
         if self.shards.count == 1:
             return linear(input, self.weight, self.bias)
-        part = linear(input, self.weight)
+        return self.whole(self.part(input))
+
+    def part(self, input: Tensor) -> Tensor:
+        """What this device makes of its inputs, of several one part of a sum."""
+        return linear(input, self.weight)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Parts summed over the devices, and the bias."""
         result = self.shards.scattered(part) if self.divided else self.shards.summed(part)
         return result if self.bias is None else result + self.bias
 

@@ -121,14 +121,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``F.linear``, with weight [out, in] and bias gradients that can be deferred."""
     if _is_traced() or torch.is_inference_mode_enabled():  # in which there are no gradients, and few words a step
         return F.linear(input, weight, bias)
-    return _linear(input, weight, bias, False, *_kept(input))
+    return _linear(input, weight, bias, False, *_kept(input, weight))
 
 
 def addmm(bias: Tensor | None, input: Tensor, weight: Tensor) -> Tensor:
     """``input @ weight + bias`` with weight [in, out] and bias gradients that can be deferred."""
     if _is_traced() or torch.is_inference_mode_enabled():
         return F.linear(input, weight.t(), bias)
-    return _linear(input, weight, bias, True, *_kept(input))
+    return _linear(input, weight, bias, True, *_kept(input, weight))
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -268,15 +268,17 @@ def _weight_grad(input: Tensor, gradient: Tensor) -> Tensor:
     return left @ _in(left.dtype, right)
 
 
-def _kept(input: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
-    """What to keep in place of an input, and what makes that of it again."""
+def _kept(input: Tensor, weight: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+    """What to keep in place of an input for a weight's gradient, and what makes that of it again."""
     found = kept_for(input)
     if found is not None:
+        found.takers += weight.requires_grad
         return found.share, found.gather
     shown = input._base
     found = kept_for(shown) if shown is not None and shown.numel() == input.numel() else None
     if found is None or not input.is_contiguous():
         return None, lambda kept: kept
+    found.takers += weight.requires_grad
     gather, shape = found.gather, input.shape
     return found.share, lambda share: gather(share).view(shape)
 

@@ -73,24 +73,30 @@ class ExpertFeedForward(nn.Module):
         normed = self.norm(x)
         shares, chosen = self.router(normed).softmax(-1).topk(self.mixture.each)
         shares = shares / shares.sum(-1, keepdim=True)
-        result: Tensor = x + self._chosen(normed, chosen, shares)
-        if not self.mixture.shared:
-            return result
-        wide = self.shared_expand(into_split(normed, self.shards, self.divided))
-        result = result + self.shared_project(F.gelu(wide, approximate="tanh"))
-        return result
-
-    def _chosen(self, normed: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """What each word's experts make of it: all [samples, sequence, ...]."""
+        result: Tensor
         if self.shared or self.shards.count == 1:
-            return self._routed(normed, chosen, shares)
+            result = x + self._chosen(normed, chosen, shares)
+            if not self.mixture.shared:
+                return result
+            result = result + self.shared_project(self._wide(into_split(normed, self.shards, self.divided)))
+            return result
         if self.divided:
             chosen = self.shards.gathered(chosen, 1)
         normed, shares = (into_split(each, self.shards, self.divided) for each in (normed, shares))
-        part = self._routed(normed, chosen, shares)
-        return self.shards.scattered(part) if self.divided else self.shards.summed(part)
+        part = self._chosen(normed, chosen, shares)
+        if self.mixture.shared:  # what enters and leaves both is exchanged once
+            made = self.shared_project.whole(part + self.shared_project.part(self._wide(normed)))
+        else:
+            made = self.shards.scattered(part) if self.divided else self.shards.summed(part)
+        result = x + made
+        return result
 
-    def _routed(self, normed: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    def _wide(self, normed: Tensor) -> Tensor:
+        """What the expert that all words take makes inside."""
+        return F.gelu(self.shared_expand(normed), approximate="tanh")
+
+    def _chosen(self, normed: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """What each word's experts make of it, of which a device may have parts: all [samples, sequence, ...]."""
         mixture, words = self.mixture, normed.flatten(0, 1)
         capacity = capacity_of(mixture.capacity, len(words), mixture.each, mixture.count) if mixture.capacity else None
         given = words, chosen.flatten(0, 1), shares.flatten(0, 1), mixture.count, self.devices, self._experts
