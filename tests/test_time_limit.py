@@ -25,7 +25,7 @@ from pipeplan.partition.chain.kernel import least_split
 from pipeplan.partition.recomputation import FittingChain, Holding
 from pipeplan.schedule.cpsat.solver import Budget, solve
 from pipeplan.schedule.search import search_schedule
-from pipeplan.time_limit import INTERRUPTS, Limit, TimeUpError, checked, checkpoint, shielded
+from pipeplan.time_limit import INTERRUPTS, Limit, TimeUpError, checked, checked_by, checkpoint, shielded
 from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -145,6 +145,32 @@ def test_what_finishes_has_a_moment_after_an_interruption(interrupted: bool, pas
     if interrupted:
         limit.interrupt()
     assert checkpoints(limit, limit.finishing(5)) in passes
+
+
+def test_all_that_follows_an_interruption_shares_the_same_seconds() -> None:
+    now = [0.0]
+    limit = Limit(40, clock=lambda: now[0])
+    part = Limit(20, whole=limit, clock=limit.clock)
+    part.interrupt()
+    now[0] = 3.0
+    part.interrupt()
+    assert limit.interrupted_at == part.interrupted_at == 0.0
+    with limit.finishing(5):
+        checkpoint()
+    now[0] = 6.0
+    with pytest.raises(TimeUpError), limit.finishing(5):
+        checkpoint()
+
+
+def test_items_are_checked_by_their_sizes() -> None:
+    seen: list[int] = []
+    limit = Limit(3, clock=counting())
+    with pytest.raises(TimeUpError), limit.enforced():
+        for item in checked_by([1] * 10 + [10] * 10, lambda each: each, 10):
+            seen.append(item)  # noqa: PERF402
+    assert 10 in seen
+    assert len(seen) < 20
+    assert list(checked_by("abc", len, 2)) == ["a", "b", "c"]
 
 
 def test_parts_of_a_budget_spend_what_is_the_whole_s() -> None:

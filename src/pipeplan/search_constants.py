@@ -796,8 +796,8 @@ TARGET_LEAST = 0.05
 SPARES_RESERVED = 0.25
 """Part of the limit kept, at most, for timing the plan where spare nodes take over. Not measured."""
 
-COMPARED_SECONDS = 0.5
-"""Seconds for classic schedules of a placement whose search was interrupted. Not measured."""
+COMPARED_SECONDS = 0.4
+"""Seconds after an interruption until when classic schedules of the first placement are timed. Not measured."""
 
 COMPARED_SEARCHING = 0.8
 """Part of a placement's time that its search has; the rest is for classic schedules. Not measured."""

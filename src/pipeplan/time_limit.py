@@ -69,7 +69,7 @@ class Limit:
     patience: float = field(default=0.0, init=False)
     patient_until: float = field(default=-math.inf, init=False)
     at_most: float = field(default=math.inf, init=False)
-    _interrupted: bool = field(default=False, init=False)
+    _interrupted_at: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
         if math.isnan(self.started):
@@ -115,11 +115,17 @@ class Limit:
     @property
     def interrupted(self) -> bool:
         """Whether somebody does not want to wait any longer."""
-        return self._interrupted or (self.whole is not None and self.whole.interrupted)
+        return self._interrupted_at < math.inf or (self.whole is not None and self.whole.interrupted)
+
+    @property
+    def interrupted_at(self) -> float:
+        """When that was, by its clock, or by that of the whole where only that was; inf where it was not."""
+        whole = self.whole
+        return self._interrupted_at if self._interrupted_at < math.inf or whole is None else whole.interrupted_at
 
     def interrupt(self) -> None:
         """End this limit and the whole that it is part of."""
-        self._interrupted = True
+        self._interrupted_at = min(self._interrupted_at, self.clock())
         if self.whole is not None:
             self.whole.interrupt()
 
@@ -238,9 +244,7 @@ class Telling(Limit):
 
 @dataclass(slots=True, eq=False)
 class _Finishing(Limit):
-    """Ends when its whole does, but ``seconds`` after an interruption that it hears of."""
-
-    heard_at: float = field(default=math.inf, init=False)
+    """Ends when its whole does, but only ``seconds`` after an interruption."""
 
     @property
     def over(self) -> bool:
@@ -248,8 +252,7 @@ class _Finishing(Limit):
         assert self.whole is not None
         if not self.whole.interrupted:
             return self.whole.over
-        self.heard_at = min(self.heard_at, self.clock())
-        return self.clock() > self.heard_at + self.seconds
+        return self.clock() > self.whole.interrupted_at + self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,4 +306,15 @@ def checked(items: Iterable[Each], every: int = 256) -> Iterator[Each]:
     for number, item in enumerate(items):
         if not number % every:
             checkpoint()
+        yield item
+
+
+def checked_by(items: Iterable[Each], size: Callable[[Each], int], every: int) -> Iterator[Each]:
+    """The same for items of which some take much longer: a checkpoint whenever their sizes come to ``every``."""
+    since = every
+    for item in items:
+        since += size(item)
+        if since >= every:
+            checkpoint()
+            since = 0
         yield item

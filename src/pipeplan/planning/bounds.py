@@ -7,6 +7,7 @@ of one placement (`workload/bounds.py`) know its stages, its memory and its mess
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -54,11 +55,11 @@ def rows_bound(request: Request) -> int:
     """
     profile, splits = request.levelled.profile, _may_split(request)
     others = [exchanged_as(profile, split, each) for split, each in open_exchanges(profile).items()]
-    sizes = math.lcm(*(row.microbatch_size for block in profile.blocks for row in block.costs))
+    sizes = math.lcm(*{row.microbatch_size for block in profile.kinds for row in block.costs})
     work = 0
-    for block in profile.blocks:
-        rows = [row for each in (profile, *others) for row in each.by_id[block.id].costs]
-        work += min(
+    for kind, count in Counter(profile.alike.values()).items():
+        rows = [row for each in (profile, *others) for row in each.by_id[kind].costs]
+        work += count * min(
             row.shards * row.context * (_compute_ns(splits, row) * (sizes // row.microbatch_size) - 2 * sizes)
             for row in rows
         )
@@ -137,13 +138,14 @@ def held_bound(request: Request) -> int:
 
 def _any_plan(request: Request) -> int:
     profile, splits, recomputes = request.profile, _may_split(request), request.recomputes
-    per_sample, alone = Fraction(0), {}
-    for block in checked(profile.blocks, 16):
-        times = [(_compute_ns(splits, cost), cost) for cost in _possible(request, block, recomputes)]
-        per_sample += min(
+    per_sample, shortest = Fraction(0), {}
+    for kind, count in checked(Counter(profile.alike.values()).items(), 4):
+        times = [(_compute_ns(splits, cost), cost) for cost in _possible(request, profile.by_id[kind], recomputes)]
+        per_sample += count * min(
             (Fraction(ns * cost.shards * cost.context, cost.microbatch_size) for ns, cost in times), default=Fraction(0)
         )
-        alone[block.id] = min((ns for ns, _ in times), default=0)
+        shortest[kind] = min((ns for ns, _ in times), default=0)
+    alone = {block: shortest[kind] for block, kind in profile.alike.items()}
     work = (per_sample * request.batch.mini_batch + least_steps_ns(profile)) / sum(map(exactly, request.speeds))
     return max(1, math.ceil(work), at_speed(_longest_way(profile, alone), max(request.speeds)))
 

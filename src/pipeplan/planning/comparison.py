@@ -13,7 +13,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, InvalidPlanError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.strategies import SEARCHED, STRATEGIES
-from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.bounds import prompt_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate, likely_choices, not_joined
 from pipeplan.planning.choices import OF_RULES, choices_of_known, found_as
@@ -386,7 +386,7 @@ class _RowsSoFar:
             return None
         best = self._best_ns
         if best is not None and self._bound is None and self._request.placement == "auto":
-            self._bound = request_bound(self._request)
+            self._bound = prompt_bound(self._request, self.limit.clock)
         bound = self._bound
 
         def heard(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
@@ -415,7 +415,8 @@ class _RowsSoFar:
         placed = replace(asked, placement=placement, batch=batch, num_devices=plan.num_devices, chunks=None, sizes=())
         candidate = PlacementCandidate(placement, batch, recompute, "compared")
         if self.limit.interrupted:
-            limit = Limit(COMPARED_SECONDS if alone else 0.0)
+            own = self.limit.interrupted_at + COMPARED_SECONDS - self.limit.clock() if alone else 0.0
+            limit = Limit(own, clock=self.limit.clock)
         elif limit.remaining < self.limit.remaining / 2:
             limit = Limit(self.limit.remaining / 2, whole=self.limit, clock=self.limit.clock)
         if alone and not self.limit.interrupted:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.graphs import connected_parts
-from pipeplan.time_limit import checked
+from pipeplan.time_limit import checked, checked_by
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import MemoryBytes, Role
@@ -406,17 +406,14 @@ class Reduction:
         """Orders of the workload's devices as those of the reduced workload's."""
         where = self._tasks()
         members = [self.groups.index(group) for group in range(len(self.reduced.devices))]
-        return [where[np.array(orders[device], dtype=np.int64)].tolist() for device in checked(members, 16)]
+        return _numbered(where, [orders[device] for device in members])
 
     def from_reduced(self, orders: Orders) -> list[list[int]]:
         """Orders of the reduced workload's devices as those of the workload's."""
         tasks = self._tasks()
         back = np.empty_like(tasks)
         back[tasks] = np.arange(len(tasks))
-        return [
-            [] if group == IDLE else back[np.array(orders[group], dtype=np.int64)].tolist()
-            for group in checked(self.groups, 16)
-        ]
+        return _numbered(back, [[] if group == IDLE else orders[group] for group in self.groups])
 
     def _tasks(self) -> NDArray[np.int64]:
         """[task of the workload] the task of the reduced workload that it is."""
@@ -431,8 +428,16 @@ class Reduction:
         return found
 
 
+def _numbered(numbers: NDArray[np.int64], orders: Orders) -> list[list[int]]:
+    """Orders of tasks that have other numbers."""
+    return [numbers[np.array(order, dtype=np.int64)].tolist() for order in checked_by(orders, len, _AT_ONCE)]
+
+
 IDLE = -1
 """The group of devices that run nothing."""
+
+_AT_ONCE = 1 << 16
+"""Tasks renumbered between two looks at the time."""
 
 
 def microbatches_per_round(workload: Workload) -> int:
