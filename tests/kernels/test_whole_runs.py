@@ -172,6 +172,10 @@ def test_what_ends_early_is_chosen_among_covers_that_ran() -> None:
     assert nothing.ran == []
     assert left == known
     assert not choose_kernels(left).ran
+    begun = Machine(profile(lying({(tuple(range(6)), "a"): 0.9})), TRUE)
+    cut = begun.settled(left=lambda: float(1 - len(begun.ran)))
+    assert len(begun.ran) == 1
+    assert begun.chosen(cut) == ((tuple(range(6)), "a"),)  # alone it was measured whole, too
 
 
 def test_several_backends_must_be_better_by_more_than_the_noise() -> None:
@@ -218,6 +222,12 @@ def test_a_run_that_fails_is_refused_and_others_go_on(*, dies: bool) -> None:
     best = best_run(found, 1)
     assert best is not None
     assert best.ns <= 500
+
+
+def test_what_is_refused_as_a_whole_is_not_chosen_though_alone_it_was_measured() -> None:
+    every = ((tuple(range(6)), "a"),)
+    machine = Machine(profile(lying({every[0]: 0.1})), TRUE, fails=lambda cover: cover == every)
+    assert machine.chosen(machine.settled()) == BEST
 
 
 def test_training_keeps_forward_and_backward_apart() -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.files import Cover, CoveredGroup, Profile
+from pipeplan.files import Cover, CoveredGroup, Profile, WholeRun
 from pipeplan.kernels.covers import KernelCover, KernelMatch, algorithm_1
 from pipeplan.kernels.evolution import Evolved
 from pipeplan.kernels.measuring import matches_of
 from pipeplan.kernels.operators import OperatorDag
-from pipeplan.kernels.whole_runs import Groups, best_run, cover_of
+from pipeplan.kernels.whole_runs import NOISE, Groups, best_run, cover_of
 from pipeplan.schedule.cpsat.cover import exact_cover
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.time_limit import TimeUpError
@@ -179,7 +179,7 @@ def choose_kernels(profile: Profile, size: int | None = None, budget: Budget | N
     if not first.proved:
         cover, bound = exact_cover(graph, matches, change, budget, first)
     if run is not None:
-        ran = cover_of(graph, run, change)
+        ran = _at_once(profile, graph, matches, run) or cover_of(graph, run, change)
         cover = replace(ran, proved=ran.total_ns <= bound)
     return KernelChoice(profile, size, matches, cover, first, min(bound, cover.total_ns), single, ran=run is not None)
 
@@ -196,6 +196,19 @@ def _largest(profile: Profile, graph: OperatorDag, sizes: list[int]) -> tuple[in
         if len(sizes) == 1 or len(covered) == len(graph):
             return size, matches
     raise InfeasibleError(f"at none of the micro-batch sizes {', '.join(map(str, sizes))} backends run every block")
+
+
+def _at_once(profile: Profile, graph: OperatorDag, matches: Sequence[KernelMatch], run: WholeRun) -> KernelCover | None:
+    """A cover of all blocks at once, better than a run by more than the noise: alone, it was measured whole, too."""
+    refused = {each.cover for each in profile.whole_runs if each.reason and each.microbatch_size == run.microbatch_size}
+    own = [
+        match
+        for match in matches
+        if len(match.blocks) == len(graph)
+        and match.ns < run.ns * (1 - NOISE)
+        and ((match.blocks, match.backend),) not in refused
+    ]
+    return KernelCover.of(graph, [min(own, key=lambda match: match.ns)], 0) if own else None
 
 
 def _single_runs(profile: Profile, size: int, known: Collection[tuple[tuple[str, ...], str]]) -> dict[str, int]:
