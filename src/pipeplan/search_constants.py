@@ -844,6 +844,9 @@ DECODE_CHOOSING = 0.8
 SERVING_STEPS = 2_000_000
 """Steps in which stages are evened out that need not be the busiest. Not measured."""
 
+KERNELS_ALONE = 0.6
+"""Part of a limit for measuring groups alone; the rest is for runs of the whole model. Not measured."""
+
 KERNELS_CUT = 0.3
 """Part of the time for the plan of either cut. Not measured."""
 

@@ -11,11 +11,9 @@ from pipeplan.kernels.backend import Backend, chosen_backends, known_backends
 from pipeplan.kernels.measuring import GroupCandidate, KernelLog, MeasureGroup, candidates_of, measured_groups
 from pipeplan.kernels.operators import GraphOperator, OperatorDag
 from pipeplan.kernels.whole_runs import RunWhole, WholeRuns
+from pipeplan.search_constants import KERNELS_ALONE
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_ns
-
-ALONE_SHARE = 0.6
-"""Of a limit, for measuring groups alone; the rest is for runs of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ def with_backends(
     log = KernelLog.of(profile.model_copy(update={"source": noted}))
     candidates = candidates_of(graph, backends, profile, sizes)
     limit = Limit(asked.limit_s if asked.limit_s is not None else float("inf"))
-    alone = limit.seconds * ALONE_SHARE
+    alone = limit.seconds * KERNELS_ALONE
     how: dict[str, Any] = {"keep": keep, "tell": tell, "progress": progress}
     left = measured_groups(log, candidates, measure, over=lambda: limit.elapsed >= alone, **how)
     if log.compile_ns:

@@ -44,7 +44,7 @@ from pipeplan.workload.task_graph import NEVER
 Devices = tuple[int, ...]
 
 
-class Kept(NamedTuple):
+class KeptDevices(NamedTuple):
     """Devices that are kept as they are, and ``more``, of which only what others wait for is."""
 
     whole: Devices
@@ -107,8 +107,8 @@ class FewDeviceBounds:
         self._below = NEVER
         self._growing = self._grow()
         self._alone: dict[int, DeviceAlone] = {}
-        self._searches: dict[Kept, LeastSpan | CompiledSpan] = {}
-        self._proved: dict[Kept, int] = {}
+        self._searches: dict[KeptDevices, LeastSpan | CompiledSpan] = {}
+        self._proved: dict[KeptDevices, int] = {}
         self.bound = self.num_labels = 0
         self.period = Fraction(0)
 
@@ -148,7 +148,7 @@ class FewDeviceBounds:
         yield from self._best_alone()
         most = FIRST_ROUND
         for number in range(LABEL_ROUNDS):
-            looked_at = set[Kept]()
+            looked_at = set[KeptDevices]()
             for kept in self._subsets(number):
                 looked_at.add(kept)
                 yield from self._search(kept, most)
@@ -161,7 +161,7 @@ class FewDeviceBounds:
 
     def _best_alone(self) -> Iterator[bool]:
         """The device whose own bound is best: half of them are left after each round, which takes twice as long."""
-        left: list[Kept] = sorted(self._proved)
+        left: list[KeptDevices] = sorted(self._proved)
         most = FIRST_ALONE
         while left:
             for kept in left:
@@ -169,7 +169,7 @@ class FewDeviceBounds:
             left = sorted(left, key=lambda kept: -self._proved[kept])[: len(left) // 2]
             most *= 2
 
-    def _subsets(self, number: int) -> Iterator[Kept]:
+    def _subsets(self, number: int) -> Iterator[KeptDevices]:
         """Those of a round, which is the ``number``-th: the best half of what is left of each size, at least three.
 
         There is one device more once it is known what the best of a size is. What one proves early says little of its
@@ -178,7 +178,7 @@ class FewDeviceBounds:
         everything = tuple(range(self._problem.num_devices))
         chosen = max((each for each in self._proved if not each.more), key=lambda each: self._proved[each])
         if len(everything) <= SMALL_GROUP:
-            yield Kept(everything)
+            yield KeptDevices(everything)
         yield chosen
         while len(chosen.whole) + len(chosen.more) < len(everything):
             others = [device for device in everything if device not in chosen.whole + chosen.more]
@@ -219,9 +219,9 @@ class FewDeviceBounds:
                 break
         self._alone[device] = known
         self.period = max(self.period, self._added_each + known.period)
-        self._prove(Kept((device,)), known.head + known.span(self._problem.num_microbatches))
+        self._prove(KeptDevices((device,)), known.head + known.span(self._problem.num_microbatches))
 
-    def _search(self, kept: Kept, most_labels: int) -> Iterator[bool]:
+    def _search(self, kept: KeptDevices, most_labels: int) -> Iterator[bool]:
         """Go on with some devices, or begin, until so many labels of theirs are looked at."""
         search = self._searches.get(kept) or self._begun(kept)
         while search is not None and search.num_labels < most_labels and not search.done:
@@ -236,7 +236,7 @@ class FewDeviceBounds:
                     search.advance(LABELS_AT_ONCE, self._below)
                     yield True
 
-    def _begun(self, kept: Kept) -> LeastSpan | CompiledSpan | None:
+    def _begun(self, kept: KeptDevices) -> LeastSpan | CompiledSpan | None:
         """A search with some devices at its beginning."""
         few = FewDevices.of(self._problem, *kept)
         if few is None:
@@ -249,7 +249,7 @@ class FewDeviceBounds:
         """The compiled loops, where there is so much to do that they are worth it, and they are there."""
         return compiled_loops() if self._compiled and self.num_labels > COMPILED_FROM_LABELS else None
 
-    def _spans(self, few: FewDevices, kept: Kept) -> dict[int, list[int]]:
+    def _spans(self, few: FewDevices, kept: KeptDevices) -> dict[int, list[int]]:
         """What each of some devices says alone, by its entry."""
         return {
             entry: self._alone[device].spans(few.count)
@@ -257,6 +257,6 @@ class FewDeviceBounds:
             if entry is not None and device in self._alone
         }
 
-    def _prove(self, kept: Kept, bound: int) -> None:
+    def _prove(self, kept: KeptDevices, bound: int) -> None:
         self._proved[kept] = max(self._proved.get(kept, 0), bound)
         self.bound = max(self.bound, self._added + bound)
