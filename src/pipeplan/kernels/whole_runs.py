@@ -197,8 +197,8 @@ def _alone_times(row: CostRow) -> dict[TimeKey, int]:
 
 
 def _alone(row: CostRow) -> _Times:
-    times: dict[str, Any] = {key: ns for key, ns in _alone_times(row).items()}  # noqa: C416  # wider keys
-    before = row.model_copy(update=times)
+    times = _alone_times(row)
+    before = row.model_copy(update={key: times[key] for key in _KEYS if key in times})
     return before.forward_ns, before.whole_backward_ns
 
 

@@ -72,9 +72,9 @@ class KernelChoice:
     """The cover that was found, and what it is compared with.
 
     ``single`` is what the whole model takes by one backend, None where that does not run all of it; ``algorithm_1`` the
-    cover of the thesis's programme, and ``lower_bound_ns`` what every cover takes at least. Where the whole model
-    ``ran`` by covers, the cover is one of these, and takes what it took. ``level`` is what the graph level came to,
-    where it was measured (:mod:`pipeplan.planning.kernel_evolution`): the file then has its cover.
+    cover of the thesis's programme, and ``lower_bound_ns`` what every cover takes at least. Where the cover ``ran``, it
+    is one of those by which the whole model ran, and takes what it took then. ``level`` is what the graph level came
+    to, where it was measured (:mod:`pipeplan.planning.kernel_evolution`): the file then has its cover.
     """
 
     profile: Profile
@@ -178,10 +178,12 @@ def choose_kernels(profile: Profile, size: int | None = None, budget: Budget | N
     cover, bound = first, first.total_ns
     if not first.proved:
         cover, bound = exact_cover(graph, matches, change, budget, first)
+    ran = run is not None
     if run is not None:
-        ran = _at_once(profile, graph, matches, run) or cover_of(graph, run, change)
-        cover = replace(ran, proved=ran.total_ns <= bound)
-    return KernelChoice(profile, size, matches, cover, first, min(bound, cover.total_ns), single, ran=run is not None)
+        at_once = _at_once(profile, graph, matches, run)
+        cover, ran = at_once or cover_of(graph, run, change), at_once is None
+        cover = replace(cover, proved=cover.total_ns <= bound)
+    return KernelChoice(profile, size, matches, cover, first, min(bound, cover.total_ns), single, ran=ran)
 
 
 def _largest(profile: Profile, graph: OperatorDag, sizes: list[int]) -> tuple[int, tuple[KernelMatch, ...]]:

@@ -176,7 +176,8 @@ class FewDeviceBounds:
         end; in chains the first device and the last but one have proved most of all pairs that were tried.
         """
         everything = tuple(range(self._problem.num_devices))
-        chosen = max((each for each in self._proved if not each.more), key=lambda each: self._proved[each])
+        alone = [each for each in self._proved if len(each.whole) == 1 and not each.more]
+        chosen = max(alone, key=lambda each: self._proved[each])
         if len(everything) <= SMALL_GROUP:
             yield KeptDevices(everything)
         yield chosen
