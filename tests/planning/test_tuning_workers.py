@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import active_children, parent_process
+from pathlib import Path
 
 import pytest
 
 from pipeplan.examples import shape
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.tuning import Workers
+from pipeplan.planning.workers import HandedOver
 from pipeplan.time_limit import Limit, TimeUpError
 
 REQUEST = Request(shape("v", 2), 2, Batch(2, 1), sizes=(1,))
@@ -94,3 +99,56 @@ def test_processes_end_with_the_tuning_even_those_that_only_begin() -> None:
         limit.interrupt()
     assert set(active_children()) == before
     assert None not in begun
+
+
+BEGINNING = """
+import multiprocessing, sys
+from multiprocessing.resource_tracker import ensure_running
+from pipeplan.planning.tuning import Workers
+from pipeplan.time_limit import Limit, TimeUpError
+
+def double(request, item, stopped):
+    return 2 * item
+
+if __name__ == "__main__":
+    ensure_running()  # which begins in the same way as processes do
+    ends, sleeps = sys.argv[1:]
+    large = bytes(10**7)  # more than any pipe holds
+    multiprocessing.set_executable(ends)
+    with Workers(large, 2, Limit()) as workers:
+        print([*workers.run(double, [1, 2]), *workers.run(double, [3])], *(note.split()[:3] for note in workers.notes))
+    multiprocessing.set_executable(sleeps)
+    limit = Limit()
+    with Workers(large, 2, limit) as workers:
+        limit.interrupt()
+        try:
+            list(workers.run(double, [1, 2]))
+        except TimeUpError:
+            print("not waited for")
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_never_read_what_they_are_to_begin_with_keep_nobody(tmp_path: Path) -> None:
+    """One that ends at once is done without, which is said, and one that hangs is not waited for when time is up."""
+    sleeps, true = tmp_path / "sleeps", shutil.which("true")
+    assert true is not None
+    sleeps.write_text("#!/bin/sh\nexec sleep 600\n")
+    sleeps.chmod(0o755)
+    (tmp_path / "beginning.py").write_text(BEGINNING)
+    done = subprocess.run(
+        [sys.executable, "beginning.py", true, str(sleeps)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = "[2, 4, 6] ['worker', 'processes', 'died,']\nnot waited for\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
+def test_what_is_handed_over_is_no_longer_written_when_time_is_up() -> None:
+    with pytest.raises(TimeUpError), Limit(0.0).enforced():
+        HandedOver(REQUEST)

@@ -135,6 +135,14 @@ def test_what_dies_costs_its_candidate() -> None:
     assert check(found.plan).valid
 
 
+def test_workers_that_never_answer_are_gone_on_without() -> None:
+    """They are given nothing, which is said."""
+    alone, dying = search_plan(asked()), Dying(1)
+    found = search_plan(asked(), executor=dying)
+    assert (found.plan, dying.given) == (alone.plan, 1)
+    assert found.notes[0] == "no worker answered (killed): the rest was done without them"
+
+
 FRONTIER = {"devices": (2, 4), "mini_batch": 16, "deterministic": True, "time_limit": 0.3}
 
 
@@ -205,6 +213,7 @@ def dies_once(mark: Path, item: int) -> int:
 
 def all_of(ahead: Ahead[int, int], count: int) -> Iterator[int | str | None]:
     """What comes of so many items where new workers are waited for: until they answer nothing is given to them."""
+    ahead.begin()
     wait_for_workers(ahead)
     for given in ahead.over(iter(range(count)), lambda item: True):
         try:
@@ -316,7 +325,7 @@ def test_a_dask_cluster_of_which_one_process_is_killed_gives_the_same_plan() -> 
     assert half > 16, "more than are given at once"
     with (
         distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True, host="127.0.0.1"
+            n_workers=2, threads_per_worker=1, dashboard_address="127.0.0.1:0", processes=True, host="127.0.0.1"
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
@@ -462,6 +471,7 @@ from pipeplan.planning import workers
 from pipeplan.planning.workers import Ahead, LostError, processes
 make, end = processes(1)
 ahead = Ahead(torn, (), lambda: math.inf, 2, make, end)
+ahead.begin()
 ahead._first.result()
 (given,) = ahead.over(iter([0]), lambda item: True)
 try:
@@ -501,7 +511,9 @@ def test_clusters_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(workers, "SCHEDULER_PATIENCE", 0.5)
     with pytest.raises(UsageError, match=r"no scheduler of Dask answers there within 0\.5 s .*; start one with"):
         workers.named_executor("dask:tcp://127.0.0.1:1").__enter__()
-    with distributed.LocalCluster(n_workers=0, dashboard_address=None, processes=True, host="127.0.0.1") as cluster:
+    with distributed.LocalCluster(
+        n_workers=0, dashboard_address="127.0.0.1:0", processes=True, host="127.0.0.1"
+    ) as cluster:
         named = f"dask:{cluster.scheduler_address}"
         with pytest.raises(UsageError, match=r"has no workers after 0\.5 s; start some with dask worker"):
             workers.named_executor(named).__enter__()

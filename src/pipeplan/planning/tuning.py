@@ -40,7 +40,7 @@ from pipeplan.planning.tuning_cells import (
     settled_cell,
 )
 from pipeplan.planning.uniform_space import Choice
-from pipeplan.planning.workers import deaf, processes, submitted
+from pipeplan.planning.workers import HandedOver, deaf, processes, submitted
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.search_constants import (
@@ -76,22 +76,28 @@ class Workers:
     def __init__(self, request: Request, count: int, limit: Limit) -> None:
         self._request, self._count, self._limit = request, count, limit
         self._pool: ProcessPoolExecutor | None = None
+        self._ended = False
         self._left = ExitStack()
+        self.notes: list[str] = []
 
     def __enter__(self) -> Self:
-        if self._count > 1:
-            with deaf():
-                self._stop = get_context("spawn").Event()
-            make, self._end = processes(self._count, _begin, self._request, self._stop, Limit(self._limit.left()))
-            self._pool = make()
         self._left.enter_context(self._limit.hearing_interrupts(self.interrupt))
         return self
 
     def __exit__(self, *_: object) -> None:
         """End the processes, whatever they are doing or starting: nobody needs their results, and they own no files."""
         self._left.close()
-        if self._pool is not None:
-            self._end(self._pool)
+
+    def _made(self) -> ProcessPoolExecutor:
+        """The processes, when they are needed first. Raises OSError and TimeUpError as :class:`HandedOver`."""
+        handed = HandedOver(self._request)
+        self._left.callback(handed.close)
+        with deaf():
+            self._stop = get_context("spawn").Event()
+        make, end = processes(self._count, _begin, handed, self._stop, Limit(self._limit.left()))
+        pool = make()
+        self._left.callback(end, pool)
+        return pool
 
     @property
     def interrupted(self) -> bool:
@@ -117,7 +123,8 @@ class Workers:
         for item, future in zip(items, self._begun(work, items), strict=True):
             try:
                 yield self._here(work, item) if future is None else self._there(future)
-            except BrokenProcessPool:
+            except BrokenProcessPool as error:
+                self._leave(error)
                 yield self._here(work, item)
 
     def _there(self, future: Future[Found]) -> Found:
@@ -138,12 +145,22 @@ class Workers:
 
     def _begun(self, work: Work[Item, Found], items: Sequence[Item]) -> list[Future[Found] | None]:
         """The items, given to the processes; None for those to be done here, as the first are: processes take time."""
-        if self._pool is None or self._limit.waiting:
+        if self._count == 1 or self._ended or self._limit.waiting or not items:
             return [None] * len(items)
         try:
-            return [submitted(self._pool, _apply, work, item) for item in items]
-        except BrokenProcessPool:
+            if self._pool is None:
+                self._pool = self._made()
+            pool = self._pool
+            return [submitted(pool, _apply, work, item) for item in items]
+        except (BrokenProcessPool, OSError) as error:
+            self._leave(error)
             return [None] * len(items)
+
+    def _leave(self, why: Exception) -> None:
+        """Do without processes from now on."""
+        if not self._ended:
+            self.notes.append(f"worker processes died, or did not begin ({why}): the rest was done without them")
+        self._ended = True
 
     def _here(self, work: Work[Item, Found], item: Item) -> Found:
         with self._limit.enforced():
@@ -493,6 +510,7 @@ class _Tuner:
         notes = said_of_choices(self.request, made.schedule.workload, "rules are tuned for whole forwards")
         if made.row != ranked[0][1]:
             notes = (*notes, "there was no time to make a plan of the first row: this is the plan of another")
+        notes = (*notes, *self.workers.notes)
         return made.rules, Result(
             made.plan,
             made.schedule,

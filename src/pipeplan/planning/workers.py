@@ -20,8 +20,10 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
+from multiprocessing.reduction import DupFd
+from tempfile import TemporaryFile
 from threading import Lock, Thread
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 from pipeplan.errors import UsageError
 from pipeplan.search_constants import (
@@ -61,7 +63,7 @@ class Ahead(Generic[Item, Found]):
 
     ``known`` are objects that items refer to, and that workers keep. ``left`` says for how many seconds they may work.
     An executor that is given is not made anew: what does not come back from it is lost. ``close`` ends one that was
-    made. Until the first worker has answered nothing is given away.
+    made. It is made with the first items, and until the first worker has answered nothing is given away.
     """
 
     work: Callable[[Item], Found]
@@ -71,15 +73,18 @@ class Ahead(Generic[Item, Found]):
     renew: Callable[[], Executor]
     close: Callable[[Executor], None] | None
     notes: list[str] = field(default_factory=list)
-    _told: bytes = b""
+    _told: bytes | None = None
     _executor: Executor | None = None
     _first: Future[bytes] | None = None
     _given: deque[Given[Item, Found]] = field(default_factory=deque)
     _closed: bool = False
 
-    def __post_init__(self) -> None:
+    def begin(self) -> None:
+        """Let the first workers begin, once. Raises TimeUpError."""
+        if self._told is not None or self._closed:
+            return
         try:
-            self._told = pickle.dumps(tuple(self.known))
+            self._told = _dumps(tuple(self.known), ())
         except _UNSENDABLE as error:
             self.notes.append(f"workers cannot be sent all that is asked for ({error}): all was done without them")
             self._closed = True
@@ -97,6 +102,7 @@ class Ahead(Generic[Item, Found]):
 
     def over(self, items: Iterator[Item], wanted: Callable[[Item], bool]) -> Iterator[Given[Item, Found]]:
         """The items in their order, of which those that are ``wanted`` are given away ahead."""
+        self.begin()
         self._given.clear()
         while True:
             while len(self._given) < (1 if self._closed else self.window) and (item := next(items, None)) is not None:
@@ -147,7 +153,16 @@ class Ahead(Generic[Item, Found]):
 
     @property
     def _ready(self) -> bool:
-        return not self._closed and self._first is not None and self._first.done() and not self._first.exception()
+        if self._closed or self._first is None or not self._first.done():
+            return False
+        if error := self._first.exception():
+            self._leave(f"no worker answered ({error})")
+        return not self._closed
+
+    def _leave(self, why: str) -> None:
+        """Go on without workers."""
+        self.notes.append(f"{why}: the rest was done without them")
+        self._closed = True
 
     def _renewed(self) -> None:
         if self._executor is not None and self.close is not None:
@@ -168,6 +183,7 @@ class Ahead(Generic[Item, Found]):
 
     def _submitted(self, job: bytes) -> Future[bytes] | None:
         assert self._executor is not None
+        assert self._told is not None
         try:
             if self.close is not None:
                 return submitted(self._executor, answered, self._told, job)
@@ -175,8 +191,7 @@ class Ahead(Generic[Item, Found]):
         except (BrokenExecutor, RuntimeError) as error:
             if isinstance(error, BrokenExecutor) and self.close is not None and self._first is not None:
                 raise  # ours, which can be made anew
-            self.notes.append(f"workers take nothing more ({error}): the rest was done without them")
-            self._closed = True
+            self._leave(f"workers take nothing more ({error})")
             return None
 
     def _waited(self, future: Future[bytes]) -> bytes:
@@ -225,14 +240,22 @@ def _known(told: bytes) -> tuple[object, ...]:
     return _HELD[key]
 
 
+class _TimedPickler(pickle.Pickler):
+    """Looks at the time with each object, as many of them take a while. Raises TimeUpError."""
+
+    def reducer_override(self, obj: object) -> Any:
+        checkpoint()
+        return NotImplemented  # what it would do without
+
+
 def _dumps(what: object, known: Sequence[object]) -> bytes:
     numbers, held = {id(each): number for number, each in enumerate(known)}, io.BytesIO()
 
-    class Naming(pickle.Pickler):
+    class Naming(_TimedPickler):
         def persistent_id(self, obj: Any) -> int | None:
             return numbers.get(id(obj))
 
-    Naming(held, pickle.HIGHEST_PROTOCOL).dump(what)
+    (Naming if known else _TimedPickler)(held, pickle.HIGHEST_PROTOCOL).dump(what)
     return held.getvalue()
 
 
@@ -294,12 +317,47 @@ def workers_of(count: int, executor: Executor | None) -> Iterator[CandidateWorke
             ended(executor)
 
 
+class HandedOver:
+    """An object that processes have when they begin, each as its own, until it is closed.
+
+    Python writes what a process begins with into a pipe and waits for it to be read: for as long as imports take, or
+    for ever where the process has ended. So it is in a file, which has no name and ends with those that have it open.
+
+    Raises:
+        OSError: there is no room for the file.
+        TimeUpError: there is no time.
+    """
+
+    def __init__(self, what: object) -> None:
+        self._file: IO[bytes] = TemporaryFile()  # noqa: SIM115  (it is closed by close)
+        try:
+            _TimedPickler(self._file, pickle.HIGHEST_PROTOCOL).dump(what)
+            self._file.flush()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """No more processes begin with it."""
+        self._file.close()
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return _taken, (DupFd(self._file.fileno()), self._file.tell())
+
+
+def _taken(descriptor: Any, size: int) -> object:
+    """What was handed over, in the process that begins with it."""
+    with open(descriptor.detach(), "rb") as file:
+        return pickle.loads(os.pread(file.fileno(), size, 0))  # its place in the file is that of all processes
+
+
 def processes(
     count: int, begin: Callable[..., None] | None = None, *given: object
 ) -> tuple[Callable[[], ProcessPoolExecutor], Callable[[Executor], None]]:
     """What makes an executor of ``count`` processes, each running ``begin`` first; and what ends one at once.
 
-    They end where the process that made them does, however that ends. They are to begin :func:`deaf`.
+    They end where the process that made them does, however that ends. They are to begin :func:`deaf`. Of what they are
+    ``given`` all that is large is :class:`HandedOver`.
     """
 
     def made() -> ProcessPoolExecutor:
