@@ -358,8 +358,9 @@ def test_a_search_that_ends_does_not_wait_for_a_bound_it_has_begun(monkeypatch: 
     assert begun == [True, True]
 
 
-def test_a_bound_that_takes_too_long_is_one_by_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten thousand blocks that all differ took 4.5 s after a signal."""
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_bound_that_takes_too_long_is_one_by_rows_alone(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand blocks that all differ took 4.5 s after a signal, which alone ends what is deterministic."""
 
     def endless(_: Request) -> int:
         while True:
@@ -367,10 +368,10 @@ def test_a_bound_that_takes_too_long_is_one_by_rows_alone(monkeypatch: pytest.Mo
             checkpoint()
 
     clock = Hand()
-    asked = of(8, 8, time_limit=20.0)
+    asked, limit = of(8, 8, time_limit=20.0, deterministic=deterministic), Limit(20.0, clock=clock)
     for module in ("trials", "bounds"):
         monkeypatch.setattr(f"pipeplan.planning.{module}.request_bound", endless)
-    found = search_plan(asked, within=Limit(20.0, clock=clock))
+    found = search_plan(asked, within=limit, progress=lambda *_: limit.interrupt() if deterministic else None)
     assert 1 < found.lower_bound_ns == rows_bound(asked) <= request_bound(asked)
 
 
@@ -504,6 +505,56 @@ def test_after_a_signal_a_plan_that_takes_long_is_not_made(monkeypatch: pytest.M
     assert clock.now <= found[-1] + 0.45
     assert "there was no time to make its plan" in result.notes[-1]
     assert check(result.plan).valid
+
+
+def test_where_work_is_counted_a_signal_loses_no_plan_and_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A better schedule is known when it comes, whose plan takes long."""
+    clock, planned, found, values = Hand(), planning_steps.planned, list[float](), list[int]()
+    limit = Limit(20.0, clock=clock)
+
+    def slowly(*given: Any) -> Plan:
+        found.append(clock.now)
+        for _ in range(500 * (len(found) > 1)):
+            clock.now += 0.02
+            checkpoint()
+        return planned(*given)
+
+    def hear(what: str, best: int, *_: object) -> None:
+        values.append(best)
+        if best < values[0]:
+            limit.interrupt()
+
+    monkeypatch.setattr(planning_steps, "planned", slowly)
+    result = search_plan(of(64, 64, 10**9, deterministic=True), within=limit, progress=hear)
+    assert result.interrupted
+    assert len(found) == 2
+    assert clock.now <= 0.45
+    assert result.plan.predicted.iteration_ns == values[0] > values[-1]
+    assert "there was no time to make its plan" in result.notes[-1]
+
+
+@pytest.mark.parametrize(("blocks", "memory_bytes"), [(1_000, 10**9), (12, 10**6)], ids=["large", "small"])
+def test_where_work_is_counted_the_answer_is_that_of_a_search_that_keeps_no_plan(
+    blocks: int, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans on the way are made beside it, the first as soon as there is a schedule."""
+    asked = of(blocks, 8, memory_bytes, deterministic=True, time_limit=0.05)
+    planned, when, heard = planning_steps.planned, list[int](), list[str]()
+
+    def noted(*given: Any) -> Plan:
+        when.append(len(heard))
+        return planned(*given)
+
+    monkeypatch.setattr(planning_steps, "planned", noted)
+    found = search_plan(asked, progress=lambda what, *_: heard.append(what))
+    assert when[0] <= 1 < len(when)
+    monkeypatch.setattr(planning_steps, "_secure", lambda _: None)
+    alone = search_plan(asked)
+    assert (found.plan, found.candidates, found.notes) == (alone.plan, alone.candidates, alone.notes)
+    assert (found.lower_bound_ns, found.placement_lower_bound_ns) == (
+        alone.lower_bound_ns,
+        alone.placement_lower_bound_ns,
+    )
 
 
 def test_a_last_plan_that_takes_too_long_ends_with_the_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1258,7 +1309,8 @@ def test_a_chain_of_too_many_ways_to_be_cut_is_cut_evenly(monkeypatch: pytest.Mo
     assert {len(stage.blocks) for stage in candidate.placement.stages} <= {4, 5, 6}
 
 
-def test_what_is_left_is_not_made_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_left_is_not_made_after_an_interruption(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates that nobody had time for are counted, not partitioned: that took seven seconds after a signal."""
     made = list[int]()
 
@@ -1271,7 +1323,10 @@ def test_what_is_left_is_not_made_after_an_interruption(monkeypatch: pytest.Monk
     clock = Hand()
     monkeypatch.setattr("pipeplan.planning.candidates.recomputing", slowly)
     limit = Limit(100.0, clock=clock)
-    asked = Request.of(chain(12), devices=4, memory_bytes=10**6, time_limit=100.0)
+    blocks, devices = (220, 20) if deterministic else (12, 4)  # where work is counted only large ones begin evenly cut
+    asked = Request.of(
+        chain(blocks), devices=devices, memory_bytes=10**6, time_limit=100.0, deterministic=deterministic
+    )
     found = search_plan(asked, within=limit, progress=lambda *_: limit.interrupt())
     assert found.interrupted
     assert found.candidates.left > 0

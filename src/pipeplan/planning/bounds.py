@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
 from typing import Any
@@ -28,6 +28,7 @@ from pipeplan.planning.candidates import shards_of, strategy_choices
 from pipeplan.planning.held_bounds import HeldBound, undominated, way_of
 from pipeplan.planning.request import SUBMODULES, Request, size_of
 from pipeplan.planning.uniform_space import Blocks, Choice
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.search_constants import BOUND_SECONDS
 from pipeplan.time_limit import Limit, checked, shielded
 from pipeplan.workload.elements import Again
@@ -67,13 +68,12 @@ def rows_bound(request: Request) -> int:
     return max(1, math.ceil(total / sum(map(exactly, request.speeds))))
 
 
-def prompt_bound(request: Request, clock: Callable[[], float]) -> int:
+def prompt_bound(request: Request, within: Limit) -> int:
     """:func:`request_bound`, or :func:`rows_bound` where that takes more than a moment: for a search that has ended.
 
-    In deterministic mode it is waited for.
+    In deterministic mode it is waited for, until ``within`` is interrupted.
     """
-    moment = Limit(math.inf if request.deterministic else BOUND_SECONDS, clock=clock)
-    with shielded(), moment.ended():
+    with Budget(deterministic=request.deterministic, whole=within, clock=within.clock).moment(BOUND_SECONDS):
         return request_bound(request)
     with shielded():
         return rows_bound(request)

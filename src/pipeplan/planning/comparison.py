@@ -386,7 +386,7 @@ class _RowsSoFar:
             return None
         best = self._best_ns
         if best is not None and self._bound is None and self._request.placement == "auto":
-            self._bound = prompt_bound(self._request, self.limit.clock)
+            self._bound = prompt_bound(self._request, self.limit)
         bound = self._bound
 
         def heard(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:

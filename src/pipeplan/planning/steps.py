@@ -652,7 +652,7 @@ class EvenCut(PlanStep):
         search.begun = True
         if search.budget.deterministic:
             if is_large(request):
-                self._look(search, request)
+                self._in_time(search)
         elif search.budget.left() <= self.hurry and not is_large(request):
             with shielded():
                 self._look(search, request)
@@ -670,6 +670,10 @@ class EvenCut(PlanStep):
             tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
         )
         limit, begin = self._limit(search)
+
+        def goes_on() -> bool:
+            return search.answer is None and (search.budget.deterministic or not telling.told)
+
         with limit.ended(), telling.enforced():
             begin()
             if plain is not None:
@@ -682,13 +686,15 @@ class EvenCut(PlanStep):
             if search.answer is None and search.may_divide:
                 levels = search.request.with_any_level().levels  # the table has the first by default
                 for level in levels[1:] if has_table(search.request) else levels:
-                    if search.answer is None and not telling.told:
+                    if goes_on():
                         self._look(search, level, begin)
             if search.answer is None and not telling.told and short:
                 search.say(f"no {what} was found that fits: the search goes on")
 
     def _limit(self, search: PlanSearch) -> tuple[Limit, Callable[[], None]]:
-        """The limit of the whole step, and what is to be called before each cut is begun."""
+        """The step's limit, and what is to be called before each cut is begun; none where work is counted."""
+        if search.budget.deterministic:
+            return Limit(), lambda: None
         remaining = search.budget.remaining
         limit = Limit(max(self.seconds, self.share * remaining), clock=search.budget.clock)
         until = time.process_time() + min(self.working, remaining / 2)
@@ -776,7 +782,7 @@ def _plain_instead(search: PlanSearch) -> Request | None:
     """
     request = search.request
     known = takes_long(request) is None or _by_planner(request) or request.placement == SUBMODULES
-    if known or not is_large(request) or search.budget.deterministic:
+    if known or not is_large(request):
         return None
     return replace(request, scheduler="auto", rules=None, unroll=None, max_span=None)
 
@@ -901,7 +907,8 @@ class LargerGroups(PlanStep):
     def run(self, search: PlanSearch) -> None:
         entries = MOST_ENTRIES
         while (
-            (made := search.made) is not None
+            not search.budget.deterministic  # which does not know what making it took
+            and (made := search.made) is not None
             and (best := search.best) is not None
             and best.best is not None
             and best.best.scheduler.endswith("+groups")
@@ -1170,7 +1177,7 @@ def _looking_ahead(search: PlanSearch, workers: CandidateWorkers | None) -> Iter
 def num_left(search: PlanSearch) -> int:
     """How many candidates there was no time for, as far as that is known without making them, which takes long."""
     found, all_seen = 0, False
-    with Limit(math.inf if search.budget.deterministic else COUNTING_SECONDS, clock=search.budget.clock).ended():
+    with search.budget.moment(COUNTING_SECONDS):
         for propose in checked(chain(search.put_off, search.open)):
             found += not search.refutes(propose)
         all_seen = True
@@ -1219,12 +1226,23 @@ def _secure(search: PlanSearch) -> None:
     plan that takes long is also made again when there is a better one, as long as making plans takes little of the
     time: after an interruption there are only moments for it. At most half of what is left is kept, but all of it for
     a better one that is not made yet: searching on would lose that.
+
+    Where work is counted it is a copy of the trial that is made a plan: the search goes on as if none had been.
     """
-    best, made = search.answer, search.made
-    if search.budget.deterministic or best is None or best.best is None:
+    best = search.answer
+    if best is None or best.best is None:
         return
-    size = _entries(best.best)
-    if made is None or (made.stands_in and best is not search.stands_in):
+    if not search.budget.deterministic:
+        _keep(search, best, best.best)
+        return
+    with suppress(PipeplanError):  # which it says at the end
+        _keep(search, replace(best), best.best)
+
+
+def _keep(search: PlanSearch, best: Trial, schedule: Schedule) -> None:
+    """Keep a plan of the best trial, of this schedule, or time for it."""
+    size, made = _entries(schedule), search.made
+    if made is None or (made.stands_in and not _stands_in(search, best)):
         made = _first_made(search, best)
     else:
         expected = made.seconds * size / _entries(made.schedule)
@@ -1262,9 +1280,14 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
     search.making_seconds += seconds
     assert trial.best is not None
     bound = trial.bound_ns if search.request.joined is None else schedule.bound_ns
-    orders, stands_in = (trial.parted or trial.best).orders, trial is search.stands_in
-    search.made = MadePlan(schedule, plan, seconds, bound, orders, stands_in)
+    orders = (trial.parted or trial.best).orders
+    search.made = MadePlan(schedule, plan, seconds, bound, orders, _stands_in(search, trial))
     return search.made
+
+
+def _stands_in(search: PlanSearch, trial: Trial) -> bool:
+    """Whether a trial is, or is a copy of, what only stands in for what was asked for."""
+    return search.stands_in is not None and trial.best is search.stands_in.best
 
 
 def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
@@ -1301,8 +1324,9 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
         SearchTimeoutError: there was no time to make any.
     """
     budget, before = search.budget, search.made
-    if budget.deterministic:
-        return _made(search, best)
+    if budget.deterministic and not budget.interrupted:
+        with suppress(TimeUpError), budget.finishing(LAST_PLAN_SECONDS):
+            return _made(search, best)
     if before is None:
         try:
             if search.given_up and budget.interrupted:
@@ -1330,8 +1354,8 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
 def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Schedule, Plan]:
     """The settled schedule of a trial and its plan, which may have been made."""
     assert trial.best is not None
-    made = search.made
-    if made is not None and (trial.parted or trial.best).orders is made.orders:
+    made, counted = search.made, search.budget.deterministic and not search.budget.interrupted
+    if made is not None and not counted and (trial.parted or trial.best).orders is made.orders:
         if search.request.joined is not None:
             return made.schedule, made.plan
         schedule = trial.settled

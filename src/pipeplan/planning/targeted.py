@@ -130,7 +130,7 @@ def search_target(
     best = min(parts.results, key=lambda each: each.plan.predicted.iteration_ns)
     own = best.plan.predicted.iteration_ns
     with suppress(PipeplanError):
-        bound = prompt_bound(free, whole.clock) if without is None else without.lower_bound_ns
+        bound = prompt_bound(free, whole) if without is None else without.lower_bound_ns
         met = None if without is None else without.plan.predicted.iteration_ns
         words = "" if without is None else _words(without)
         best = replace(best, cost=TargetCost(only.title, "iteration", own, min(bound, own), met, words))

@@ -554,7 +554,7 @@ class PlanSearch:
                     if step.applies(self):
                         step.run(self)
         if not (self.given_up and self.budget.interrupted) and self.answer is not None and not self._bounded:
-            self.others[None], self._bounded = prompt_bound(self.request, self.budget.clock), True
+            self.others[None], self._bounded = prompt_bound(self.request, self.budget), True
         for step in left:
             if step.after_all(self) and step.applies(self):
                 step.run(self)

@@ -556,7 +556,7 @@ class _Tuner:
         if isinstance(self.request.placement, Placement):
             return min(cell.bound_ns for cell, _ in self.found)
         if self.known_bound_ns is None:
-            self.known_bound_ns = prompt_bound(self.request, self.limit.clock)
+            self.known_bound_ns = prompt_bound(self.request, self.limit)
         return self.known_bound_ns
 
     @property

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from pipeplan.search_constants import (
     SOLVER_POLL_SECONDS,
     SOLVER_STOP_SECONDS,
 )
-from pipeplan.time_limit import Limit, checkpoint, time_is_up
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded, time_is_up
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -69,6 +69,19 @@ class Budget(Limit):
             yield part
         finally:
             self.spent += part.spent
+
+    @contextmanager
+    def moment(self, seconds: float) -> Iterator[None]:
+        """What comes after all else ends after so many seconds, whatever is left; what follows goes on without it.
+
+        Where work is counted only an interruption begins them.
+        """
+        if self.deterministic:
+            with suppress(TimeUpError), self.finishing(seconds):
+                yield
+        else:
+            with shielded(), Limit(seconds, clock=self.clock).ended():
+                yield
 
 
 @dataclass(frozen=True, slots=True)
