@@ -253,6 +253,8 @@ def test_a_search_walks_as_the_page_says(tmp_path: Path) -> None:
 
     def note(frame: FrameType, _event: str, _: object) -> None:
         if (name := names.get(frame.f_code)) is not None:
+            if name.endswith(".planned"):  # which makes the first schedule a plan, too
+                called.pop(name, None)
             called.setdefault(name)
 
     before = sys.gettrace()
