@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pipeplan.checker import check
 from pipeplan.costs.experts import kept_of
 from pipeplan.costs.recipes import running_bytes, whole_state_of
 from pipeplan.costs.zero import Zero
-from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe, Source
+from pipeplan.files import Block, Cluster, CostRow, Plan, Profile, Recipe, Source, to_json
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
 
 ROWS = tuple(CostRow(microbatch_size=1, shards=count, forward_ns=100, backward_ns=200) for count in (1, 2, 4))
@@ -85,3 +86,40 @@ def test_buckets_have_it_too(zero: int) -> None:
     own = 4 * (10**7 + 19 * 10**7 // 2) // (2 if zero == 3 else 1)
     assert [bucket.bytes for bucket in stage.buckets] == [own] * 3
     check(plan, profile, cluster).require()
+
+
+DIVIDED = tuple(row.model_copy(update={"sequence_parallel": row.shards > 1}) for row in ROWS)
+
+
+@pytest.mark.parametrize(("zero", "summed", "between"), [(0, 320, 240), (1, 240, 80)])
+def test_what_shards_make_parts_of_is_summed_over_them_too(zero: int, summed: int, between: int) -> None:
+    """By hand, at a byte per ns, of two blocks with 80 bytes that each of two shards has whole and 160 that are its.
+
+    Two copies of 320 bytes move as many, and four of 160 bytes 240; or groups of two scatter 480 bytes, half of which
+    moves, and the halves of 160 are summed by two.
+    """
+    plain = tuple(
+        BLOCK.model_copy(update={"id": name, "frozen_parameters": 0, "whole_frozen_parameters": 0}) for name in "ab"
+    )
+    divided = tuple(block.model_copy(update={"costs": DIVIDED}) for block in plain)
+    cluster = Cluster.of("four", 4, levels=[("node", 4, 0, 10**9)])
+    how: dict[str, Any] = {"pp": 1, "tp": 2, "dp": 2, "zero": zero, "mini_batch": 4, "microbatch_size": 2}
+    found = []
+    for blocks in (plain, divided):
+        profile = Profile(name="two", source=Source(method="literature"), recipe=Recipe(name="fp32"), blocks=blocks)
+        plan = pipeplan.search(profile, cluster=cluster, deterministic=True, **how).plan
+        check(plan, profile, cluster).require()
+        found.append(plan)
+    alike, apart = (plan.stages[0] for plan in found)
+    assert (alike.whole_gradient_bytes, apart.whole_gradient_bytes) == (0, 160)
+    assert "whole_gradient_bytes" not in found[0].model_dump()["stages"][0]
+    assert alike.sync_ns == (480 if zero == 0 else 240)
+    assert apart.sync_ns == summed + between
+
+    wrong = replace(apart, whole_gradient_bytes=80)
+    problems = check(found[1].model_copy(update={"stages": (wrong,)}), profile, cluster).problems
+    assert any("whole_gradient_bytes" in str(each) for each in problems)
+    assert any("sync_ns" in str(each) for each in problems)
+    wrong = replace(apart, whole_gradient_bytes=481)
+    with pytest.raises(ValidationError, match=r"stages\[0\].whole_gradient_bytes is 481 of 480 gradient_bytes"):
+        Plan.model_validate_json(to_json(found[1].model_copy(update={"stages": (wrong,)})))

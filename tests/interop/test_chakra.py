@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -25,7 +26,10 @@ from builders.orders import random_orders
 from pipeplan import Plan, UsageError
 from pipeplan.costs.zero import Zero
 from pipeplan.errors import FileError
+from pipeplan.files import Block, CostRow, Profile, Recipe
+from pipeplan.files.profile import Source
 from pipeplan.interop.chakra import traces
+from pipeplan.interop.chakra.actions import micros
 from pipeplan.interop.chakra.wire import CollectiveType, NodeType, TraceNode, read_nodes, trace_bytes
 from pipeplan.planning.build_plan import assemble
 from pipeplan.simulator.metrics import rates
@@ -456,6 +460,35 @@ def test_gradients_are_summed_where_links_of_the_plan_are_free() -> None:
         CollectiveType.REDUCE_SCATTER: {("1", own[0]), ("1", own[3]), ("2", own[1]), ("2", own[2])},
         CollectiveType.ALL_GATHER: {("1", half[0]), ("1", half[3]), ("2", half[1]), ("2", half[2])},
     }
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_shards_have_whole_is_summed_by_all(zero: int) -> None:
+    """In collectives that together take as long as the plan's sums; replicas that divide state sum halves of it."""
+    rows = [CostRow(microbatch_size=1, forward_ns=10**6, backward_ns=10**6, shards=2, sequence_parallel=True)]
+    block = Block(id="b", operator="layer", parameters=9_000_000, whole_parameters=1_000_000, costs=tuple(rows))
+    profile = Profile(name="b", source=Source(method="literature"), recipe=Recipe(name="fp32"), blocks=(block,))
+    how: dict[str, Any] = {"pp": 1, "tp": 2, "dp": 2, "zero": zero, "mini_batch": 4, "microbatch_size": 2}
+    plan = face.search(profile, cluster=sharded.pairs(4), deterministic=True, **how).plan
+    (stage,) = plan.stages
+    groups, ranks = ranks_of(plan)
+    found = Counter[tuple[object, ...]]()
+    for own in ranks:
+        sums = [node for node in own if "SUM" in node.name]
+        assert sum(node.micros for node in sums) == micros(stage.sync_ns)
+        for node in sums:
+            members = tuple(groups[str(node.attribute("pg_name"))])
+            found[node.attribute("comm_type"), node.attribute("comm_size"), members] += 1
+    assert stage.whole_gradient_bytes == 4_000_000
+    neighbours, apart, every = ((0, 1), (2, 3)), ((0, 2), (1, 3)), (0, 1, 2, 3)
+    expected: dict[tuple[object, ...], int]
+    if zero:
+        expected = {(CollectiveType.REDUCE_SCATTER, 20_000_000, each): 2 for each in apart}
+        expected |= {(CollectiveType.ALL_REDUCE, 2_000_000, each): 2 for each in neighbours}
+    else:
+        expected = {(CollectiveType.ALL_REDUCE, 16_000_000, each): 2 for each in apart}
+        expected[CollectiveType.ALL_REDUCE, 4_000_000, every] = 4
+    assert found == expected
 
 
 def test_what_a_trace_cannot_say_is_refused_with_its_place() -> None:

@@ -539,6 +539,19 @@ def _check_state(number: int, stage: Stage, like: object, profile: Profile, know
             findings.add("profile", f"stages[{number}].zero", text)
     expected = known.once(("state", like), lambda: _kept_by(stage, profile, known).keyed(STATE_KINDS))
     _compare(f"stages[{number}]", stage, expected, findings)
+    whole = known.once(("whole", like), lambda: sum(_made_in_parts(block, stage, known) for block in stage.blocks))
+    whole = min(whole, expected[GRADIENTS.key])
+    _compare(f"stages[{number}]", stage, {"whole_gradient_bytes": whole}, findings)
+
+
+def _made_in_parts(block: str, stage: Stage, known: _Known) -> int:
+    """Bytes of a block's gradients of which each shard makes a part, though it has all: of its slice of sequences.
+
+    Replicas that divide gradients have their part of it.
+    """
+    if stage.configurations or stage.shards not in known.divided[block]:
+        return 0
+    return _share(known.repeated[block], 1, stage, known)[GRADIENTS]
 
 
 def _kept_by(stage: Stage, profile: Profile, known: _Known) -> MemoryBytes:
@@ -819,7 +832,7 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
             apart_of_it = experts.state[GRADIENTS]
 
         time = partial(_both_summed_ns, of_rest, of_experts, known, cluster)
-        expected, gathered = time(own, apart_of_it)
+        expected, gathered = time(own, stage.whole_gradient_bytes, apart_of_it)
         if stage.buckets and number in actions:
             names = {each.name for each in apart}
             _check_buckets(number, stage, actions[number], profile, known, names, time, cluster, findings)
@@ -837,14 +850,19 @@ def _both_summed_ns(
     known: _Known,
     cluster: Cluster | None,
     size: int,
+    whole: int,
     of_experts: int,
     *,
     last: bool = True,
 ) -> tuple[int, int]:
-    """:func:`_summed_ns` of ``size`` bytes, of which those ``of_experts`` have copies of their own."""
-    sums, gathers = _summed_ns(*rest, size - of_experts, known, cluster, last=last)
+    """:func:`_summed_ns` of ``size`` bytes, of which those ``of_experts`` have copies of their own.
+
+    Of the others each shard has ``whole`` ones, which all sum.
+    """
+    size -= of_experts
+    sums, gathers = _summed_ns(*rest, size, min(size, whole), known, cluster, last=last)
     if of_experts:
-        more, further = _summed_ns(*experts, of_experts, known, cluster, of_experts=True, last=last)
+        more, further = _summed_ns(*experts, of_experts, 0, known, cluster, of_experts=True, last=last)
         sums, gathers = sums + more, gathers + further
     return sums, gathers
 
@@ -853,6 +871,7 @@ def _summed_ns(
     stage: Stage,
     others: Sequence[Stage],
     size: int,
+    whole: int,
     known: _Known,
     cluster: Cluster | None,
     *,
@@ -861,17 +880,21 @@ def _summed_ns(
 ) -> tuple[int, int]:
     """Ns to sum gradients of a stage with those of the others that have its blocks, and to gather what is updated.
 
-    The ``last`` of them are those of the first block.
+    Shards sum theirs apart, but for the ``whole`` bytes. The ``last`` of them are those of the first block.
     """
     if stage.zero and _sharers(stage) > 1:
-        return _sharded_ns(stage, others, size, known, cluster, of_experts=of_experts, last=last)
+        return _sharded_ns(stage, others, size, whole, known, cluster, of_experts=of_experts, last=last)
     holders = sorted({device for other in others for device in other.devices})
     groups = [
         [device for place, device in enumerate(holders) if place % stage.shards == shard]
         for shard in range(stage.shards)
     ]
-    key = "sum", size, tuple(map(tuple, groups))
-    return known.once(key, lambda: round(time_of_groups(cluster, Exchange("all_reduce", size), groups))), 0
+
+    def summed(bytes_: int, among: Sequence[Sequence[int]]) -> int:
+        key = "sum", bytes_, tuple(map(tuple, among))
+        return known.once(key, lambda: round(time_of_groups(cluster, Exchange("all_reduce", bytes_), among)))
+
+    return summed(size - whole, groups) + summed(whole, [holders]), 0
 
 
 def _check_buckets(
@@ -902,8 +925,9 @@ def _check_buckets(
     spent = [(row.weight_grad_ns or 0) if action.role is Role.WEIGHT_GRAD else row.whole_backward_ns for row in rows]
     end = len(rows)
     for place, bucket in enumerate(stage.buckets[: len(rows)]):
-        begin, size, of_experts = end - bucket.blocks, 0, 0
+        begin, size, of_experts, whole = end - bucket.blocks, 0, 0, 0
         for index in range(begin, end):
+            whole += _made_in_parts(stage.blocks[index], stage, known)
             apart_of_it = _of_experts(stage.blocks[index], stage.expert, known)
             of_experts += _share(apart_of_it, stage.expert, _as_on_experts(stage), known)[GRADIENTS]
             rest = _of_shards(stage.blocks[index], stage.shards, known) - apart_of_it
@@ -914,7 +938,9 @@ def _check_buckets(
                     size -= known.kept_tied[tied.name][GRADIENTS] // stage.shards
         ahead = action.duration_ns * sum(spent[:begin]) // max(1, sum(spent))
         size += of_experts
-        expected = {"bytes": size, "ahead_ns": ahead, "sync_ns": time(size, of_experts, last=not begin)[0]}
+        whole = min(whole, size)
+        summed, _ = time(size, whole, of_experts, last=not begin)
+        expected = {"bytes": size, "whole_bytes": whole, "ahead_ns": ahead, "sync_ns": summed}
         _compare(f"stages[{number}].buckets[{place}]", bucket, expected, findings)
         end = begin
 
@@ -923,6 +949,7 @@ def _sharded_ns(
     stage: Stage,
     alike: Sequence[Stage],
     own: int,
+    whole: int,
     known: _Known,
     cluster: Cluster | None,
     *,
@@ -932,23 +959,28 @@ def _sharded_ns(
     """What replicas that divide what they keep take to sum gradients, and to gather what the step has changed.
 
     Each group sums ``own`` bytes so that a device has its part of the sum, then those with equal parts, in all groups
-    of stages that are ``alike``, sum these. Gathered is every trained parameter of the stage: those with gradients.
-    Level 2 sums with each micro-batch, so that a device has its part of ``own`` bytes, and only what the first block
-    made last is still to be reduced; level 3 gathers no more than that block, for the next iteration's first forward.
+    of stages that are ``alike``, sum these; of ``whole`` ones those of all shards. Gathered is every trained parameter
+    of the stage: those with gradients. Level 2 sums with each micro-batch, so that a device has its part of ``own``
+    bytes, and only what the first block made last is still to be reduced; level 3 gathers no more than that block, for
+    the next iteration's first forward.
     """
     size = _sharers(stage)
     inner = list(_groups_in(stage, size).values())
     outer: dict[tuple[int, int], set[int]] = defaultdict(set)
+    of_all: dict[int, set[int]] = defaultdict(set)
     for each in alike:
         for (shard, _), devices in _groups_in(each, size).items():
             for place, device in enumerate(devices):
                 outer[shard, place].add(device)
+                of_all[place].add(device)
     gradients, trained = stage.state[GRADIENTS] * (size if stage.zero > 1 else 1), stage.state[PARAMETERS]
     if not known.recipe.is_custom:
         each_takes = bytes_per_parameter(known.recipe)
         trained = gradients * each_takes[MASTER if known.cast else PARAMETERS] // each_takes[GRADIENTS]
-    part = own if stage.zero > 1 else (own + size - 1) // size
-    between = round(time_of_groups(cluster, Exchange("all_reduce", part), list(map(sorted, outer.values()))))
+    between = 0
+    for bytes_, places in ((own - whole, outer.values()), (whole, of_all.values())):
+        part = bytes_ if stage.zero > 1 else (bytes_ + size - 1) // size
+        between += round(time_of_groups(cluster, Exchange("all_reduce", part), list(map(sorted, places))))
     copy, gradient, _ = _exchanged(stage, stage.blocks[0], known, of_experts=of_experts)
     if stage.reduce_every is not None and stage.zero > 1:  # actions do that
         copy = gradient = 0

@@ -107,7 +107,7 @@ class AfterActions:
 
         def price(size: int) -> int:
             share = {kind: size * own // max(1, self.kept[GRADIENTS]) for kind, own in self.kept.items()}
-            return sum(exchanged(size, updated_bytes(stage.with_state(MemoryBytes(share)), self.profile.recipe)))
+            return sum(exchanged(size, 0, updated_bytes(stage.with_state(MemoryBytes(share)), self.profile.recipe)))
 
         return price
 

@@ -81,7 +81,7 @@ def _buckets(shared: SharedState, stage: Stage, apart: Collection[str], operatio
     Blocks' gradients become ready from the last block to the first, in proportion to their times. Of what is tied and
     not summed ``apart``, the first block has it, as its gradient is ready last.
     """
-    sizes = _gradient_bytes(shared, stage, apart)
+    sizes, whole = _gradient_bytes(shared, stage, apart), shared.whole_gradients(stage)
     if sum(sizes) <= BUCKET_BYTES:
         return ()
     samples = stage.microbatch_size // stage.replicas
@@ -93,7 +93,8 @@ def _buckets(shared: SharedState, stage: Stage, apart: Collection[str], operatio
         blocks, size = blocks + 1, size + sizes[index]
         if not index or (size >= BUCKET_BYTES and any(sizes[:index])):
             ahead = operation.duration_ns * before[index] // max(1, before[-1])
-            found.append(Bucket(blocks=blocks, bytes=size, ahead_ns=ahead))
+            own = sum(whole[index : index + blocks])
+            found.append(Bucket(blocks=blocks, bytes=size, whole_bytes=min(own, size), ahead_ns=ahead))
             blocks, size = 0, 0
     return tuple(found) if len(found) > 1 else ()
 

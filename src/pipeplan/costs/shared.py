@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from pipeplan.costs.blocks import block_costs, held_part
+from pipeplan.costs.blocks import block_costs, held_part, places_divided
 from pipeplan.costs.communication import Exchange, Same, all_reduce_time, price_of_groups, time_of_groups
 from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
 from pipeplan.costs.kinds import on_kinds
@@ -41,6 +41,7 @@ class SharedState:
     kept_tied: Mapping[str, MemoryBytes] = field(init=False)
     _rows: dict[tuple[object, ...], CostRow] = field(init=False, default_factory=dict)
     _shares: dict[tuple[object, ...], MemoryBytes] = field(init=False, default_factory=dict)
+    _wholes: dict[tuple[object, ...], int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         recipe = self.profile.recipe
@@ -65,6 +66,32 @@ class SharedState:
         if key not in self._shares:
             self._shares[key] = kept_of(self.blocks[id_], self.profile.recipe, shards, zero, experts)
         return self._shares[key]
+
+    def whole_gradients(self, stage: Stage) -> list[int]:
+        """[block] bytes of gradients that each shard has whole, and makes a part of, as :data:`WHOLE_GRADIENTS`.
+
+        Shards that do not divide sequences each make all of them. Of blocks with configurations they are among what is
+        summed inside of replicas.
+        """
+        if stage.shards == 1 or stage.configurations:
+            return [0] * len(stage.blocks)
+        zero, recipe = Zero.of(stage), self.profile.recipe
+
+        def of_block(id_: str) -> int:
+            key = self.profile.alike[id_], stage.shards, zero
+            if key not in self._wholes:
+                block = self.blocks[id_]
+                makes_part = block.whole_parameters and places_divided(block, stage.shards) > 1
+                size = whole_state_of(block, recipe)[GRADIENTS] if makes_part else 0
+                self._wholes[key] = -(-size // cuts(recipe, zero)[GRADIENTS])
+            return self._wholes[key]
+
+        return [of_block(id_) for id_ in stage.blocks]
+
+    def with_whole(self, stage: Stage) -> Stage:
+        """A stage that says of how many of its gradients each shard makes a part."""
+        whole = sum(self.whole_gradients(stage))
+        return replace(stage, whole_gradient_bytes=min(whole, stage.state[GRADIENTS])) if whole else stage
 
     def of_configured(self, stage: Stage) -> MemoryBytes:
         """What a device keeps of a stage whose blocks have configurations: tied parts once for each way to split."""
@@ -256,8 +283,8 @@ def _exchanges(
 ) -> dict[str, Any]:
     """Ns to sum gradients of a stage over its replicas, and over the other routes' stages with some of its blocks.
 
-    Each shard sums its part, but for bytes that are summed elsewhere, with the shards that hold the same; and each
-    device that shares experts its own with the devices that have the same.
+    Each shard sums its part, but for bytes that are summed elsewhere, with the shards that hold the same, what it has
+    whole with all; and each device that shares experts its own with the devices that have the same.
     """
     others, (side, sides) = (stage, (stage, [])) if experts is None else exchanged_apart(stage, sharing, experts)
     in_buckets = experts.buckets if experts else (0,) * len(stage.buckets)
@@ -265,14 +292,15 @@ def _exchanges(
     rest = _exchange(others, sharing, recipe, cluster, sums)
     apart = None if experts is None else _exchange(side, sides, recipe, cluster, sums)
 
-    def both(size: int, of_experts: int) -> tuple[int, int]:
-        whole = rest(size - of_experts)
-        own = apart(of_experts) if apart is not None and of_experts else (0, 0)
-        return whole[0] + own[0], whole[1] + own[1]
+    def both(size: int, whole: int, of_experts: int) -> tuple[int, int]:
+        all_else = rest(size - of_experts, min(whole, size - of_experts))  # what is whole may be summed elsewhere
+        own = apart(of_experts, 0) if apart is not None and of_experts else (0, 0)
+        return all_else[0] + own[0], all_else[1] + own[1]
 
-    sync_ns, gather_ns = both(stage.state[GRADIENTS] - less, experts.state[GRADIENTS] if experts else 0)
+    size = stage.state[GRADIENTS] - less
+    sync_ns, gather_ns = both(size, stage.whole_gradient_bytes, experts.state[GRADIENTS] if experts else 0)
     buckets = tuple(
-        replace(each, sync_ns=both(each.bytes, own)[0])
+        replace(each, sync_ns=both(each.bytes, each.whole_bytes, own)[0])
         for each, own in zip(stage.buckets, in_buckets, strict=True)
         if sync_ns
     )
@@ -285,17 +313,17 @@ def _exchange(
     recipe: Recipe,
     cluster: Cluster | None,
     sums: Callable[[tuple[int, ...], int], Callable[[int], int]],
-) -> Callable[[int], tuple[int, int]]:
-    """Ns to sum so many bytes of gradients, and to gather what a step has changed.
+) -> Callable[[int, int], tuple[int, int]]:
+    """Ns to sum so many bytes of gradients, of which some over shards, too, and to gather what a step has changed.
 
     ``sums`` are those of holders and shards, as :func:`_price_of_sums`.
     """
     if Zero.of(stage) != WHOLE:
         updated, price = updated_bytes(stage, recipe), price_of_exchange(cluster, stage, sharing)
-        return lambda size: price(size, updated)
-    holders = sorted({device for other in (stage, *sharing) for device in other.devices})
-    sum_ns = sums(tuple(holders), stage.shards)
-    return lambda size: (sum_ns(size), 0)
+        return lambda size, whole: price(size, whole, updated)
+    holders = tuple(sorted({device for other in (stage, *sharing) for device in other.devices}))
+    sum_ns = sums(holders, stage.shards)
+    return lambda size, whole: (sum_ns(size - whole) + (sums(holders, 1)(whole) if whole else 0), 0)
 
 
 def _price_of_sums(cluster: Cluster | None, holders: tuple[int, ...], shards: int) -> Callable[[int], int]:

@@ -460,7 +460,7 @@ def _with_shared(
     """Stages with what each keeps and how long it sums gradients, and what they share."""
     shared = SharedState(profile)
     stages = [
-        stage.with_state(shared.of_configured(stage) if number in given else cost.state)
+        shared.with_whole(stage.with_state(shared.of_configured(stage) if number in given else cost.state))
         for number, (stage, cost) in enumerate(zip(placed, costs, strict=True))
     ]
     tied = shared.tied(stages)

@@ -257,8 +257,10 @@ def updated_bytes(stage: Stage, recipe: Recipe) -> int:
 
 def price_of_exchange(
     cluster: Cluster | None, stage: Stage, sharing: Sequence[Stage]
-) -> Callable[[int, int], tuple[int, int]]:
+) -> Callable[[int, int, int], tuple[int, int]]:
     """Ns to sum bytes of gradients over all that hold them, and to gather what a step has updated, of any bytes.
+
+    Of the former some may be of what each shard has whole, and sums with the others', too.
 
     Of buckets by the thousand, which devices exchange is looked up once.
 
@@ -279,11 +281,18 @@ def price_of_exchange(
         places = chain.from_iterable(zip(*groups[shard :: stage.shards], strict=True) for shard in range(stage.shards))
         across = price_of_groups(cluster, [sorted(set(place)) for place in places])
 
-    def price(size: int, updated: int) -> tuple[int, int]:
-        part = size if zero.level >= IN_ACTIONS else -(-size // zero.group)
+    @cache
+    def everywhere() -> Callable[[Exchange], float]:
+        return price_of_groups(cluster, [sorted(set(place)) for place in zip(*groups, strict=True)])
+
+    def price(size: int, whole: int, updated: int) -> tuple[int, int]:
+        cut = 1 if zero.level >= IN_ACTIONS else zero.group
         scattered = 0.0 if zero.level >= IN_ACTIONS else inside(Exchange("reduce_scatter", size))
         gathered = 0.0 if zero.level >= GATHERED else inside(Exchange("all_gather", updated))
-        return round(scattered) + round(across(Exchange("all_reduce", part))), round(gathered)
+        summed = round(scattered) + round(across(Exchange("all_reduce", -(-(size - whole) // cut))))
+        if whole:
+            summed += round(everywhere()(Exchange("all_reduce", -(-whole // cut))))
+        return summed, round(gathered)
 
     return price
 

@@ -74,7 +74,7 @@ from pipeplan.workload.elements import (
     speeds_of,
 )
 from pipeplan.workload.folding import devices_of, of_devices, split_alike, stage_problem
-from pipeplan.workload.kinds import GRADIENT_ROLES, MASTER, PARAMETERS, PARTED_ROLES, Role
+from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, MASTER, PARAMETERS, PARTED_ROLES, Role
 from pipeplan.workload.network_jobs import gradient_sums
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
@@ -359,9 +359,12 @@ class Plan(File):
                 stage.pop("cuts", None)
             if stage.get("speed") == 1:
                 del stage["speed"]
-            for key in ("kinds", "cache_bytes", "segments"):
+            for key in ("kinds", "cache_bytes", "segments", "whole_gradient_bytes"):
                 if not stage.get(key):
                     stage.pop(key, None)
+            for bucket in stage.get("buckets", ()):
+                if not bucket.get("whole_bytes"):
+                    bucket.pop("whole_bytes", None)
         for operation in found.get("operations", ()):
             for key in ("parts_ns", "pace_ns"):
                 if not operation.get(key):
@@ -415,6 +418,9 @@ class Plan(File):
                 )
         if len(set(stage.devices)) != len(stage.devices):
             raise ValueError(f"stages[{number}].devices name a device twice")
+        if stage.whole_gradient_bytes > stage.state[GRADIENTS]:
+            what = f"{stage.whole_gradient_bytes} of {stage.state[GRADIENTS]} gradient_bytes"
+            raise ValueError(f"stages[{number}].whole_gradient_bytes is {what}")
         size = len(stage.devices) * self.players_each
         if problem := group_problem(stage.shards, stage.context, stage.replicas, size, stage.context_exchange):
             raise ValueError(f"stages[{number}]: {problem}")

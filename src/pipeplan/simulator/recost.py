@@ -329,6 +329,7 @@ class _Built:
             )
         return replace(
             stage,
+            whole_gradient_bytes=built.whole_gradient_bytes,
             sync_ns=built.sync_ns,
             step_ns=built.step_ns,
             gather_ns=built.gather_ns,

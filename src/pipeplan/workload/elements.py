@@ -277,6 +277,9 @@ class Bucket(Element):
 
     blocks: Annotated[Count, Meaning("how many: the first bucket has the last blocks of the stage, and so on")]
     bytes: Annotated[Bytes, Meaning("of gradients, on each device of the stage")]
+    whole_bytes: Annotated[
+        Bytes, Meaning("of these, what is summed over shards, too, as whole_gradient_bytes are", said_only=True)
+    ] = 0
     ahead_ns: Annotated[
         Nanoseconds, Meaning("from which on it may be summed, before the last action that adds to gradients ends")
     ] = 0
@@ -359,6 +362,11 @@ def segments_problem(
     return None
 
 
+WHOLE_GRADIENTS = (
+    "of gradient_bytes, those of parameters that each shard has whole, such as norms', where shards divide sequences: "
+    "each makes a part of them, so that they are summed over shards, too"
+)
+
 ONCE = MAX_COUNT
 """State exchanged after this many actions is exchanged once per iteration, however many micro-batches there are."""
 UNSHARD_EVERY = (
@@ -391,6 +399,8 @@ def buckets_problem(buckets: Sequence[Bucket], num_blocks: int, duration_ns: int
     ahead = [each.ahead_ns for each in buckets]
     if buckets and (found := sum(each.blocks for each in buckets)) != num_blocks:
         return f"have {found} blocks together, the stage has {num_blocks}"
+    if (odd := next((each for each in buckets if each.whole_bytes > each.bytes), None)) is not None:
+        return f"have whole_bytes {odd.whole_bytes} of {odd.bytes} bytes of gradients"
     if buckets and (ahead[-1] or ahead != sorted(ahead, reverse=True) or ahead[0] > duration_ns):
         said = ", ".join(map(str, ahead))
         return f"are ahead by {said} ns; that falls from at most {duration_ns} ns, of one action, to 0"
@@ -438,6 +448,7 @@ class Stage(Element):
     num_parted: Annotated[Index, Meaning("leading micro-batches whose forward runs in two parts")] = 0
     zero: Annotated[ZeroLevel, Meaning(ZERO)] = 0
     zero_group: Annotated[Count | None, Meaning(ZERO_GROUP)] = None
+    whole_gradient_bytes: Annotated[Bytes, Meaning(WHOLE_GRADIENTS, said_only=True)] = 0
     sync_ns: Annotated[
         Nanoseconds, Meaning("summing gradients over replicas and routes, beside compute; what is tied apart")
     ] = 0

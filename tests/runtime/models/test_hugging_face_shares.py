@@ -264,7 +264,7 @@ ONE_LENGTH = [each for each in UNLIKE if each not in (*TOWERS, *SEEING, "vit", "
 @slow_but("name", ONE_LENGTH, lambda name: name in ("gpt2", "llama"))
 def test_collectives_of_half_layers(name: str) -> None:
     divides = FAMILIES[name].divides
-    words = ("all_reduce", "F", SEQUENCE * 3 * 4)
+    words = ("all_gather", "F", SEQUENCE * 2 * 2 * 4)  # two numbers of each word, of two devices
     entering, leaving = DIVIDED if divides else WHOLE
     for block in captured(name, "half", 2).blocks:
         found = sorted((each.operation, each.phase, each.bytes_per_sample) for each in block.collectives)

@@ -117,21 +117,21 @@ class TogetherNodes:
         self._require_summed(job)
         zero, name = Zero.of(stages[0]), f"{job.stages[0]}SUM{'' if job.bucket is None else f'.{job.bucket}'}"
         groups = [
-            state_groups(stage.devices, stage.shards, zero.group)
+            group
             for stage in dict.fromkeys(stages)  # copies of one are the same devices
+            for group in state_groups(stage.devices, stage.shards, zero.group)
         ]
-        across = _across(groups, stages[0].shards)
-        scatters = zero.level == 1 and zero.group > 1
-        if not (scatters or max(map(len, across)) > 1):
-            return
-        parts = size if zero.level >= IN_ACTIONS else -(-size // zero.group)
-        alone = max(map(len, across)) == 1
-        if scatters:
-            time = job.duration_ns if alone else 0
-            own = [group for each in groups for group in each]
-            self._reduce(job, name, CollectiveType.REDUCE_SCATTER, size, time, own)
-        if not alone:
-            self._reduce(job, name, CollectiveType.ALL_REDUCE, parts, job.duration_ns, across)
+        parts = 1 if zero.level >= IN_ACTIONS else zero.group
+        whole = min(size, max(self._whole_bytes(number, job.bucket) for number in job.stages))
+        ways = [
+            (CollectiveType.REDUCE_SCATTER, size if zero.level == 1 else 0, groups),
+            (CollectiveType.ALL_REDUCE, -(-(size - whole) // parts), _across(groups, stages[0].shards)),
+            (CollectiveType.ALL_REDUCE, -(-whole // parts), _across(groups, 1)),
+        ]
+        ways = [(kind, own, among) for kind, own, among in ways if own and max(map(len, among)) > 1]
+        for kind, own, among in ways:
+            time = job.duration_ns if (kind, own, among) == ways[-1] else 0  # of all, whose parts it does not say
+            self._reduce(job, name, kind, own, time, among)
 
     def _reduce(
         self,
@@ -215,6 +215,11 @@ class TogetherNodes:
                 apart += each.state[GRADIENTS] * (own == number and stage.devices[0] in devices)
         return max(0, stage.state[GRADIENTS] - apart)
 
+    def _whole_bytes(self, number: int, bucket: int | None) -> int:
+        """Of these, what is summed over shards, too."""
+        stage = self._plan.stages[number]
+        return stage.whole_gradient_bytes if bucket is None else stage.buckets[bucket].whole_bytes
+
     def _tied_bytes(self, index: int) -> int:
         """Of gradients that devices sum; 0 of an entry for another way to sum them."""
         each = self._plan.tied[index]
@@ -252,10 +257,9 @@ class TogetherNodes:
             )
 
 
-def _across(groups: Sequence[Sequence[Sequence[int]]], shards: int) -> list[list[int]]:
-    """The ranks that sum the same part: one of each group, shard by shard."""
-    every = [group for own in groups for group in own]
-    return [sorted(set(place)) for shard in range(shards) for place in zip(*every[shard::shards], strict=True)]
+def _across(groups: Sequence[Sequence[int]], shards: int) -> list[list[int]]:
+    """The ranks that sum the same part: one of each group, shard by shard; or of all, where ``shards`` is 1."""
+    return [sorted(set(place)) for shard in range(shards) for place in zip(*groups[shard::shards], strict=True)]
 
 
 def _updated(plan: Plan, stage: Stage) -> int:

@@ -70,6 +70,13 @@ def _sum_words(shards: Shards, found: Tensor, indices: Tensor, words: int, count
     return shards.summed(found.masked_fill(_elsewhere(shards, indices, words).unsqueeze(-1), 0.0))
 
 
+def _sum_own_words(shards: Shards, found: Tensor, indices: Tensor, words: int, count: int) -> Tensor:
+    """The same at this device's places, and 0 at the others': no layer takes those."""
+    masked, length = found.masked_fill(_elsewhere(shards, indices, words).unsqueeze(-1), 0.0), found.shape[1]
+    begin, end = shards.range(length)
+    return nn.functional.pad(shards.scattered(masked), (0, 0, begin, length - end))
+
+
 def _even_gradient(shards: Shards, whole: Tensor, count: int) -> Tensor:
     """The same: of its gradient, of which each device finds a part, each gets an equal one."""
     return shards.evened(whole)
@@ -107,6 +114,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] 
     "even_gradient": ("Tensor whole, int count", _alike, _even_gradient),
     "own_words": ("Tensor indices, int words, int count", _alike, _own_words),
     "sum_words": ("Tensor found, Tensor indices, int words, int count", _alike, _sum_words),
+    "sum_own_words": ("Tensor found, Tensor indices, int words, int count", _alike, _sum_own_words),
     "routed_experts": (
         "Tensor words, Tensor chosen, Tensor shares, Tensor gate_up, Tensor down, str activation, int experts, "
         "int before, int count",

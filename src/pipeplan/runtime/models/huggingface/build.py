@@ -473,7 +473,7 @@ def _quiet() -> Iterator[None]:
 
 
 _ELEMENT_BYTES = 4  # float32
-_LOSS_NUMBERS = 3  # per word: the largest logit, the sum of exponentials, the target's logit
+_LOSS_BYTES = 2 * _ELEMENT_BYTES  # per word, of a device: the logarithm of the sum of exponentials, the target's logit
 
 
 def load_configuration(
@@ -652,7 +652,8 @@ def collectives_of(model: Model, share: LoadedModel) -> Model:
 
     Sums over devices follow every layer that is split by its inputs, and the lookup in a table of words, in F; and the
     input gradient of all layers that are split by outputs and take the same input, in I, in the first block that has
-    one of them. The head sums three float32 numbers per word in F. Bytes are those of float32 elements.
+    one of them. The head gathers two float32 numbers per word of each device in F, where Megatron-LM sums three. Bytes
+    are those of float32 elements.
 
     Where devices divide the sequence, each sum is scattered, and its gradient gathered; what enters split products is
     gathered, in W, too, and its gradient scattered (Korthikanti et al. 2022, section 4.2.2).
@@ -685,7 +686,7 @@ def _of_weight(name: str, way: str, block: BlockSpec, share: LoadedModel, seen: 
     elif way == WORDS and share.writes:
         yield Collective("all_gather", "F", share.family.words(share.config) * _ELEMENT_BYTES)
     elif way == WORDS:
-        yield Collective("all_reduce", "F", tokens * _LOSS_NUMBERS * _ELEMENT_BYTES)
+        yield Collective("all_gather", "F", tokens * _LOSS_BYTES * share.devices)
         yield Collective("all_reduce", "I", tokens * hidden * _ELEMENT_BYTES)
     elif way in COLUMNS and not _is_table(share.module, name) and (taker := _taker(name)) not in seen:
         seen.add(taker)
@@ -710,7 +711,7 @@ def _of_places(
         inputs = outputs = share.module.get_parameter(name).shape[-1]
         again = not share.family.last  # else the head keeps what was joined before it
         if not is_table:
-            yield Collective("all_reduce", "F", _LOSS_NUMBERS * column_bytes)
+            yield Collective("all_gather", "F", column_bytes // _ELEMENT_BYTES * _LOSS_BYTES * share.devices)
     if joined and joined not in seen:
         yield Collective("all_gather", "F", column_bytes * inputs)
         yield Collective("reduce_scatter", "I", column_bytes * inputs)

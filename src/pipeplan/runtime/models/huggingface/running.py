@@ -222,22 +222,20 @@ def _add_bias_last(layer: nn.Module, exchange: Change) -> None:
 
 
 class _OwnWords(nn.Module):
-    """What a table does that has some of the words: the others' come with a sum."""
+    """What a table does that has some of the words: the others' come with a sum, scattered where devices divide."""
 
     split: tuple[int, int]
     divides: bool
 
     def forward(self, indices: Tensor) -> Tensor:
-        """[...] of all words to [..., width], whole on every device."""
+        """[samples, places] of all words to [samples, places, width]; 0 at places of others, where they ``divide``."""
         words, count = self.split
         found = super().forward(traced("own_words", words, count)(indices))
-        made = traced("sum_words", indices, words, count)(found)
-        return traced("share_whole", count)(made) if self.divides else made
+        return traced("sum_own_words" if self.divides else "sum_words", indices, words, count)(found)
 
 
 def _look_up_own(table: nn.Module, whole: nn.Embedding, words: int, count: int, index: int, divides: bool) -> None:
-    """Let a share of a table look up words of all; where devices ``divide`` what follows, each has a part of its
-    gradient."""
+    """Let a share of a table look up words of all; where devices ``divide`` what follows, each at its places."""
     begin, end = range_of(words, count, index)
     padding = whole.padding_idx
     own = padding - begin if padding is not None and begin <= padding < end else None

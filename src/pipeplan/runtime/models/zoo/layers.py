@@ -33,8 +33,8 @@ WORDS = Cut(even=False)
 Layer = TypeVar("Layer", nn.Linear, RowLinear, Tile)
 
 _FLOAT32_BYTES = 4
-_LOSS_NUMBERS = 3
-"""Per token and device, of words split over devices: largest logit, sum of exponentials, the target's logit."""
+_LOSS_NUMBERS = 2
+"""Per token and device, of words split over devices: the logarithm of the sum of exponentials, the target's logit."""
 
 
 @dataclass(frozen=True, slots=True)
