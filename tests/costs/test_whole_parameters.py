@@ -13,7 +13,7 @@ from pipeplan.checker import check
 from pipeplan.costs.experts import kept_of
 from pipeplan.costs.recipes import running_bytes, whole_state_of
 from pipeplan.costs.zero import Zero
-from pipeplan.files import Block, Cluster, CostRow, Plan, Profile, Recipe, Source, to_json
+from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, Source, to_json
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
 
 ROWS = tuple(CostRow(microbatch_size=1, shards=count, forward_ns=100, backward_ns=200) for count in (1, 2, 4))
@@ -123,3 +123,20 @@ def test_what_shards_make_parts_of_is_summed_over_them_too(zero: int, summed: in
     wrong = replace(apart, whole_gradient_bytes=481)
     with pytest.raises(ValidationError, match=r"stages\[0\].whole_gradient_bytes is 481 of 480 gradient_bytes"):
         Plan.model_validate_json(to_json(found[1].model_copy(update={"stages": (wrong,)})))
+
+
+def test_strategies_sum_it_too() -> None:
+    """By hand: of two blocks that two devices split 80 bytes each, half of which goes each way twice."""
+    blocks = tuple(BLOCK.model_copy(update={"id": name, "costs": DIVIDED}) for name in "ab")
+    edges = (Edge(source="a", target="b", bytes_per_sample=8),)
+    source, recipe = Source(method="literature", device="cpu"), Recipe(name="fp32")
+    cluster = Cluster.of("two", 2, levels=[("node", 2, 0, 10**9)])
+    sums = []
+    for own in (blocks, [block.model_copy(update={"costs": ROWS}) for block in blocks]):
+        profile = Profile(name="two", source=source, recipe=recipe, blocks=tuple(own), edges=edges)
+        found = pipeplan.frontier(profile, cluster=cluster, mini_batch=1)
+        split = [set(point.configurations.values()) == {"shards2"} for point in found.points]
+        plan = found.plan(split.index(True) + 1)
+        check(plan, profile, cluster).require()
+        sums.append(plan.stages[0].sync_ns)
+    assert sums == [160, 0]

@@ -760,4 +760,4 @@ def test_compare_divides_what_it_times() -> None:
 def test_exchanges_of_groups_use_the_links_at_once() -> None:
     """Two groups of two, each across both nodes: both leave a node at the same time, on one link."""
     stage = planned(profile_of([100]), placed(([0], (0, 2, 1, 3), {"zero": 1, "zero_group": 2}))).stages[0]
-    assert price_of_exchange(NODES, stage, [])(400, 200) == (50 + 2 * 2000 + 2 * (5 + 100), 50 + 2 * 1000)
+    assert price_of_exchange(NODES, stage, [])(400, 0, 200) == (50 + 2 * 2000 + 2 * (5 + 100), 50 + 2 * 1000)

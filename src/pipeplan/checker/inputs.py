@@ -1208,6 +1208,10 @@ def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, c
         for place, block in enumerate(stage.blocks):
             taken[place] += kept[GRADIENTS] if tied.name in apart and block in tied.blocks else 0
     total = sum(map(time, range(len(stage.blocks))))
+    for place, (block, count) in enumerate(zip(stage.blocks, shards, strict=True)):
+        if count in known.divided[block]:  # each shard makes a part of what it has whole
+            whole = known.repeated[block][GRADIENTS]
+            total += sum_time(cluster, stage.shards, stage.mesh_of(place), whole, along=(SHARDS,))
     for users, size in groups.items():
         places = [stage.blocks.index(block) for block in users if block in stage.blocks]
         if len(places) < 2:

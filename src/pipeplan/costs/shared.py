@@ -165,7 +165,7 @@ class SharedState:
         """Ns in which devices of a replica with configurations sum gradients, but for tied parameters that are apart.
 
         What its blocks alone share is summed with the first one's where all split it alike, else whole (TensorOpt
-        section 4.2: along all that parameters do not have).
+        section 4.2: along all that parameters do not have). What each shard has whole is summed over shards, too.
         """
         if cluster is None:
             return 0
@@ -181,7 +181,7 @@ class SharedState:
             if tied.name in apart:
                 for index, block in enumerate(stage.blocks):
                     before[index] += self.kept_tied[tied.name][GRADIENTS] * (block in tied.blocks)
-        total = sum(spent(index) for index in range(len(stage.blocks)))
+        total = sum(spent(index) + self._whole_ns(stage, index, cluster) for index in range(len(stage.blocks)))
         for names, users, size in self._tables(stage.blocks):
             if not names.isdisjoint(apart):
                 continue
@@ -194,6 +194,15 @@ class SharedState:
             whole = sum_time(cluster, stage.shards, Mesh(((SAMPLES, stage.shards),)), size)
             total -= sum(times) - (min(times[0], whole) if alike else whole)
         return total
+
+    def _whole_ns(self, stage: Stage, index: int, cluster: Cluster) -> int:
+        """Ns in which shards of a block with a configuration sum what each has whole and makes a part of."""
+        block, mesh = self.blocks[stage.blocks[index]], stage.mesh_of(index)
+        shards = mesh.size_of(SHARDS)
+        if shards == 1 or places_divided(block, shards) == 1:
+            return 0
+        size = whole_state_of(block, self.profile.recipe)[GRADIENTS]
+        return sum_time(cluster, stage.shards, mesh, size, along=(SHARDS,))
 
     def _tables(self, blocks: Sequence[str]) -> list[tuple[set[str], list[int], int]]:
         """What some blocks of a stage share, the most first: names, the places of the blocks, and bytes of gradients.
@@ -213,12 +222,14 @@ class SharedState:
         return tables
 
 
-def sum_time(cluster: Cluster | None, devices: int, mesh: Mesh, size: int) -> int:
+def sum_time(
+    cluster: Cluster | None, devices: int, mesh: Mesh, size: int, *, along: Collection[str] = (SAMPLES, PLACES)
+) -> int:
     """Ns in which devices of a mesh, the first of a cluster, sum ``size`` bytes each over samples and places.
 
-    Along each axis in the cheapest way from a sum to a whole tensor.
+    Or ``along`` other axes; along each in the cheapest way from a sum to a whole tensor.
     """
-    axes = [axis for name, axis in mesh.named if name in (SAMPLES, PLACES) and axis.size > 1]
+    axes = [axis for name, axis in mesh.named if name in along and axis.size > 1]
     if cluster is None or not size or not axes:
         return 0
     from pipeplan.costs.layouts import MeshSplit

@@ -656,10 +656,11 @@ def _block_scales(
     total, running = max(1, sum(weights)), running_bytes(block, recipe)
     left = state_of(block, recipe) - sum((own.state for own in held), MemoryBytes())
     repeated, cast = whole_state_of(block, recipe), running_bytes(block, recipe, 2) - running
+    dividing = frozenset(row.shards for row in block.costs if row.sequence_parallel)
     for own, weight, count in zip(held, weights, counts, strict=True):
         state = own.state + left * weight // total
         both = -(-running * count // max(1, sum(counts))), repeated * weight // total
-        yield OperatorScale(forward, backward, state, *both, -(-cast * count // max(1, sum(counts))))
+        yield OperatorScale(forward, backward, state, *both, -(-cast * count // max(1, sum(counts))), dividing)
 
 
 def _measured_over_computed(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:

@@ -260,7 +260,8 @@ class OperatorScale:
 
     ``forward`` and ``backward`` are measured over computed time of its block; ``state`` is what training keeps of its
     parameters, and ``running_bytes`` are of a copy of them that is there while it runs, both unsplit. Of these each of
-    several ``shards`` has ``repeated`` and ``running_repeated`` whole.
+    several ``shards`` has ``repeated`` and ``running_repeated`` whole; numbers of them that divide sequences
+    (``dividing``) each make a part of its gradients.
     """
 
     forward: float = 1.0
@@ -269,6 +270,13 @@ class OperatorScale:
     running_bytes: int = 0
     repeated: MemoryBytes = field(default_factory=MemoryBytes)
     running_repeated: int = 0
+    dividing: frozenset[int] = frozenset()
+
+    def whole_sum_ns(self, splits: Splits, resharding: Resharding) -> int:
+        """Time to add up, along shards, gradients that each of them has whole and makes a part of."""
+        if SHARDS not in splits or splits[SHARDS].extent not in self.dividing:
+            return 0
+        return round(sum_ns(self.repeated[GRADIENTS], splits[SHARDS], resharding))
 
     def state_on(self, parts: int, splits: Splits) -> MemoryBytes:
         """What a device keeps that has one of so many parts."""
@@ -289,10 +297,11 @@ class Configuration:
     """How an operator is split and what it costs each device; times in ns, of all its samples.
 
     ``weight_grad_ns`` is the part of backward that can wait, holding ``deferred_bytes``: None where it cannot.
-    ``sync_ns`` adds up the ``gradient_bytes`` of parameters, which are among the ``state_bytes`` that training keeps
-    and the optimizer's step goes through in ``step_ns``, both once per iteration. ``inside_bytes`` is what backward
-    needs beside inputs and output, ``entry_bytes`` the first input. Layouts are those of the inputs, of the gradients
-    given for them (none if none are), and of the output, whose gradient is taken where the output lies and is no sum.
+    ``sync_ns`` adds up the ``gradient_bytes`` of parameters, over shards those that each has whole. They are among the
+    ``state_bytes`` that training keeps and the optimizer's step goes through in ``step_ns``, both once per iteration.
+    ``inside_bytes`` is what backward needs beside inputs and output, ``entry_bytes`` the first input. Layouts are those
+    of the inputs, of the gradients given for them (none if none are), and of the output, whose gradient is taken where
+    the output lies and is no sum.
     """
 
     name: str
@@ -405,7 +414,8 @@ def _priced(
         forward_ns=round(times.forward_ns * scale.forward + forward),
         backward_ns=round((times.input_grad_ns + times.weight_grad_ns) * scale.backward + backward),
         weight_grad_ns=0 if sized.deferred_bytes is None else round(times.weight_grad_ns * scale.backward),
-        sync_ns=sync_ns(operation, sized.splits, sized.gradient_bytes, resharding),
+        sync_ns=sync_ns(operation, sized.splits, sized.gradient_bytes, resharding)
+        + scale.whole_sum_ns(sized.splits, resharding),
     )
 
 
