@@ -683,6 +683,9 @@ NAMED_SIZES = 4
 FRONTIER_SEARCHING = 0.6
 """Part of the time of a frontier's searches, one on each number of devices. Not measured."""
 
+FRONTIER_SHARING = 0.2
+"""Part of the time of one stage's frontier for layouts whose devices share sequences or experts. Not measured."""
+
 FRONTIER_FIRST = 0.65
 """Part up to which the quickest uniform layout on each number of devices is made. Not measured."""
 

@@ -6,7 +6,7 @@ Beside its points stand what is proved of them, and what a reader must know.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -20,7 +20,7 @@ from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
 from pipeplan.errors import SearchTimeoutError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, plan_frontier
+from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, SharingPoints, plan_frontier, sharing_points
 from pipeplan.planning.request import (
     ALL,
     AskedSizes,
@@ -44,6 +44,7 @@ from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.search_constants import (
     FIRST_SECONDS,
     FRONTIER_SECONDS,
+    FRONTIER_SHARING,
     LATE,
     LATE_SHARE,
     ROUGH,
@@ -197,13 +198,12 @@ def frontier_notes(request: Request) -> Iterator[str]:
     yield from input_notes(request)
     if reserve := max(request.reserve):
         yield f"memory does not include the reserve of {format_bytes(reserve)} on each device"
-    rows = [row for block in request.profile.kinds for row in block.costs] if request.splitting is not None else []
-    shared = {"sequences": ("--cp", any(row.context > 1 for row in rows))}
-    shared["experts"] = "--ep", any(row.expert > 1 for row in rows)
-    if left_out := {what: flag for what, (flag, there) in shared.items() if there}:
+    splitting = request.splitting
+    if splitting is not None and not _shares_stages(splitting) and (left_out := _shared_by_rows(request.profile)):
+        flag = "--only" if splitting.whole_blocks else "--split-level operator"
         yield (
-            f"no point has devices that share {' or '.join(left_out)}, for which the profile has costs: those of "
-            f"--plans do ({', '.join(left_out.values())})"
+            f"no point has devices that share {' or '.join(left_out)}, for which the profile has costs: leave out "
+            f"{flag}, or add --plans"
         )
     if request.cluster is None:
         return
@@ -214,6 +214,18 @@ def frontier_notes(request: Request) -> Iterator[str]:
     unpriced = [kind.name for kind in kinds if kind.price_per_hour is None]
     if 0 < len(unpriced) < len(kinds):
         yield f"no price_per_hour for {', '.join(unpriced)}: points that use them have no price"
+
+
+def _shared_by_rows(profile: Profile) -> list[str]:
+    """What devices of a stage may share by the rows of a profile."""
+    rows = [row for block in profile.kinds for row in block.costs]
+    there = {"sequences": any(row.context > 1 for row in rows), "experts": any(row.expert > 1 for row in rows)}
+    return [what for what, is_there in there.items() if is_there]
+
+
+def _shares_stages(splitting: Splitting) -> bool:
+    """Whether layouts stand among its points whose devices share something over the whole stage: they are plans."""
+    return splitting.whole_blocks and splitting.only is None
 
 
 def repeated_share(model: CostModel, strategy: Strategy) -> float:
@@ -413,24 +425,42 @@ def _of_splits(
     points: list[FrontierPoint] = []
     plans: list[Callable[[], Plan]] = []
     notes = list(frontier_notes(request))
-    held = 0
+    within, held = Limit.part_of(within, request.time_limit), 0
+    shared = _sharing(requests, splitting, within)
     bounds = {each.num_devices: known for each in requests if (known := too_large(each, splitting, within)) is not None}
     notes += (f"{named_devices(count)}: {_not_enough(known.num_bytes)}" for count, known in bounds.items())
     requests = [each for each in requests if each.num_devices not in bounds]
-    tracked, interrupted = _tracked(requests, splitting, within, progress) if requests else ([], False)
-    if interrupted:
+    tracked, interrupted = list[Splits](), False
+    if requests:
+        try:
+            tracked, interrupted = _tracked(requests, splitting, within, progress)
+        except (SearchTimeoutError, KeyboardInterrupt):
+            interrupted = True
+            if not any(each.points for each in shared.values()):
+                raise
+    if interrupted and tracked:
         notes.append(f"ended early: the rest was tracked with --tolerance {ROUGH}, or as near as there was time for")
     untracked = {each.num_devices for each in requests} - {each.num_devices for each in tracked}
     if untracked:
         notes.append(f"on {named_devices(*sorted(untracked))} there was no time to track any: raise --time-limit")
-        requests = [each for each in requests if each.num_devices not in untracked]
-    for own, splits in zip(requests, tracked, strict=True):
-        count, limit = own.num_devices, own.least_memory
-        marked = _with_knees([_split_point(splits, each) for each in splits.points])
+    of_count = {each.num_devices: each for each in tracked}
+    for own in request.by_devices:
+        count, limit, splits = own.num_devices, own.least_memory, of_count.get(own.num_devices)
+        ways = list[tuple[FrontierPoint, Callable[[], Plan]]]()
+        if splits is not None:
+            ways += [(_split_point(splits, each), partial(splits.plan, own, n)) for n, each in enumerate(splits.points)]
+        if (laid := shared.get(count)) is not None:
+            ways += [(_plan_point(own, each), partial(attrgetter("plan"), each)) for each in laid.points]
+            ways = _unbeaten(ways)
+            notes.append(_sharing_note(count, laid))
+        marked = _with_knees([point for point, _ in ways])
         fitting = [index for index, each in enumerate(marked) if limit is None or each.memory_bytes <= limit]
-        plans += [partial(splits.plan, own, index) for index in fitting]
+        plans += [ways[index][1] for index in fitting]
         points += [replace(marked[index], price_per_hour=_price_per_hour(own)) for index in fitting]
-        notes += sharing_notes(count, samples, [marked[index].repeated or 0.0 for index in fitting], splits.model)
+        if splits is None:
+            continue
+        repeated = [share for index in fitting if (share := marked[index].repeated) is not None]
+        notes += sharing_notes(count, samples, repeated, splits.model)
         least = splits.points[0].memory_bytes
         if limit is not None and least > limit:
             notes.append(f"{named_devices(count)}: {_not_enough(least)}")
@@ -441,12 +471,14 @@ def _of_splits(
         raise nothing_fits(request, splitting, _as_plans(request), found, bounds, within)
     unprofiled = any(point.unprofiled for point in points)
     again = any(each.model.counted_again for each in tracked)
-    notes += share_notes(request.profile, tracked[-1].model) if request.num_devices > 1 else ()
+    covered = bool(tracked) and all(each.complete for each in shared.values())
+    notes += share_notes(request.profile, tracked[-1].model) if tracked and request.num_devices > 1 else ()
     if splitting.only is not None:
         notes.append(
             f"--only {splitting.only}: {ONLY[splitting.only].words}; what is proved is of such strategies alone"
         )
-    notes += [*device_notes(splitting.device, tracked[-1].model), *grain_notes(tracked[-1].model)]
+    if tracked:
+        notes += [*device_notes(splitting.device, tracked[-1].model), *grain_notes(tracked[-1].model)]
     return FrontierResult(
         request.profile.name,
         "all",
@@ -454,13 +486,13 @@ def _of_splits(
         + ("blocks" if splitting.whole_blocks else "operators")
         + (f", only {splitting.only}" if splitting.only is not None else ""),
         samples,
-        all(each.exact for each in tracked) and not unprofiled,
+        covered and all(each.exact for each in tracked) and not unprofiled,
         sum(each.seconds for each in tracked),
         tuple(points),
         tuple(plans),
         tuple(notes),
         interrupted,
-        factor=None if held or unprofiled or again else max(each.factor for each in tracked),
+        factor=None if held or unprofiled or again or not covered else max(each.factor for each in tracked),
         factor_without=() if all(each.settled for each in tracked) else ("workspace",),
         yardstick=_yardstick(request.profile, splitting.device),
         profiled_only=any(each.model.extrapolates for each in tracked),
@@ -468,12 +500,47 @@ def _of_splits(
     )
 
 
+def _sharing(requests: Sequence[Request], splitting: Splitting, within: Limit) -> dict[int, SharingPoints]:
+    """{devices: layouts of one stage that share sequences or experts}, where rows have their costs.
+
+    They come first, as there is no end to what tracking may take, and have a part of the time.
+    """
+    profile = requests[0].profile
+    if not _shares_stages(splitting) or not _shared_by_rows(profile):
+        return {}
+    limit, found = Limit.part_of(within, FRONTIER_SHARING * within.seconds), dict[int, SharingPoints]()
+    with within.hearing_interrupts():
+        for each in requests:
+            if each.num_devices > 1:
+                plain: dict[str, Any] = {"positions": 1, "zero": 0, "recompute": False}
+                found[each.num_devices] = sharing_points(_as_plans(each, **plain), limit)
+    return found
+
+
+def _sharing_note(count: int, found: SharingPoints) -> str:
+    """What was tried beside strategies of blocks."""
+    tried = f"{named_devices(count)}: {found.num_tried} layouts whose devices share sequences or experts, each over the"
+    text = f"{tried} whole stage and in micro-batches of profiled sizes, were tried, too"
+    return text if found.complete else f"{text}; not all, as time ran out: raise --time-limit"
+
+
+def _unbeaten(
+    ways: Iterable[tuple[FrontierPoint, Callable[[], Plan]]],
+) -> list[tuple[FrontierPoint, Callable[[], Plan]]]:
+    """Those with less time than all with as little memory, least memory first."""
+    found = list[tuple[FrontierPoint, Callable[[], Plan]]]()
+    for point, make in sorted(ways, key=lambda way: (way[0].memory_bytes, way[0].time_ns)):
+        if not found or point.time_ns < found[-1][0].time_ns:
+            found.append((point, make))
+    return found
+
+
 def _not_enough(least: int) -> str:
     return f"not enough, each would need at least {format_bytes(least)}"
 
 
-def _as_plans(request: Request) -> Request:
-    """The same asked of whole plans."""
+def _as_plans(request: Request, **sizes: Any) -> Request:
+    """The same asked of whole plans, of such ``sizes``."""
     return frontier_request(
         request.profile,
         devices=(request.num_devices,),
@@ -481,6 +548,7 @@ def _as_plans(request: Request) -> Request:
         memory_bytes=request.memory_bytes,
         reserve_bytes=request.reserve_bytes,
         mini_batch=request.batch.mini_batch,
+        **sizes,
     )
 
 
@@ -620,18 +688,7 @@ def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int 
 def _of_plans(request: Request, within: Limit | None, progress: Progress | None, **how: Any) -> FrontierResult:
     """Whole plans, pipelines or not, for every number of devices, as :func:`.plan_frontier` is told."""
     found = plan_frontier(request, within=within, progress=progress, **how)
-    points = [
-        FrontierPoint(
-            point.num_devices,
-            point.memory_bytes,
-            point.iteration_ns,
-            _words(point),
-            workspace_bytes=point.workspace_bytes,
-            price_per_hour=_price_per_hour(replace(request, num_devices=point.num_devices)),
-            configurations=_ways(point.workload),
-        )
-        for point in found.points
-    ]
+    points = [_plan_point(replace(request, num_devices=point.num_devices), point) for point in found.points]
     return FrontierResult(
         request.profile.name,
         "all",
@@ -646,6 +703,19 @@ def _of_plans(request: Request, within: Limit | None, progress: Progress | None,
         tried=found.num_tried,
         untried=found.num_untried,
         yardstick=Yardstick.of(request.profile),
+    )
+
+
+def _plan_point(request: Request, point: PlanPoint) -> FrontierPoint:
+    """A plan for a request's devices as a point."""
+    return FrontierPoint(
+        point.num_devices,
+        point.memory_bytes,
+        point.iteration_ns,
+        _words(point),
+        workspace_bytes=point.workspace_bytes,
+        price_per_hour=_price_per_hour(request),
+        configurations=_ways(point.workload),
     )
 
 
@@ -697,6 +767,7 @@ def _stage_words(stage: Stage) -> tuple[str, str]:
     else:
         counts = [(stage.replicas, "replicas"), (stage.context, "context"), (stage.shards, "shards")]
         found = " x ".join(f"{count} {what}" for count, what in counts if count > 1) or "1 device"
+    found += f", experts over {stage.expert}" if stage.expert > 1 else ""
     if stage.sharers > 1:
         found += f" (ZeRO {stage.zero}{f' over {stage.sharers}' if stage.sharers < stage.copies else ''})"
     return found, f", {stage.recomputed}" if stage.recomputes else ""

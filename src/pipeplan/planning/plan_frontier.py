@@ -25,7 +25,7 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning.block_splits import split_stages
-from pipeplan.planning.candidates import PlacementCandidate, any_stages, own_placement
+from pipeplan.planning.candidates import PlacementCandidate, any_stages, own_placement, placed, uniform_layouts
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, unproved
 from pipeplan.planning.partition_trials import (
@@ -269,6 +269,33 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
         f"{unproved(in_time=not able.interrupted)}; " + ", or ".join(ways),
         raised,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SharingPoints:
+    """Layouts of one stage whose devices share sequences or experts, those that no other of them beats.
+
+    ``complete``: the ``num_tried`` are all there are.
+    """
+
+    points: tuple[PlanPoint, ...] = ()
+    num_tried: int = 0
+    complete: bool = True
+
+
+def sharing_points(request: Request, within: Limit) -> SharingPoints:
+    """Every uniform layout of a request for one stage in which devices share sequences or experts, as plans.
+
+    Those take whole stages, while the strategies of one stage are chosen block by block; so each of them is simulated.
+    """
+    search = _FrontierSearch(within, iter(()))
+    complete = False
+    with within.ended():
+        layouts = (each for each in uniform_layouts(request) if each.choice.context > 1 or each.choice.expert > 1)
+        complete = search.try_all(
+            PartitionTrial(request, placed(request, each.choice), int(each.usual_ns)) for each in layouts
+        )
+    return SharingPoints(tuple(search.best), search.num_tried, complete)
 
 
 def some_plan(request: Request, limit: Limit) -> PlanPoint | None:
