@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,9 @@ TOLERANCE = 1e-4
 
 def pipeplan(*arguments: str) -> str:
     """What a verb prints. Raises SystemExit with what it says where it fails."""
-    ran = subprocess.run([sys.executable, "-m", "pipeplan", *arguments], capture_output=True, text=True, check=False)
+    one = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pipeplan", *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=one)
     if ran.returncode:
         raise SystemExit(f"pipeplan {' '.join(arguments)}: {ran.stderr}")
     return ran.stdout

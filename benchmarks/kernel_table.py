@@ -5,10 +5,12 @@
     python benchmarks/kernel_table.py --state STATE --print          # the tables of docs/benchmarks/kernels.md
 
 It needs a quiet machine, and the extras onnxruntime and openvino. For each network, number of threads and number of
-samples ``pipeplan profile --backends`` measures groups (step ``profile``); then one process runs the whole network by
-the cheapest cover, by covers of fewer backends, by each backend that can run all of it, and by each framework as it
-comes (step ``whole``): in rounds, one after the other, so that what disturbs the machine for seconds disturbs all of
-them. Step ``graph`` has the graph level from the same covers on.
+samples ``pipeplan profile --backends`` measures groups (step ``profile``), and step ``log`` chooses a cover from what
+that wrote, and gives the same command again. Then one process looks for the cheapest cover of all backends, of fewer,
+and of all but TorchScript, each by runs of the whole network as ``profile`` does, and runs the network by these, by
+each backend that can run all of it, and by each framework as it comes (step ``whole``): in rounds, one after the other,
+so that what disturbs the machine for seconds disturbs all of them. Step ``graph`` has the graph level from the same
+covers on.
 
 A framework as it comes is the network's own module in eager torch, compiled by ``torch.compile``, exported to ONNX
 Runtime, or read by OpenVINO, in float32, called with tensors and giving tensors. Outputs are compared with eager
@@ -22,12 +24,14 @@ import copy
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -44,7 +48,9 @@ BACKENDS = (
 )
 """In the order in which the table of fewer backends adds them to eager torch."""
 FRAMEWORKS = ("eager", "inductor", "onnxruntime", "openvino")
-STEPS = ("profile", "whole", "graph")
+SATURATED = 5
+"""Generations without a better cover after which a graph level ends."""
+STEPS = ("profile", "log", "whole", "graph")
 
 
 class TableState:
@@ -71,15 +77,9 @@ class TableState:
 
 def profile_step(state: TableState, given: argparse.Namespace, of: tuple[str, int, int], seconds: float) -> None:
     """Measure groups for as long as there is time, going on where an earlier call ended."""
-    (model, threads, batch), key = of, "/".join(map(str, ("profile", *of)))
+    key = "/".join(map(str, ("profile", *of)))
     before = state.known.get(key, {"seconds": 0.0, "compile_s": 0.0, "backends_s": 0.0, "commands": 0, "done": False})
-    command = [
-        *(sys.executable, __file__, "--state", str(state.folder), "--clock", given.clock, "--pipeplan"),
-        *("profile", model, "--inference", "--granularity", "operator"),
-        *("--batch", str(batch), "--threads", str(threads)),
-        *("--backends", ",".join(given.backends), "--repeats", str(given.repeats), "--warmup", "1"),
-        *("--measure-limit", f"{max(1, int(seconds))}s", "-o", str(state.profile(*of))),
-    ]
+    command = measuring(state, given, of, seconds, state.profile(*of))
     begun = time.monotonic()
     ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if ran.returncode:
@@ -98,12 +98,48 @@ def profile_step(state: TableState, given: argparse.Namespace, of: tuple[str, in
     state.put(key, found)
 
 
+def verb(state: TableState, given: argparse.Namespace, *arguments: str) -> list[str]:
+    """A command of pipeplan, by the clock that is asked for."""
+    return [sys.executable, __file__, "--state", str(state.folder), "--clock", given.clock, "--pipeplan", *arguments]
+
+
+def measuring(
+    state: TableState, given: argparse.Namespace, of: tuple[str, int, int], seconds: float, path: Path
+) -> list[str]:
+    """The command that measures groups of a network."""
+    model, threads, batch = of
+    return verb(
+        state,
+        given,
+        *("profile", model, "--inference", "--granularity", "operator"),
+        *("--batch", str(batch), "--threads", str(threads)),
+        *("--backends", ",".join(given.backends), "--repeats", str(given.repeats), "--warmup", "1"),
+        *("--measure-limit", f"{max(1, int(seconds))}s", "-o", str(path)),
+    )
+
+
+def log_step(state: TableState, given: argparse.Namespace, of: tuple[str, int, int]) -> None:
+    """What a cover takes once there is a log, and the command that measured where nothing is left to measure."""
+    again = state.folder / "again.json"
+    shutil.copy(state.profile(*of), again)
+    took = {}
+    ways = {
+        "choosing_s": verb(state, given, "kernels", str(again), "--json"),
+        "again_s": measuring(state, given, of, 1, again),
+    }
+    for name, command in ways.items():
+        begun = time.monotonic()
+        subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+        took[name] = time.monotonic() - begun
+    state.put("/".join(map(str, ("log", *of))), {**took, "seconds": sum(took.values())})
+
+
 def child_step(state: TableState, given: argparse.Namespace, what: str, of: tuple[str, int, int]) -> None:
     """A step in a process of its own, whose figures come back in a file."""
     key, path = "/".join(map(str, (what, *of))), state.folder / "child.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--state", str(state.folder), "--child", key]
-    command += ["--graph-seconds", str(given.graph_seconds)]
+    command += ["--graph-seconds", str(given.graph_seconds), "--cover-seconds", str(given.cover_seconds)]
     command += ["--clock", given.clock, "--rounds", str(given.rounds), "--way-seconds", str(given.way_seconds)]
     begun = time.monotonic()
     ran = subprocess.run(command, check=False)
@@ -117,8 +153,8 @@ def child_step(state: TableState, given: argparse.Namespace, what: str, of: tupl
 # In a process of its own ------------------------------------------------------------------------------------------
 
 
-def with_backends(profile: Any, names: Sequence[str]) -> Any:
-    """The profile with rows of eager torch and of some backends."""
+def with_backends(profile: Any, names: Collection[str]) -> Any:
+    """The profile with rows and whole runs of eager torch and of some backends."""
     kept = {"eager", *names}
 
     def rows(costs: Sequence[Any]) -> tuple[Any, ...]:
@@ -127,70 +163,131 @@ def with_backends(profile: Any, names: Sequence[str]) -> Any:
     blocks = tuple(each.model_copy(update={"costs": rows(each.costs)}) for each in profile.blocks)
     fusions = ((each, rows(each.costs)) for each in profile.fusions)
     own = tuple(each.model_copy(update={"costs": costs}) for each, costs in fusions if costs)
-    return profile.model_copy(update={"blocks": blocks, "fusions": own})
+    runs = tuple(run for run in profile.whole_runs if run.backends <= kept)
+    return profile.model_copy(update={"blocks": blocks, "fusions": own, "whole_runs": runs})
+
+
+@dataclass
+class CoverWays:
+    """Covers of a network, by name: what was said that each takes, and what is known of the cheapest of all.
+
+    Each is looked for as ``profile --backends`` of its backends would, by runs of the whole network, for ``seconds``;
+    what ran for one of them is known to the next.
+    """
+
+    profile: Any
+    batch: int
+    covers: Any
+    graph: Any
+    seconds: float
+    told: list[str] = field(default_factory=list)
+    ways: dict[str, tuple[list[tuple[tuple[str, ...], str]], int]] = field(default_factory=dict)
+    shares: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+
+    def settled(self, names: Collection[str]) -> Any:
+        """The profile of some backends with the runs that were to be done."""
+        from pipeplan.kernels.whole_runs import WholeRuns
+
+        begun = time.monotonic()
+        runs = WholeRuns(
+            self.graph,
+            self.batch,
+            lambda groups, size: self.covers.times(groups),
+            tell=self.told.append,
+            left=lambda: self.seconds - (time.monotonic() - begun),
+        )
+        found = runs.settled(with_backends(self.profile, names))
+        known = self.profile.whole_runs
+        more = tuple(run for run in found.whole_runs if run not in known)
+        self.profile = self.profile.model_copy(update={"whole_runs": (*known, *more)})
+        return found
+
+    def add(self, name: str, backends: Collection[str]) -> Any:
+        """The cheapest cover of some backends."""
+        from pipeplan import _api
+
+        choice = _api.choose_kernels(self.settled(backends), self.batch, 30.0)
+        groups = groups_of(choice)
+        self.ways[name] = groups, choice.cover.total_ns
+        self.shares[name] = {
+            "operators": Counter(backend for blocks, backend in groups for _ in blocks),
+            "groups": Counter(backend for _, backend in groups),
+        }
+        return choice
 
 
 def groups_of(choice: Any, cover: Any = None) -> list[tuple[tuple[str, ...], str]]:
     return [(match.blocks, match.backend) for match in (cover or choice.cover).as_runs(choice.graph)]
 
 
-def chosen_ways(profile: Any, batch: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Covers by name, each with what it is predicted to take, and what is known of the cheapest."""
+def as_measured_alone(choice: Any) -> int:
+    """What the groups of a cover took alone, one by one, before there were runs, with changes of backend, in ns."""
+    rows = {((block.id,), row.backend): row for block in choice.profile.blocks for row in block.costs}
+    rows |= {(fusion.blocks, row.backend): row for fusion in choice.profile.fusions for row in fusion.costs}
+    own = [rows[match.blocks, match.backend] for match in choice.cover.matches]
+    changes = choice.cover.num_changes * choice.profile.backend_change_ns
+    return changes + sum((row.alone or {}).get("forward_ns", row.forward_ns) for row in own)
+
+
+def proofs(choice: Any) -> dict[str, Any]:
+    """Algorithm 1 and CP-SAT on the rows of a profile, the latter not knowing the former's answer."""
+    from pipeplan.kernels.covers import algorithm_1
+    from pipeplan.schedule.cpsat.cover import exact_cover
+    from pipeplan.schedule.cpsat.solver import Budget
+
+    change = choice.profile.backend_change_ns
+    begun = time.process_time()
+    first = algorithm_1(choice.graph, choice.matches, change)
+    quick = time.process_time() - begun
+    begun = time.monotonic()
+    best, bound = exact_cover(choice.graph, choice.matches, change, Budget(20.0))
+    return {
+        "algorithm_1_ns": first.total_ns,
+        "algorithm_1_s": quick,
+        "optimum_ns": best.total_ns,
+        "proved": best.proved,
+        "bound_ns": bound,
+        "proof_s": time.monotonic() - begun,
+        "operators": len(choice.graph),
+        "matches": len(choice.matches),
+        "change_ns": change,
+    }
+
+
+def chosen_ways(found: CoverWays) -> dict[str, Any]:
+    """Covers by name into what is ``found``, and what is known of the cheapest."""
     from pipeplan import _api
     from pipeplan.errors import InfeasibleError
     from pipeplan.kernels.covers import algorithm_1
     from pipeplan.kernels.whole_runs import best_run, cover_of
-    from pipeplan.schedule.cpsat.cover import exact_cover
-    from pipeplan.schedule.cpsat.solver import Budget
 
-    choice = _api.choose_kernels(profile, batch, 30.0)
-    begun = time.process_time()
-    first = algorithm_1(choice.graph, choice.matches, profile.backend_change_ns)
-    quick = time.process_time() - begun
-    begun = time.monotonic()
-    best, bound = exact_cover(choice.graph, choice.matches, profile.backend_change_ns, Budget(20.0), first)
-    facts = {
-        "algorithm_1_ns": first.total_ns,
-        "algorithm_1_s": quick,
-        "proved": best.proved or first.proved,
-        "best_ns": best.total_ns,
-        "bound_ns": first.total_ns if first.proved else bound,
-        "solver_bound_ns": bound,
-        "proof_s": time.monotonic() - begun,
-        "operators": len(choice.graph),
-        "matches": len(choice.matches),
-        "change_ns": profile.backend_change_ns,
-        "shares": {
-            "operators": Counter(name for blocks, name in groups_of(choice) for _ in blocks),
-            "groups": Counter(name for _, name in groups_of(choice)),
-        },
-    }
-    ways = {"cover": (groups_of(choice), choice.cover.total_ns)}
-    known = [name for name in BACKENDS if name in choice.single]
-    fewer = {"without torchscript": [each for each in known if each != "torchscript"]}
-    fewer |= {f"up to {name}": known[: number + 1] for number, name in enumerate(known)}
-    for name, names in fewer.items():
-        chosen = _api.choose_kernels(with_backends(profile, names), batch, 30.0)
-        ways[name] = groups_of(chosen), chosen.cover.total_ns
-    for name in choice.single:
+    single = _api.choose_kernels(found.profile, found.batch, 30.0).single
+    known = [name for name in BACKENDS if name in single]
+    for number, name in enumerate(known):
+        found.add(f"up to {name}", known[: number + 1])
+    found.add("without torchscript", [each for each in known if each != "torchscript"])
+    choice = found.add("cover", known)
+    for name in single:
         own = [match for match in choice.matches if match.backend == name]
         try:
             alone = algorithm_1(choice.graph, own)
         except InfeasibleError:
             continue
-        run = best_run(profile, batch, [(match.blocks, match.backend) for match in own])
+        run = best_run(found.profile, found.batch, [(match.blocks, match.backend) for match in own])
         if run is not None:
             alone = cover_of(choice.graph, run, 0)
-        ways[f"alone: {name}"] = groups_of(choice, alone), alone.total_ns
-    return ways, facts
+        found.ways[f"alone: {name}"] = groups_of(choice, alone), alone.total_ns
+    return {**proofs(choice), "alone_ns": as_measured_alone(choice), "shares": found.shares, "told": found.told}
 
 
-def frameworks(model: str, batch: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What runs the network as each framework has it, compared with eager torch."""
+def frameworks(
+    model: str, batch: int, off: dict[str, float], refused: dict[str, str]
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What runs the network as each framework has it, compared with eager torch: how far ``off`` it is, or why not."""
     import torch
 
     from pipeplan.runtime.backends import eager, inductor, onnxruntime, openvino
-    from pipeplan.runtime.backends.comparing import require_same
+    from pipeplan.runtime.backends.comparing import distance, require_same
     from pipeplan.runtime.models.networks import network
 
     module, example = network(model)
@@ -202,11 +299,13 @@ def frameworks(model: str, batch: int) -> Iterator[tuple[str, Callable[[], objec
         try:
             built = build.build(name, copy.deepcopy(module).eval(), (sample,), False)
             with torch.no_grad():
-                require_same([wanted], [built.call(sample)], 1e-3, torch.float32)
+                made = built.call(sample)
+            require_same([wanted], [made], 1e-3, torch.float32)
         except Exception as error:  # a framework that cannot run a network is what the table says of it
-            note(f"{name}: {type(error).__name__}: {error}"[:300])
+            refused[f"as it comes: {name}"] = f"{type(error).__name__}: {error}"[:300]
             continue
-        yield name, partial(built.call, sample)
+        off[f"as it comes: {name}"] = distance(wanted, made)
+        yield f"as it comes: {name}", partial(built.call, sample)
 
 
 def timed_rounds(ways: Mapping[str, Callable[[], object]], rounds: int, seconds: float) -> dict[str, list[list[int]]]:
@@ -227,16 +326,17 @@ def timed_rounds(ways: Mapping[str, Callable[[], object]], rounds: int, seconds:
     return found
 
 
-def group_benches(profile: Any, model: str, batch: int) -> tuple[Any, Any]:
-    """The model, and what builds and runs its groups."""
+def group_benches(profile: Any, model: str, batch: int) -> tuple[Any, Any, Any]:
+    """The model, what builds and runs its groups, and its operators."""
     from pipeplan import _api
     from pipeplan.kernels.backend import known_backends
+    from pipeplan.kernels.operators import GraphOperator, OperatorDag
 
     found, _ = _api.load_where_even(model, sequence=None, grain="operator", shared=(), shards=(1,), meta=False)
     known = known_backends()
     benches = _api._group_benches(found, profile, known, "cpu", seed=0, repeats=5, warmup=1)
-    benches.described(batch)
-    return found, benches
+    blocks = benches.described(batch)
+    return found, benches, OperatorDag(GraphOperator(b.id, b.kind, b.inputs, b.attributes, (b.alike,)) for b in blocks)
 
 
 def whole_child(profile: Any, model: str, threads: int, batch: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -245,34 +345,40 @@ def whole_child(profile: Any, model: str, threads: int, batch: int, given: argpa
     from pipeplan.runtime.profiling.build_profile import on_threads
     from pipeplan.runtime.profiling.whole_covers import WholeCovers
 
-    ways, facts = chosen_ways(profile, batch)
+    off, refused = dict[str, float](), dict[str, str]()
     with on_threads(threads):
-        runs: dict[str, Callable[[], object]] = {f"as it comes: {k}": run for k, run in frameworks(model, batch)}
-        _, benches = group_benches(profile, model, batch)
+        runs: dict[str, Callable[[], object]] = dict(frameworks(model, batch, off, refused))
+        _, benches, graph = group_benches(profile, model, batch)
         covers, same = WholeCovers(benches, batch), dict[str, str]()
+        found = CoverWays(profile, batch, covers, graph, given.cover_seconds)
+        facts = chosen_ways(found)
         of: dict[str, str] = {}
-        for name, (groups, _) in ways.items():
+        for name, (groups, _) in found.ways.items():
             key = json.dumps(groups)
             same[name] = of.setdefault(key, name)
             if same[name] == name:
                 try:
-                    runs[name] = covers.runner(groups)
+                    runs[name], off[name] = covers.runner(groups), covers.off_eager(groups)
                 except ExecutionError as error:
-                    note(f"{name}: {error}"[:300])
+                    refused[name] = str(error)[:300]
         times = timed_rounds(runs, given.rounds, given.way_seconds)
-    predicted = {name: ns for name, (_, ns) in ways.items()}
-    return {**facts, "predicted_ns": predicted, "same": same, "times_ns": times, "clock": given.clock}
+    predicted = {name: ns for name, (_, ns) in found.ways.items()}
+    said = {"predicted_ns": predicted, "same": same, "off": off, "refused": refused}
+    return {**facts, **said, "times_ns": times, "clock": given.clock}
 
 
 def graph_child(profile: Any, model: str, threads: int, batch: int, seconds: float) -> dict[str, Any]:
     """The graph level with its curve, from the cheapest cover on."""
     from pipeplan import _api
+    from pipeplan.kernels.evolution import open_operators
 
     choice = _api.choose_kernels(profile, batch, 30.0)
     found, _ = _api.load_where_even(model, sequence=None, grain="operator", shared=(), shards=(1,), meta=False)
-    asked = _api.EvolutionAsked(threads=threads, limit_s=seconds)
-    level = _api.evolve_kernels(choice, found, asked)
-    return {name: each for name, each in level.figures().items() if name != "cover"}
+    asked, begun, at = _api.EvolutionAsked(threads=threads, limit_s=seconds), time.monotonic(), list[float]()
+    level = _api.evolve_kernels(choice, found, asked, lambda each: at.append(time.monotonic() - begun))
+    figures = {name: each for name, each in level.figures().items() if name != "cover"}
+    cover = choice.cover.as_runs(choice.graph)
+    return {**figures, "at_s": at, "open": len(open_operators(choice.graph, cover, level.library))}
 
 
 def on_processor_time() -> None:
@@ -321,17 +427,29 @@ def best_of(cell: Mapping[str, Any], start: str) -> tuple[str, float] | None:
 
 
 def cells_of(state: TableState) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """Those in which the cover ran."""
     found = {}
     for key, cell in state.known.items():
         what, model, *rest = key.split("/")
-        if what == "whole" and "failed" not in cell:
+        if what == "whole" and "failed" not in cell and measured(cell, "cover") is not None:
             found[model, int(rest[0]), int(rest[1])] = cell
     return dict(sorted(found.items(), key=lambda each: (MODELS.index(each[0][0]), each[0][1:])))
 
 
-def shares_text(cell: Mapping[str, Any]) -> str:
-    own = cell["shares"]["operators"]
-    return ", ".join(f"{name} {count / sum(own.values()):.0%}" for name, count in Counter(own).most_common())
+def shares_text(cell: Mapping[str, Any], name: str, of: str) -> str:
+    own = cell["shares"][name][of]
+    return ", ".join(f"{each} {count / sum(own.values()):.0%}" for each, count in Counter(own).most_common())
+
+
+def failures(state: TableState) -> Iterator[str]:
+    """Steps that failed, and what was refused in those that did not."""
+    for key, cell in state.known.items():
+        if "failed" in cell:
+            yield f"* {key}: the process ended with {cell['failed']}"
+        for name, why in cell.get("refused", {}).items():
+            yield f"* {key}: {name}: {why}"
+        for text in cell.get("told", ()):
+            yield f"* {key}: {text}"
 
 
 def tables(state: TableState) -> Iterator[str]:
@@ -340,10 +458,13 @@ def tables(state: TableState) -> Iterator[str]:
     yield "Whole networks, ms (median)\n"
     yield markdown(*whole_table(cells))
     for name in ("cover", "without torchscript"):
-        pairs = [(best_of(cell, "as it comes: "), measured(cell, name)) for cell in cells.values()]
-        ratios = [best[1] / own for best, own in pairs if best is not None and own is not None]
-        if ratios:
-            yield f"\ngeometric mean of best framework / {name}: {geometric_mean(ratios):.2f} over {len(ratios)} cells"
+        for words, models in (("all", MODELS), *((model, (model,)) for model in MODELS)):
+            own = [cell for (model, *_), cell in cells.items() if model in models]
+            pairs = [(best_of(cell, "as it comes: "), measured(cell, name)) for cell in own]
+            ratios = [best[1] / ns for best, ns in pairs if best is not None and ns is not None]
+            if ratios:
+                mean = f"{geometric_mean(ratios):.2f} over {len(ratios)} cells"
+                yield f"\ngeometric mean of best framework / {name}, {words}: {mean}"
     yield "\nPredicted beside measured, groups by backend, and the proof\n"
     yield markdown(*predicted_table(cells))
     yield "\nBackends one at a time: measured ms (predicted)\n"
@@ -352,6 +473,8 @@ def tables(state: TableState) -> Iterator[str]:
     yield markdown(*measuring_table(state))
     yield "\nGraph level\n"
     yield markdown(*graph_table(state))
+    yield f"\nall steps together: {sum(cell.get('seconds', 0.0) for cell in state.known.values()) / 60:.0f} min\n"
+    yield from failures(state)
 
 
 def whole_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
@@ -373,18 +496,19 @@ def whole_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], l
 
 
 def predicted_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
-    header = ["network", "threads", "samples", "predicted", "measured", "off", "operators by backend", "groups"]
-    header += ["Algorithm 1 over the optimum", "its s", "proof s"]
+    header = ["network", "threads", "samples", "predicted", "measured", "off", "groups alone add up to", "off"]
+    header += ["off eager at most", "groups", "groups by backend", "operators by backend", "without torchscript"]
+    header += ["Algorithm 1 over CP-SAT", "its s", "proof s"]
     rows = []
     for (model, threads, batch), cell in cells.items():
-        said, own = cell["predicted_ns"]["cover"], measured(cell, "cover")
+        said, own, alone = cell["predicted_ns"]["cover"], measured(cell, "cover"), cell["alone_ns"]
         assert own is not None
-        bound = cell["bound_ns"]
-        over = f"{cell['algorithm_1_ns'] / bound - 1:.2%}" if bound > 0 else "no bound"
-        over += "" if cell["proved"] else " (not proved)"
-        row = [model, str(threads), str(batch), ms(said), ms(own), f"{said / own - 1:+.1%}", shares_text(cell)]
-        row += [str(sum(cell["shares"]["groups"].values())), over, f"{cell['algorithm_1_s']:.2f}"]
-        rows.append([*row, f"{cell['proof_s']:.1f}"])
+        over = f"{cell['algorithm_1_ns'] / cell['optimum_ns'] - 1:.2%}" + ("" if cell["proved"] else " (not proved)")
+        row = [model, str(threads), str(batch), ms(said), ms(own), f"{said / own - 1:+.1%}"]
+        row += [ms(alone), f"{alone / own - 1:+.1%}", f"{cell['off'][cell['same']['cover']]:.0e}"]
+        row += [str(sum(cell["shares"]["cover"]["groups"].values())), shares_text(cell, "cover", "groups")]
+        row += [shares_text(cell, "cover", "operators"), shares_text(cell, "without torchscript", "groups")]
+        rows.append([*row, over, f"{cell['algorithm_1_s']:.2f}", f"{cell['proof_s']:.1f}"])
     return header, rows
 
 
@@ -401,35 +525,42 @@ def added_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], l
 
 
 def measuring_table(state: TableState) -> tuple[list[str], list[list[str]]]:
-    header = [
-        "network",
-        "threads",
-        "samples",
-        "s from nothing",
-        "of it groups",
-        "of it compiling",
-        "commands",
-        "left out",
-    ]
+    header = ["network", "threads", "samples", "s from nothing", "of it groups", "compiling in these", "the rest"]
+    header += ["s from the log", "of it measuring", "the same command again, s", "commands", "left out"]
     rows = []
     for key, found in state.known.items():
-        what, model, *rest = key.split("/")
+        what, *of = key.split("/")
         if what == "profile":
-            part = [f"{found[name] / found['seconds']:.0%}" for name in ("backends_s", "compile_s")]
-            rows.append([model, *rest, f"{found['seconds']:.0f}", *part, str(found["commands"]), found["left"]])
+            groups, compiling = (found[name] / found["seconds"] for name in ("backends_s", "compile_s"))
+            row = [*of, f"{found['seconds']:.0f}", f"{groups:.0%}", f"{compiling:.0%}", f"{1 - groups:.0%}"]
+            log = state.known.get("/".join(("log", *of)))
+            row += [f"{log['choosing_s']:.1f}", "0%", f"{log['again_s']:.0f}"] if log else ["-"] * 3
+            rows.append([*row, str(found["commands"]), found["left"]])
     return header, rows
 
 
 def graph_table(state: TableState) -> tuple[list[str], list[list[str]]]:
-    header = ["network", "threads", "samples", "library", "operator level", "graph level", "gain", "best by generation"]
+    header = ["network", "threads", "samples", "library", "open operators", "operator level", "graph level", "gain"]
+    header += ["covers measured", "refused", "ended by", "best by generation (s)"]
     rows = []
     for key, found in state.known.items():
-        what, model, *rest = key.split("/")
+        what, *of = key.split("/")
         if what == "graph" and "failed" not in found:
-            curve = ", ".join(ms(each["best_ns"]) for each in found["curve"])
-            figures = [ms(found["operator_level_ns"]), ms(found["measured_ns"]), f"{found['gain']:.2f}", curve]
-            rows.append([model, *rest, found["library"], *figures])
+            curve = found["curve"]
+            points = zip(curve, found["at_s"], strict=True)
+            line = ", ".join(f"{ms(each['best_ns'])} ({at:.0f})" for each, at in points)
+            row = [*of, found["library"], str(found["open"]), ms(found["operator_level_ns"]), ms(found["measured_ns"])]
+            row += [f"{found['gain']:.2f}", str(curve[-1]["measured"]), str(found["num_failed"])]
+            rows.append([*row, ended(found), line])
     return header, rows
+
+
+def ended(found: Mapping[str, Any]) -> str:
+    """Why a graph level ended."""
+    if not found["open"]:
+        return "nothing to give"
+    bests = [each["best_ns"] for each in found["curve"]]
+    return "saturation" if len(bests) > SATURATED and bests[-1 - SATURATED] == bests[-1] else "limit"
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -452,6 +583,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing new after that long")
     parser.add_argument("--profile-minutes", type=float, default=3.5, help="for the groups of a network")
     parser.add_argument("--graph-seconds", type=float, default=30.0, help="for a graph level")
+    parser.add_argument("--cover-seconds", type=float, default=8.0, help="for runs of each set of backends")
     parser.add_argument("--again", action="store_true", help="also what is known")
     parser.add_argument("--print", action="store_true", help="the tables of what is known")
     parser.add_argument("--rounds", type=int, default=5, help="in which all ways to run a network take turns")
@@ -466,10 +598,10 @@ def main() -> None:
     if given.clock == "processor" and (given.child or given.pipeplan):
         on_processor_time()
     if given.pipeplan is not None:
-        from pipeplan.cli.main import main as verb
+        from pipeplan.cli.main import main as of_pipeplan
 
         sys.argv = ["pipeplan", *given.pipeplan]
-        verb()
+        of_pipeplan()
     elif given.child is not None:
         run_child(state, given.child, given)
     elif given.print:
@@ -494,7 +626,10 @@ def run_steps(state: TableState, given: argparse.Namespace) -> None:
                     profile_step(state, given, of, left)
             elif given.again or not known:
                 note(key)
-                child_step(state, given, what, of)
+                if what == "log":
+                    log_step(state, given, of)
+                else:
+                    child_step(state, given, what, of)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,12 @@ def kernels_command(
         profile = _api.read_profile(profile_path)
         with limited(time_limit / 1e9, "kernels") as limit:
             choice = _api.choose_kernels(profile, microbatch_size, math.inf, limit)
-        found = evolved(choice, given)
+
+        def kept() -> None:
+            if output not in (None, "-"):
+                outputs.write(choice.file, output)
+
+        found = evolved(choice, given, kept)
         if output is not None:
             outputs.write(found.file, output)
         if as_json:
@@ -96,8 +101,8 @@ def require_graph_level(given: Mapping[str, Any]) -> None:
         raise UsageError("--graph-level measures the model; give --model NAME, as profile had it")
 
 
-def evolved(choice: KernelChoice, given: Mapping[str, Any]) -> KernelChoice:
-    """The choice with the graph level, measured here, where that is asked for.
+def evolved(choice: KernelChoice, given: Mapping[str, Any], keep: Callable[[], None] = lambda: None) -> KernelChoice:
+    """The choice with the graph level, measured here, where that is asked for; before that it is to ``keep``.
 
     Raises:
         UsageError: the profile is of another model, or of another device.
@@ -113,6 +118,7 @@ def evolved(choice: KernelChoice, given: Mapping[str, Any]) -> KernelChoice:
     names = ("library", "seed", "repeats", "threads")
     limit, rules = given["measure_limit"] / 1e9, tuple(given["backend_rules"])
     asked = _api.EvolutionAsked(**{name: given[name] for name in names}, limit_s=limit, rules=rules)
+    keep()  # a backend may take the process down
     with Shown("measuring covers") as shown:
         found = _api.evolve_kernels(
             choice, model, asked, lambda each: shown.update(0, 0, f"{each.measured} covers, best {each.best_ns} ns")

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeplan.errors import ExecutionError
 from pipeplan.files import CostRow, Profile
 from pipeplan.runtime.backends.building import BuiltGroup, GroupBuilder, GroupModule
-from pipeplan.runtime.backends.comparing import require_same
+from pipeplan.runtime.backends.comparing import in_one, require_same
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import Bench, RowKey
@@ -222,6 +222,10 @@ class GroupBenches:
     def device(self) -> torch.device:
         """Where they run."""
         return self._device
+
+    def tolerance(self, backend: str) -> float:
+        """How far a backend's numbers may be from eager's, relative to the largest of them, in float32."""
+        return self._tolerances[backend]
 
     @property
     def ends(self) -> frozenset[Output]:
@@ -445,11 +449,12 @@ def _numbers(module: nn.Module, bench: Bench, *, training: bool) -> list[Tensor]
         made = outputs_of(module(*leaves, *bench.samples))
         if made is None:
             raise ExecutionError("it gives neither a tensor nor a tuple of tensors")
-        wanted = [*leaves, *module.parameters()]
+        parameters = [*module.parameters()]
         pairs = [(made[number], gradient) for number, gradient in bench.gradients if made[number].requires_grad]
         if training and pairs:
             torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
-    found = [*made, *(each.grad for each in wanted if each.grad is not None)]
-    for each in wanted:
+    gradients = [[each.grad for each in own if each.grad is not None] for own in (leaves, parameters)]
+    found = [*made, *gradients[0], *in_one(gradients[1])]
+    for each in (*leaves, *parameters):
         each.grad = None
     return [each.detach() for each in found]

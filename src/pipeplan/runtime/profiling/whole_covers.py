@@ -11,11 +11,11 @@ from itertools import pairwise
 from statistics import fmean, median
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeplan.errors import ExecutionError
-from pipeplan.runtime.backends.building import BuiltGroup
-from pipeplan.runtime.backends.comparing import require_same
+from pipeplan.runtime.backends.building import BuiltGroup, GroupModule
+from pipeplan.runtime.backends.comparing import distance, in_one, require_same
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.parallel.device import Clock, Mark
 from pipeplan.runtime.profiling.groups import GroupBenches, Output, WiredGroup
@@ -37,6 +37,7 @@ _HELD_BYTES = 1 << 30
 class _GroupCall:
     """A group in a run: where it takes from, what it gives, and what nobody takes after it."""
 
+    blocks: tuple[str, ...]
     built: BuiltGroup
     taken: tuple[Output | str, ...]
     given: tuple[Output, ...]
@@ -47,8 +48,8 @@ class _GroupCall:
 class WholeCovers:
     """Times covers of a model at one micro-batch size. What is built once is built for all covers.
 
-    In training a run is forward and backward of all losses; what its groups give is as in eager torch, to so much of
-    the largest number.
+    In training a run is forward and backward of all losses. What comes out of the model, and in training each
+    parameter's gradient, is as in eager torch, to so much of the largest number, or as much as a backend allows itself.
     """
 
     benches: GroupBenches
@@ -56,7 +57,7 @@ class WholeCovers:
     repeats: int = 5
     tolerance: float = 1e-3
     _built: dict[tuple[tuple[str, ...], str], tuple[WiredGroup, BuiltGroup]] = field(default_factory=dict)
-    _eager: dict[Output, Tensor] = field(default_factory=dict)
+    _eager: dict[Output | str, Tensor] = field(default_factory=dict)
 
     def measure(self, groups: Groups) -> int:
         """Median ns of a run, after one that is not counted and that is compared with eager torch.
@@ -84,7 +85,7 @@ class WholeCovers:
         with _failures():
             steps, modules = self._steps([self._way(*each) for each in groups])
             run = partial(self._run, steps, modules)
-            self._require_eager(run())
+            self._require_eager(groups, steps, modules)
             spans: list[list[int]] = []
             with steady(device):
                 _, once = timed(run, device)
@@ -115,17 +116,45 @@ class WholeCovers:
             ExecutionError: as :meth:`measure`.
         """
         with _failures():
-            run = partial(self._run, *self._steps([self._way(*each) for each in groups]))
-            self._require_eager(run())
-        return run
+            steps, modules = self._steps([self._way(*each) for each in groups])
+            self._require_eager(groups, steps, modules)
+        return partial(self._run, steps, modules)
 
-    def _require_eager(self, found: Mapping[Output, Tensor]) -> None:
+    def off_eager(self, groups: Groups) -> float:
+        """The largest difference between what a cover gives and eager torch, relative to the largest number of each.
+
+        Raises:
+            ExecutionError: as :meth:`measure`.
+        """
+        with _failures():
+            pairs = self._beside_eager(*self._steps([self._way(*each) for each in groups]))
+            return max(distance(*pair) for pair in pairs)
+
+    def _require_eager(self, groups: Groups, steps: Sequence[_GroupCall], modules: Sequence[GroupModule]) -> None:
+        wanted, found = zip(*self._beside_eager(steps, modules), strict=True)
+        tolerance = max(self.tolerance, *(self.benches.tolerance(name) for _, name in groups))
+        require_same(wanted, found, tolerance, found[0].dtype)
+
+    def _beside_eager(
+        self, steps: Sequence[_GroupCall], modules: Sequence[GroupModule]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What eager torch gives and what groups give: the model's results, and gradients of its parameters."""
         if not self._eager:
             wired = [self.benches.wired((id_,)) for id_ in self.benches.order]
-            self._eager = self._run(*self._steps([(each, BuiltGroup(each.module)) for each in wired]))
-            self._eager = {each: tensor.detach() for each, tensor in self._eager.items()}
-        made = [found[each].detach() for each in self._eager]
-        require_same([*self._eager.values()], made, self.tolerance, made[0].dtype)
+            self._eager = self._numbers(*self._steps([(each, BuiltGroup(each.module)) for each in wired]))
+        found = self._numbers(steps, modules)
+        return [(tensor, found[each]) for each, tensor in self._eager.items()]
+
+    def _numbers(self, steps: Sequence[_GroupCall], modules: Sequence[GroupModule]) -> dict[Output | str, Tensor]:
+        """The results of one run, and in training the gradients of each block's parameters, in one, by its id."""
+        gradients: dict[str, Tensor] = {}
+
+        def noted(step: _GroupCall, module: GroupModule) -> None:
+            for id_, block in zip(step.blocks, module.blocks, strict=True):
+                gradients.update((id_, own) for own in in_one(p.grad for p in block.parameters() if p.grad is not None))
+
+        made = self._run(steps, modules, after=noted)
+        return {**{each: tensor.detach() for each, tensor in made.items()}, **gradients}
 
     def _way(self, blocks: tuple[str, ...], backend: str) -> tuple[WiredGroup, BuiltGroup]:
         key = tuple(blocks), backend
@@ -134,7 +163,7 @@ class WholeCovers:
             self._built[key] = wired, self.benches.built(wired, self.size, backend)
         return self._built[key]
 
-    def _steps(self, ways: Sequence[tuple[WiredGroup, BuiltGroup]]) -> tuple[list[_GroupCall], list[nn.Module]]:
+    def _steps(self, ways: Sequence[tuple[WiredGroup, BuiltGroup]]) -> tuple[list[_GroupCall], list[GroupModule]]:
         """Groups one after the other, each of which lets go of what is not taken later, and their modules."""
         ends, last = self.benches.ends, dict[Output, int]()
         for number, (wired, _) in enumerate(ways):
@@ -144,18 +173,22 @@ class WholeCovers:
             if each not in ends:
                 dropped[number].append(each)
         steps = [
-            _GroupCall(built, (*wired.taken, *wired.samples), wired.given, tuple(dropped[number]))
+            _GroupCall(wired.blocks, built, (*wired.taken, *wired.samples), wired.given, tuple(dropped[number]))
             for number, (wired, built) in enumerate(ways)
         ]
         return steps, [wired.module for wired, _ in ways]
 
     def _run(
-        self, steps: Sequence[_GroupCall], modules: Sequence[nn.Module], tick: Callable[[], None] = lambda: None
+        self,
+        steps: Sequence[_GroupCall],
+        modules: Sequence[GroupModule],
+        tick: Callable[[], None] = lambda: None,
+        after: Callable[[_GroupCall, GroupModule], None] = lambda step, module: None,
     ) -> dict[Output, Tensor]:
         """One run of all groups, to the model's ends; in training back again, whose gradients are let go.
 
         It is cut between groups, so that ``tick`` is called before the first and after each, and in training after
-        backward of each again, the last first.
+        backward of each again, the last first. In training ``after`` gets each group while its gradients are there.
         """
         values: dict[Output | str, Tensor] = dict(self.benches.batch(self.size).items())
         back: list[tuple[BuiltGroup, list[Tensor], list[Tensor]]] = []
@@ -186,7 +219,8 @@ class WholeCovers:
                     torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
             tick()
         if self.benches.training:
-            for module in modules:
+            for step, module in zip(steps, modules, strict=True):
+                after(step, module)
                 module.zero_grad(set_to_none=True)
         return ends
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.files.profile import EAGER
 from pipeplan.runtime.backends.building import BuiltGroup, GroupBuilder, GroupModule
-from pipeplan.runtime.backends.comparing import require_same
+from pipeplan.runtime.backends.comparing import in_one, require_same
 from pipeplan.runtime.executor.rank_program import StagePart
 from pipeplan.runtime.executor.stage import SegmentRun
 from pipeplan.runtime.models.spec import BlockSpec
@@ -165,14 +165,16 @@ def _numbers(
     made = found if isinstance(found, tuple) else (found,)
     if not all(isinstance(each, Tensor) for each in made):
         raise ExecutionError("it gives neither a tensor nor a tuple of tensors")
-    leaves = [each for each in (*arguments, *own) if each.requires_grad]
+    leaves = [each for each in arguments if each.requires_grad]
+    trained = [each for each in own if each.requires_grad]
     roots = [each for each in made if each.requires_grad]
-    if inference or not roots or not leaves:
+    wanted = [*leaves, *trained]
+    if inference or not roots or not wanted:
         return [each.detach() for each in made], made
     ones = [torch.ones_like(each) for each in roots]
-    gradients = torch.autograd.grad(roots, leaves, ones, allow_unused=True)
-    zeros = [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(leaves, gradients, strict=True)]
-    return [*(each.detach() for each in made), *zeros], made
+    gradients = torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+    zeros = [torch.zeros_like(leaf) if each is None else each for leaf, each in zip(wanted, gradients, strict=True)]
+    return [*(each.detach() for each in made), *zeros[: len(leaves)], *in_one(zeros[len(leaves) :])], made
 
 
 def said_of(stage: int, built: Sequence[tuple[SegmentRun, str, int]]) -> str:
