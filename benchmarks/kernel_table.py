@@ -225,8 +225,9 @@ def as_measured_alone(choice: Any) -> int:
     rows = {((block.id,), row.backend): row for block in choice.profile.blocks for row in block.costs}
     rows |= {(fusion.blocks, row.backend): row for fusion in choice.profile.fusions for row in fusion.costs}
     own = [rows[match.blocks, match.backend] for match in choice.cover.matches]
-    changes = choice.cover.num_changes * choice.profile.backend_change_ns
-    return changes + sum((row.alone or {}).get("forward_ns", row.forward_ns) for row in own)
+    alone: list[int] = [(row.alone or {}).get("forward_ns", row.forward_ns) for row in own]
+    changes: int = choice.cover.num_changes * choice.profile.backend_change_ns
+    return changes + sum(alone)
 
 
 def proofs(choice: Any) -> dict[str, Any]:

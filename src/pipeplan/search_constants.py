@@ -850,6 +850,9 @@ SERVING_STEPS = 2_000_000
 KERNELS_ALONE = 0.6
 """Part of a limit for measuring groups alone; the rest is for runs of the whole model. Not measured."""
 
+KERNELS_TURNS = 3
+"""Turns in which a graph level's best cover and the operator level's are measured again. Not measured."""
+
 KERNELS_CUT = 0.3
 """Part of the time for the plan of either cut. Not measured."""
 

@@ -10,7 +10,7 @@ from builders.profiles import profile_of
 from pipeplan.errors import ExecutionError
 from pipeplan.files import CostRow, Profile, parse, to_json
 from pipeplan.kernels.backend import Backend
-from pipeplan.kernels.measuring import KernelLog, candidates_of, measured_groups, settled_pending
+from pipeplan.kernels.measuring import KernelLog, candidates_of, measured_groups, renewed, settled_pending
 from pipeplan.kernels.operators import OperatorDag
 from pipeplan.kernels.rules import PatternRule
 
@@ -50,6 +50,22 @@ def run(profile: Profile, measure: Measuring, kept: list[Profile] | None = None)
     keep = [] if kept is None else kept
     measured_groups(log, candidates, measure, keep=keep.append, tell=told.append)
     return log, told
+
+
+def test_what_another_version_of_a_library_took_is_measured_again() -> None:
+    log, _ = run(chain(), Measuring())
+    source = log.profile.source.model_copy(update={"versions": {"torch": "2", "of-pairs": "1"}})
+    found = log.found.model_copy(update={"source": source})
+    backends = (BACKENDS[0], Backend("pairs", rule=Pairs(), packages={"of-pairs": ("", "")}))
+    for versions in ({"of-pairs": "1"}, {}, {"other": "2"}):
+        assert renewed(found, backends, versions) == (found, ())
+    again, names = renewed(found, backends, {"of-pairs": "2"})
+    assert names == ("pairs",)
+    assert again.groups_by_backend == {}
+    assert [block.costs for block in again.blocks] == [block.costs for block in chain().blocks]
+    measure = Measuring()
+    assert run(again, measure)[0].found.fusions == log.found.fusions
+    assert measure.asked
 
 
 def test_alike_groups_are_measured_once_and_what_is_dearest_first() -> None:

@@ -228,6 +228,9 @@ def test_what_is_refused_as_a_whole_is_not_chosen_though_alone_it_was_measured()
     every = ((tuple(range(6)), "a"),)
     machine = Machine(profile(lying({every[0]: 0.1})), TRUE, fails=lambda cover: cover == every)
     assert machine.chosen(machine.settled()) == BEST
+    none = Machine(profile(lying({})), TRUE, fails=lambda cover: {name for _, name in cover} == {"a"})
+    single = choose_kernels(none.settled()).single
+    assert (single["a"], single["b"], single["eager"]) == (None, 570, 600)
 
 
 def test_training_keeps_forward_and_backward_apart() -> None:

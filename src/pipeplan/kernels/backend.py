@@ -25,11 +25,12 @@ from pipeplan.kernels.rules import PatternRule, generate, module_groups
 class Backend:
     """A backend's patterns and rules, and what it needs.
 
-    ``whole``: it also takes the whole model; ``modules``: also modules of the model, as large as layers, of operators
-    that it runs. One that ``compiles_slowly`` is offered single operators and the largest groups only, beside modules.
-    ``trains``: it runs backward, too. ``packages`` are distributions that must be installed, with the versions that it
-    is for: at least one, and below another ("2.1", "2.14"; empty for any). Outputs that are farther from eager's than
-    ``tolerance``, relative to the largest number of eager's, are wrong.
+    ``whole``: it also takes the whole model; ``modules``: also modules of the model, as large as layers; each of
+    operators that it runs: those of its rule, or of its patterns where it has no rule. One that ``compiles_slowly`` is
+    offered single operators and the largest groups only, beside modules. ``trains``: it runs backward, too.
+    ``packages`` are distributions that must be installed, with the versions that it is for: at least one, and below
+    another ("2.1", "2.14"; empty for any). Outputs that are farther from eager's than ``tolerance``, relative to the
+    largest number of eager's, are wrong.
     """
 
     name: str
@@ -49,7 +50,10 @@ class Backend:
         found = {group: None for pattern in self.patterns for group in pattern.matches(graph)}
         if self.rule is not None:
             found |= dict.fromkeys(generate(graph, self.rule))
-        runs = {op.id for op in graph if self.rule is None or self.rule.op_rule(op)}
+        if self.rule is None:
+            runs = {id_ for group in found for id_ in group}
+        else:
+            runs = {op.id for op in graph if self.rule.op_rule(op)}
         if self.whole and 1 < len(graph) == len(runs):
             found[graph.order] = None
         if self.compiles_slowly:

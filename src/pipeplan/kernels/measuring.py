@@ -6,7 +6,7 @@ The profile is the log: what it has is not measured again. Measuring itself is a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -75,6 +75,34 @@ def matches_of(profile: Profile, graph: OperatorDag, size: int) -> tuple[KernelM
         for row in costs
         if row is plain_row(costs, size, row.backend)
     )
+
+
+def renewed(
+    profile: Profile, backends: Iterable[Backend], versions: Mapping[str, str]
+) -> tuple[Profile, tuple[str, ...]]:
+    """The profile without what backends took by other versions of their libraries than these; and their names."""
+    known = profile.source.versions
+    old = {
+        each.name
+        for each in backends
+        for package in each.packages or ()
+        if package in known and versions.get(package, known[package]) != known[package]
+    }
+    if not old:
+        return profile, ()
+
+    def kept(rows: Sequence[CostRow]) -> tuple[CostRow, ...]:
+        return tuple(row for row in rows if row.backend not in old)
+
+    blocks = tuple(block.model_copy(update={"costs": kept(block.costs)}) for block in profile.blocks)
+    fusions = (each.model_copy(update={"costs": kept(each.costs)}) for each in profile.fusions)
+    changed = {
+        "blocks": blocks,
+        "fusions": tuple(each for each in fusions if each.costs),
+        "refusals": tuple(each for each in profile.refusals if each.backend not in old),
+        "whole_runs": tuple(run for run in profile.whole_runs if not run.backends & old),
+    }
+    return profile.model_copy(update=changed), tuple(sorted(old))
 
 
 def candidates_of(

@@ -213,9 +213,7 @@ def _at_once(profile: Profile, graph: OperatorDag, matches: Sequence[KernelMatch
     return KernelCover.of(graph, [min(own, key=lambda match: match.ns)], 0) if own else None
 
 
-def _single_runs(
-    profile: Profile, size: int, known: Collection[tuple[tuple[str, ...], str]]
-) -> dict[str, int | None]:
+def _single_runs(profile: Profile, size: int, known: Collection[tuple[tuple[str, ...], str]]) -> dict[str, int | None]:
     """{backend: what the whole model took by it alone}, where it has run; None where all its runs were refused."""
     found: dict[str, int | None] = {}
     for name in {name for _, name in known}:

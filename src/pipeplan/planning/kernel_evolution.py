@@ -16,9 +16,7 @@ from pipeplan.kernels.backend import Backend, known_backends
 from pipeplan.kernels.evolution import Evolution, Generation, Genes, given_to_library, open_operators
 from pipeplan.kernels.whole_runs import NOISE, Groups
 from pipeplan.planning.kernel_choice import GraphLevel, KernelChoice
-
-_TURNS = 3
-"""In which the best cover and the operator level's are measured again."""
+from pipeplan.search_constants import KERNELS_TURNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ def graph_level(
     first = [tuple([False] * len(bits)), tuple([True] * len(bits))]
     found = Evolution(measured, seed, over=over, tell=tell).run(first)
     if found.genes != first[0] and not found.interrupted:
-        turns = [(measured(first[0]), measured(found.genes)) for _ in range(_TURNS)]
+        turns = [(measured(first[0]), measured(found.genes)) for _ in range(KERNELS_TURNS)]
         found.first_ns, found.ns = (round(median(each)) for each in zip(*turns, strict=True))
     if found.ns > found.first_ns * (1 - NOISE):
         found.genes, found.ns = first[0], found.first_ns

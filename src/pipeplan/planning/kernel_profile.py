@@ -8,7 +8,14 @@ from typing import Any, Protocol
 
 from pipeplan.files import Profile
 from pipeplan.kernels.backend import Backend, chosen_backends, known_backends
-from pipeplan.kernels.measuring import GroupCandidate, KernelLog, MeasureGroup, candidates_of, measured_groups
+from pipeplan.kernels.measuring import (
+    GroupCandidate,
+    KernelLog,
+    MeasureGroup,
+    candidates_of,
+    measured_groups,
+    renewed,
+)
 from pipeplan.kernels.operators import GraphOperator, OperatorDag
 from pipeplan.kernels.whole_runs import RunWhole, WholeRuns
 from pipeplan.search_constants import KERNELS_ALONE
@@ -94,6 +101,9 @@ def with_backends(
         progress: called before each group with how many are done, how many there are, and which comes.
     """
     graph = OperatorDag(GraphOperator(b.id, b.kind, b.inputs, b.attributes, (b.alike,)) for b in blocks)
+    profile, old = renewed(profile, backends, versions)
+    if old:
+        tell(f"--backends {','.join(old)}: the profile has times of another version of it; they are measured again")
     noted = profile.source.model_copy(update={"versions": {**profile.source.versions, **versions}})
     log = KernelLog.of(profile.model_copy(update={"source": noted}))
     candidates = candidates_of(graph, backends, profile, sizes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import pipeplan
 from pipeplan.errors import ExecutionError
 from pipeplan.files import CostRow, Profile, parse
 from pipeplan.kernels.backend import known_backends
-from pipeplan.runtime.backends.building import GroupBuilder
+from pipeplan.runtime.backends.building import BuiltGroup, GroupBuilder, GroupModule
+from pipeplan.runtime.backends.comparing import in_one, require_same
 from pipeplan.runtime.models.load import load_where_even
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import RowKey
@@ -88,6 +91,73 @@ def test_switches_of_eager_torch_run_forward_and_backward() -> None:
         assert change is not None
     row, change = measured.measure(["layer0.attention", "layer0.ffn"], 1, "onednn-off")
     assert change is None
+
+
+class Mixed(nn.Module):
+    """A convolution, an attention and products: something for every backend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.mix, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """[sample, 3, rows, columns] to [sample, place, 4]."""
+        made = torch.relu(self.conv(images)).flatten(2).transpose(1, 2)
+        heads = (each.unflatten(2, (2, 4)).transpose(1, 2) for each in self.mix(made).chunk(3, dim=2))
+        mixed = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        return torch.as_tensor(self.last(mixed))
+
+
+def numbers(module: nn.Module, built: BuiltGroup, images: torch.Tensor, *, training: bool) -> list[torch.Tensor]:
+    """What a group gives, and in training the gradients of what it takes and of its parameters."""
+    taken = images.clone().requires_grad_(training)
+    with built.around(), torch.set_grad_enabled(training):
+        made = built.call(taken)
+        assert isinstance(made, torch.Tensor)
+        if training:
+            made.square().sum().backward()
+    wanted = [taken, *module.parameters()] if training else []
+    gradients = [each.grad for each in wanted if each.grad is not None]
+    assert len(gradients) == len(wanted)
+    return [made.detach(), *gradients]
+
+
+@pytest.mark.parametrize("name", sorted(known_backends().keys() - {"inductor"}))
+@pytest.mark.parametrize("training", [False, True])
+def test_every_builder_runs_what_eager_torch_runs(name: str, *, training: bool) -> None:
+    """But for inductor, which compiles for seconds: test_inductor_agrees_with_eager_torch."""
+    backend = known_backends()[name]
+    device = "cuda" if torch.cuda.is_available() and "cuda" in backend.devices else "cpu"
+    if (reason := backend.absence(device, training=training)) is not None:
+        pytest.skip(f"{name}: {reason}")
+    torch.manual_seed(0)
+    plain, images = Mixed().to(device).train(training), torch.randn(2, 3, 4, 4, device=device)
+    group = GroupModule([copy.deepcopy(plain)], [[(-1, 0)]], [(0, 0)], whole=True)
+    built = GroupBuilder.of(name, backend.module).build(group, [images.requires_grad_(training)], training=training)
+    wanted = numbers(plain, BuiltGroup(plain), images.detach(), training=training)
+    found = numbers(group, built, images.detach(), training=training)
+    require_same(wanted, found, backend.tolerance, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_what_is_far_from_eagers_numbers_is_wrong_in_every_format(dtype: torch.dtype) -> None:
+    wanted = torch.linspace(-1, 1, 101).to(dtype)
+    step = torch.finfo(dtype).eps
+    for tolerance in (1e-4, 1e-3):
+        require_same([wanted], [wanted * (1 + 2 * step)], tolerance, dtype)
+        for wrong in (torch.zeros_like(wanted), -wanted, wanted + 1):
+            with pytest.raises(ExecutionError, match="wrong"):
+                require_same([wanted], [wrong], tolerance, dtype)
+    with pytest.raises(ExecutionError, match="wrong"):
+        require_same([wanted], [wanted * 1.05], 1e-4, dtype)
+    require_same([wanted], [wanted * 1.05], 0.1, dtype)
+
+
+def test_a_gradient_that_is_only_rounding_is_compared_with_all_of_them() -> None:
+    """Such as that of the bias of an attention's keys, which is 0."""
+    found = [in_one([torch.ones(3), torch.full((2,), noise)]) for noise in (1e-9, -1e-9)]
+    require_same(*found, 1e-4, torch.float32)
+    assert in_one([]) == []
 
 
 def test_torchscript_runs_a_group_forward() -> None:

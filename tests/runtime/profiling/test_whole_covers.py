@@ -20,14 +20,36 @@ def wrong(name: str, module: Any, inputs: Any, training: bool) -> Any:
     return lambda *taken: module(*taken) * 2
 
 
+class Crooked(torch.autograd.Function):
+    """Numbers as they are, and twice their gradient."""
+
+    @staticmethod
+    def forward(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 1
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def crooked(name: str, module: Any, inputs: Any, training: bool) -> Any:
+    return lambda *taken: Crooked.apply(module(*taken))
+
+
+def rough(name: str, module: Any, inputs: Any, training: bool) -> Any:
+    return lambda *taken: module(*taken) * 1.02
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_covers_run_as_eager_torch_does(training: bool) -> None:
     known = known_backends()
     names = ("eager", "attention-math", "onednn-off")
     builders = {name: GroupBuilder.of(name, known[name].module) for name in names}
-    builders["wrong"] = GroupBuilder("wrong", SimpleNamespace(build=wrong))  # type: ignore[arg-type]  # as a module
+    for build in (wrong, crooked, rough):
+        module = SimpleNamespace(build=build)
+        builders[build.__name__] = GroupBuilder(build.__name__, module)  # type: ignore[arg-type]  # as a module
     how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "seed": 0, "repeats": 1, "warmup": 0}
-    tolerances = dict.fromkeys(builders, 1e-4)
+    tolerances = {**dict.fromkeys(builders, 1e-4), "rough": 0.1}
     model = zoo_model("gpt2-tiny", sequence=16)
     benches = GroupBenches(model, training=training, builders=builders, tolerances=tolerances, **how)
     benches.described(2)
@@ -42,6 +64,15 @@ def test_covers_run_as_eager_torch_does(training: bool) -> None:
     assert len(covers._built) == built
     with pytest.raises(ExecutionError, match="off eager's"):
         covers.measure([*eager[:2], (ids[2:3], "wrong"), *eager[3:]])
+    backwards = [*eager[:2], (ids[2:3], "crooked"), *eager[3:]]
+    if training:
+        with pytest.raises(ExecutionError, match="off eager's"):
+            covers.measure(backwards)
+    else:
+        assert covers.measure(backwards) > 0
+    assert covers.off_eager(eager) == 0
+    assert covers.off_eager([*eager[:-1], (ids[-1:], "rough")]) == pytest.approx(0.02, rel=0.01)
+    assert covers.measure([*eager[:-1], (ids[-1:], "rough")]) > 0  # a backend's tolerance is the run's
     assert benches.training is training
     assert benches.wired(ids).module.whole
     assert not benches.wired(ids[1:]).module.whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -135,9 +135,7 @@ class WholeCovers:
         tolerance = max(self.tolerance, *(self.benches.tolerance(name) for _, name in groups))
         require_same(wanted, found, tolerance, found[0].dtype)
 
-    def _beside_eager(
-        self, steps: Sequence[_GroupCall], modules: Sequence[GroupModule]
-    ) -> list[tuple[Tensor, Tensor]]:
+    def _beside_eager(self, steps: Sequence[_GroupCall], modules: Sequence[GroupModule]) -> list[tuple[Tensor, Tensor]]:
         """What eager torch gives and what groups give: the model's results, and gradients of its parameters."""
         if not self._eager:
             wired = [self.benches.wired((id_,)) for id_ in self.benches.order]
@@ -153,8 +151,10 @@ class WholeCovers:
             for id_, block in zip(step.blocks, module.blocks, strict=True):
                 gradients.update((id_, own) for own in in_one(p.grad for p in block.parameters() if p.grad is not None))
 
-        made = self._run(steps, modules, after=noted)
-        return {**{each: tensor.detach() for each, tensor in made.items()}, **gradients}
+        found: dict[Output | str, Tensor] = {}
+        found.update((each, tensor.detach()) for each, tensor in self._run(steps, modules, after=noted).items())
+        found.update(gradients)
+        return found
 
     def _way(self, blocks: tuple[str, ...], backend: str) -> tuple[WiredGroup, BuiltGroup]:
         key = tuple(blocks), backend
