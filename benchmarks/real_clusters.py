@@ -143,7 +143,7 @@ PRESETS = {"h100": "h100-80gb", "a100": "a100-80gb"}
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A configuration that was run, as flags; ``run`` is its row in data/published-runs.json."""
+    """A configuration that was run, as flags; ``run`` is its row in data/published-runs.json, or says what it is."""
 
     case: str
     run: str
@@ -159,6 +159,12 @@ PUBLISHED = (
         128,
     ),
     Published("gpt3-175b-64-a100", "korthikanti-175B-selective+sp", "--tp 8 --pp 8 --vp 3 --microbatch-size 1", 64),
+    Published(
+        "llama3-405b-16384-h100",
+        "the Llama 3 paper's table 4: 400 TFLOP/s each",
+        "--tp 8 --pp 16 --cp 1 --dp 128 --vp 8 --microbatch-size 128 --scheduler interleaved-1f1b",
+        2048,
+    ),
     *(
         Published(
             f"{model}-{devices}-h100",
@@ -176,7 +182,7 @@ PUBLISHED = (
         for replicas in (devices // width,)
     ),
 )
-"""The last with more replicas than were run: nobody has published these models on so many devices."""
+"""The last eight with more replicas than were run. How many virtual stages Meta's run had was not published."""
 
 
 class State:

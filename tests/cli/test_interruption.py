@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pipeplan.cli.output import say
+from pipeplan.cli.shared import Status
 from pipeplan.examples import shape
 from pipeplan.files import to_json
+from support.marks import slow_but
 
 INTERRUPTED = """
 import atexit, os, signal
@@ -172,3 +181,84 @@ def test_work_whose_process_dies_goes_on_in_another(before: str, code: int, told
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert told in done.stdout + done.stderr
+
+
+WRITING = """
+import os, signal
+from pipeplan import _api
+from pipeplan.cli import main
+
+write = _api.write_text
+
+def interrupted(*given):
+    os.kill(os.getpid(), signal.{name})
+    return write(*given)
+
+_api.write_text = interrupted
+main.main()
+"""
+
+
+@slow_but(
+    "verb,name",
+    [(verb, name) for verb in ("search", "frontier", "kernels") for name in ("SIGINT", "SIGTERM", "SIGHUP")],
+    lambda each: each == ("search", "SIGTERM"),
+    lambda each: each[1] == "SIGINT",
+)
+def test_a_signal_while_a_plan_is_written_takes_nothing_along(verb: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text(WRITING.format(name=name))
+    (tmp_path / "p.json").write_text(to_json(shape("v", 2)))
+    more = {"search": ("--microbatches", "4", "--scheduler", "1f1b"), "frontier": ("--plans", "--time-limit", "2s"), "kernels": ()}
+    command = [sys.executable, "-m", "command", verb, "p.json", *more[verb], "-o", "plan.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plan.json").read_text().startswith("{")
+
+
+class Terminal(io.TextIOBase):
+    """A terminal that can go."""
+
+    gone = False
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(errno.EIO, "Input/output error")
+        return len(text)
+
+    def flush(self) -> None:
+        self.write("")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_messages_to_a_terminal_that_has_gone_end_nothing(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal: Any = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    terminal.gone = not begun
+    with Status() as progress:
+        progress("searching", 10, 5, 1.0)
+        terminal.gone = True
+        progress("searching", 9, 5, 10.0)
+    say("anything", err=True)
+
+
+@pytest.mark.slow
+def test_a_terminal_that_closes_leaves_the_best_plan(tmp_path: Path) -> None:
+    """Its window is closed: nothing can be said any more, and the hangup ends the search."""
+    made = [sys.executable, "-m", "pipeplan", "example", "gpt2-345m", "-o", "p.json"]
+    subprocess.run(made, cwd=tmp_path, check=True, capture_output=True)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "pipeplan", "search", "p.json", "--devices", "16", "--mini-batch", "64"]
+    how: dict[str, Any] = {"cwd": tmp_path, "stdin": theirs, "stdout": theirs, "stderr": theirs}
+    with subprocess.Popen([*command, "--time-limit", "120s", "-o", "plan.json"], start_new_session=True, **how) as run:
+        os.close(theirs)
+        shown = b""
+        while b"best" not in shown:
+            shown += os.read(ours, 4096)
+        time.sleep(0.5)
+        os.close(ours)
+        run.send_signal(signal.SIGHUP)
+        run.wait(60)
+    assert (tmp_path / "plan.json").read_text().startswith("{")

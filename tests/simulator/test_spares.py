@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from pipeplan.costs.clusters import in_tree, named_cluster
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, FailureDomain, LinkLevel, Plan, Profile, Source
 from pipeplan.files.folded import unfolded
-from pipeplan.simulator.failures import failures, renumbered
+from pipeplan.simulator.failures import _elsewhere, failures, renumbered
 from pipeplan.simulator.simulation import simulate
 
 DOMAINS = (("node", 2), ("rack", 4), ("power", 6))
@@ -99,6 +100,15 @@ def test_what_failures_leave_of_it(found: pipeplan.Result) -> None:
     )
     assert said[2].startswith("a failed rack (4 devices) takes 4 of the plan's, and 2 more would have to be spare")
     assert set(said) <= set(found.notes)
+
+
+def test_each_part_of_a_sequence_has_all_parameters_unless_they_are_divided(found: pipeplan.Result) -> None:
+    """Four devices on two nodes share each sequence: without ZeRO a failed node leaves two copies, with it half of one."""
+    stage = replace(unfolded(found.plan).stages[0], devices=(0, 1, 2, 3), replicas=1, context=4)
+    for zero, group, kept in ((0, None, True), (1, None, False), (1, 2, True)):
+        divided = replace(stage, zero=zero, zero_group=group)
+        assert _elsewhere(divided, [divided], 2) == kept
+    assert not _elsewhere(replace(stage, shards=4, context=1), [replace(stage, shards=4, context=1)], 2)
 
 
 def test_the_loss_is_that_of_two_searches(found: pipeplan.Result) -> None:
@@ -200,6 +210,8 @@ def test_eight_spares_of_512_cover_a_node() -> None:
     plan, spares = unfolded(result.plan), result.spares
     assert spares is not None
     assert spares.loss is not None
+    assert spares.whole_ns is not None
+    assert spares.loss == pytest.approx(1 - spares.whole_ns / spares.time_ns)
     assert (plan.num_devices, spares.failures[0].covered, spares.failures[0].by) == (504, True, tuple(range(504, 512)))
     assert check(result.plan, line(72), cluster).valid
     for node in (0, 31, 62):

@@ -69,13 +69,15 @@ def kernels_command(
         profile = _api.read_profile(profile_path)
         with limited(time_limit / 1e9, "kernels") as limit:
             choice = _api.choose_kernels(profile, microbatch_size, math.inf, limit)
+            if output is not None and not given["graph_level"]:
+                outputs.write(choice.file, output)
 
         def kept() -> None:
             if output not in (None, "-"):
                 outputs.write(choice.file, output)
 
         found = evolved(choice, given, kept)
-        if output is not None:
+        if output is not None and given["graph_level"]:
             outputs.write(found.file, output)
         if as_json:
             say(json.dumps(found.figures()))

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -38,14 +39,16 @@ _LONGEST_COMMAND = 8192
 def say(text: str, *, err: bool = False, wrap: bool = False) -> None:
     """Print a line, or lines: whatever of a file, the command line or an error is in it moves no terminal.
 
-    With ``wrap`` between words, as wide as where it goes.
+    With ``wrap`` between words, as wide as where it goes. A message that nobody can get any more, as where the terminal
+    has gone, ends nothing: files are still to be written.
     """
     text = printable(with_short_lines(text) if err else text)
     if wrap:
         from pipeplan.reporting.layout import wrapped
 
         text = wrapped(text, sys.stderr if err else sys.stdout)
-    click.echo(text, err=err)
+    with suppress(OSError) if err else nullcontext():
+        click.echo(text, err=err)
 
 
 def say_for_now(text: str, columns: int) -> None:

@@ -179,24 +179,26 @@ def search_command(
     files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output, "--cache": cache}
     with Outputs(files, as_json=as_json, renews=("--start",)) as outputs:
         tuning: Tuning | None = None
-        with limited(request.time_limit, "tune" if tunes else "search") as limit, Status() as progress:
-            if tunes:
-                tuning = _api.tune(request, workers=workers, cache=cache, progress=progress, within=limit)
-                result = tuning.result
-            else:
-                how: Any = {"progress": progress, "within": limit, "explain": explain, "workers": workers or 1}
-                try:
-                    result = _api.search(request, executor=executor, **how)
-                except InfeasibleError as error:
-                    if as_json:  # and it is said on stderr
-                        say(json.dumps({"error": str(error), "would_do": error.would_do}))
-                    raise
-        if output is not None:
-            outputs.write_plan(result.plan, output)
-        if rules_output is not None and tuning is not None:
-            outputs.write_text(_api.to_toml(tuning.rules), rules_output)
-        if placement_output is not None:
-            outputs.write(result.plan.placed, placement_output)
+        with limited(request.time_limit, "tune" if tunes else "search") as limit:
+            with Status() as progress:
+                if tunes:
+                    tuning = _api.tune(request, workers=workers, cache=cache, progress=progress, within=limit)
+                    result = tuning.result
+                else:
+                    how: Any = {"progress": progress, "within": limit, "explain": explain, "workers": workers or 1}
+                    try:
+                        result = _api.search(request, executor=executor, **how)
+                    except InfeasibleError as error:
+                        if as_json:  # and it is said on stderr
+                            say(json.dumps({"error": str(error), "would_do": error.would_do}))
+                        raise
+            # signals are still heard: one that comes now takes no file away
+            if output is not None:
+                outputs.write_plan(result.plan, output)
+            if rules_output is not None and tuning is not None:
+                outputs.write_text(_api.to_toml(tuning.rules), rules_output)
+            if placement_output is not None:
+                outputs.write(result.plan.placed, placement_output)
         if result.interrupted:
             say("pipeplan: interrupted; this is the best plan so far", err=True)
         alone = tuple(_rules_alone(flags))
@@ -319,14 +321,15 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     from pipeplan.reporting.tables import print_comparison
 
     request, rules = comparison_request(flags)
-    with limited(request.time_limit, "compare") as limit, Status() as progress:
-        found = _api.compare(request, rules=rules, progress=progress, within=limit)
-    if found.interrupted:
-        say("pipeplan: interrupted; these are the best plans so far", err=True)
-    if as_json:
-        say_notes(found.notes)
-        say(json.dumps(found.figures()))
-    else:
-        print_comparison(found, file=sys.stdout)
+    with limited(request.time_limit, "compare") as limit:
+        with Status() as progress:
+            found = _api.compare(request, rules=rules, progress=progress, within=limit)
+        if found.interrupted:
+            say("pipeplan: interrupted; these are the best plans so far", err=True)
+        if as_json:
+            say_notes(found.notes)
+            say(json.dumps(found.figures()))
+        else:
+            print_comparison(found, file=sys.stdout)
     if found.shortage is not None:
         raise found.shortage

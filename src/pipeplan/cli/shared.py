@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -794,8 +794,9 @@ class Status:
         self._line = Progress(SpinnerColumn(), TimeElapsedColumn(), text, console=console, transient=True)
         if not console.is_terminal:
             return self._say
-        self._line.start()
         self._task = self._line.add_task("starting", total=None)
+        with suppress(OSError):  # the terminal may have gone
+            self._line.start()
         return self._update
 
     def _say(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
@@ -810,7 +811,8 @@ class Status:
 
     def __exit__(self, *_: object) -> None:
         if self._line.live.is_started:
-            self._line.stop()
+            with suppress(OSError):
+                self._line.stop()
 
 
 _PAUSE = 5.0

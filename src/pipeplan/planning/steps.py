@@ -32,10 +32,19 @@ from pipeplan.errors import (
     UsageError,
 )
 from pipeplan.files import PlacedStage, Placement, Plan
+from pipeplan.files.plan import AlternativeFigures
 from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of, first_counts
-from pipeplan.planning.alternatives import DifferentPlans, explained, kept_alternatives, tied_with, too_few
+from pipeplan.planning.alternatives import (
+    DifferentPlans,
+    EqualPlan,
+    Explanation,
+    explained,
+    kept_alternatives,
+    tied_with,
+    too_few,
+)
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, said_of_choices
 from pipeplan.planning.candidates import (
@@ -1096,11 +1105,11 @@ def search_plan(
     )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
-    explanation = explained(search) if explain else None
-    if explanation is not None and search.unexplained:
-        notes += too_few(explanation)
+    beside = _Beside.of(search, best, schedule.workload, explain=explain)
+    if beside.explanation is not None and search.unexplained:
+        notes += too_few(beside.explanation)
     return Result(
-        plan.with_alternatives(kept_alternatives(search)),
+        plan.with_alternatives(beside.alternatives),
         schedule,
         search.budget.elapsed,
         chosen,
@@ -1110,17 +1119,43 @@ def search_plan(
         candidates=counts,
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
         notes=(
-            *dict.fromkeys(notes),
+            *dict.fromkeys([*notes, *search.notes]),
             *_standing_in(search, last),
-            *said_of_choices(request, schedule.workload, "what was found does not fit so"),
+            *beside.said,
             *(gain_said(search.start_ns, plan.predicted.iteration_ns) if request.only is None else ()),
         ),
         start_ns=search.start_ns,
-        explanation=explanation,
+        explanation=beside.explanation,
         sizes_left=_sizes_left(search) if counts.left else (),
-        tie=tied_with(search, best),
+        tie=beside.tie,
         request=request,
     )
+
+
+@dataclass(slots=True)
+class _Beside:
+    """What is said beside a plan that is made: whatever goes wrong with it is noted, and it ends with the search."""
+
+    alternatives: tuple[AlternativeFigures, ...] = ()
+    said: tuple[str, ...] = ()
+    tie: EqualPlan | None = None
+    explanation: Explanation | None = None
+
+    @classmethod
+    def of(cls, search: PlanSearch, best: Trial, workload: Workload, *, explain: bool) -> _Beside:
+        """All of it that there is a moment for."""
+        found, request = cls(), search.request
+        with search.noting("plans beside the best"):
+            found.alternatives, found.tie = kept_alternatives(search), tied_with(search, best)
+        with search.noting("what was asked of stages"):
+            found.said = tuple(said_of_choices(request, workload, "what was found does not fit so"))
+        if explain:
+            try:
+                with search.noting("what is explained"), search.budget.finishing(LAST_PLAN_SECONDS):
+                    found.explanation = explained(search)
+            except TimeUpError:
+                search.notes.append("there was no time to explain what was found; raise --time-limit")
+        return found
 
 
 def search_of(
@@ -1343,12 +1378,15 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
         with budget.finishing(LAST_PLAN_SECONDS):
             return _made_late(search, best)
     except (KeyboardInterrupt, TimeUpError):
-        known, value = before.plan.predicted.iteration_ns, best.value_ns or 0
-        search.notes.append(
-            f"a schedule of {format_ns(value)} was found, and there was no time to make its plan; this one, of "
-            f"{format_ns(known)}, was made before: raise --time-limit"
-        )
-        return before
+        why, remedy = "there was no time to make its plan", ": raise --time-limit"
+    except Exception as error:
+        why, remedy = f"making its plan ended with {type(error).__name__}: {error}", ""
+    known, value = before.plan.predicted.iteration_ns, best.value_ns or 0
+    search.notes.append(
+        f"a schedule of {format_ns(value)} was found, and {why}; this one, of {format_ns(known)}, was made before"
+        f"{remedy}"
+    )
+    return before
 
 
 def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Schedule, Plan]:

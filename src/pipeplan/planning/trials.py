@@ -556,8 +556,9 @@ class PlanSearch:
         if not (self.given_up and self.budget.interrupted) and self.answer is not None and not self._bounded:
             self.others[None], self._bounded = prompt_bound(self.request, self.budget), True
         for step in left:
-            if step.after_all(self) and step.applies(self):
-                step.run(self)
+            with self.noting(step.name):
+                if step.after_all(self) and step.applies(self):
+                    step.run(self)
 
     @property
     def lateness(self) -> float:

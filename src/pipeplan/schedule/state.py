@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar, TypeVar
 
-from pipeplan.errors import InvalidPlanError, UsageError
+from pipeplan.errors import InvalidPlanError, NotApplicableError, SumError, UsageError
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern
 from pipeplan.search_constants import OTHERS_KEPT
@@ -332,14 +332,16 @@ class SearchState:
 def noted(what: str, notes: list[str], is_something: Callable[[], bool]) -> Iterator[None]:
     """Once there is something, what goes wrong inside only ends what runs inside, and is noted and warned of.
 
-    Nobody's best plan is lost with a step that could only have made it better. That a request is wrong is said.
+    Nobody's best plan is lost with a step that could only have made it better. That a request is wrong is said, but not
+    that some of its numbers add up to too much, or that a schedule is not for some stages.
     """
     try:
         yield
-    except (TimeUpError, UsageError):
+    except TimeUpError:
         raise
     except Exception as error:
-        if not is_something():
+        of_request = isinstance(error, UsageError) and not isinstance(error, SumError | NotApplicableError)
+        if of_request or not is_something():
             raise
         text = f"the step {what!r} ended with {type(error).__name__}{f': {error}' if str(error) else ''}"
         if text not in notes:

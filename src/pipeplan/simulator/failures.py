@@ -154,8 +154,7 @@ def _elsewhere(stage: Stage, stages: Sequence[Stage], size: int) -> bool:
     copies: list[set[int]] = []
     for each in stages:
         if each.blocks == stage.blocks:
-            group = (each.zero_group or each.replicas) if each.zero else 1
-            width = math.lcm(each.shards * each.context * group, each.expert)
+            width = math.lcm(each.shards * each.sharers, each.expert)
             copies += [
                 {device // size for device in each.devices[at : at + width]}
                 for at in range(0, len(each.devices), width)

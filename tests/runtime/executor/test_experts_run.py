@@ -188,6 +188,26 @@ def test_rows_go_to_their_experts_and_come_back(capacity: int | None, stands_in:
         assert {int(each.busiest) for each in found} == {int(every.view(count, -1).sum(1).max())}
 
 
+def test_each_of_many_experts_has_its_own_words_in_bfloat16() -> None:
+    """Beyond 256 that format does not have every whole number."""
+    own, kind = 300, torch.bfloat16
+    factors = 1.0 + torch.arange(2 * own) % 5
+    chosen = torch.tensor([[257], [299], [own + 257], [own + 298]])
+
+    def one(devices: Shards) -> torch.Tensor:
+        mine = factors[own * devices.index : own * (devices.index + 1)]
+
+        def experts(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            number = torch.searchsorted(ends, torch.arange(len(rows)), right=True)
+            return (rows * mine[number][:, None]).to(rows.dtype)
+
+        return routed(torch.ones(4, 2, dtype=kind), chosen, torch.ones(4, 1), 2 * own, devices, experts)
+
+    for made in together(2, one):
+        assert made.dtype == kind
+        assert made.tolist() == factors[chosen].expand(4, 2).tolist()
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_products_of_experts_are_in_autocasts_format(split: bool) -> None:
     """As those of linear layers, to a thousandth or so of float32; gradients have the parameters' format."""

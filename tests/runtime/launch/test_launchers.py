@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -25,6 +26,7 @@ from pipeplan.cli.run_verb import run_command, run_options
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, write_file
 from pipeplan.planning.build_plan import provenance_of
+from pipeplan.runtime.launch import worker
 from pipeplan.runtime.launch.job import RankContext, RunOptions, job_of, run_job
 from pipeplan.runtime.launch.launchers import Launched, apart, first_host, join, order_of
 from pipeplan.runtime.launch.stopping import SIGNALS
@@ -369,3 +371,44 @@ def test_torchrun_hands_on_what_it_is_told_to(tmp_path: Path) -> None:
         _, said = process.communicate(timeout=120)
     assert "pipeplan: ended by SIGUSR1" in said
     assert len(CheckpointFolder(str(tmp_path / "saved")).whole()) == 1
+
+
+class CountedStore:
+    """A store that counts what it is asked, where all other ranks have been."""
+
+    def __init__(self, num_ranks: int) -> None:
+        texts = [json.dumps([f"n{rank // 8}", f"k{rank // 8}", rank < 8]) for rank in range(num_ranks)]
+        self.known = {f"pipeplan/machine/{rank}": text.encode() for rank, text in enumerate(texts)}
+        self.here, self.asked = num_ranks - 1, 0
+
+    def set(self, key: str, value: str) -> None:
+        self.asked += 1
+        self.known.setdefault(key, value.encode())
+
+    def add(self, key: str, count: int) -> int:
+        self.asked += 1
+        self.here += count
+        return self.here
+
+    def get(self, key: str) -> bytes:
+        self.asked += 1
+        return self.known[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.asked += 1
+        return [self.known[key] for key in keys]
+
+
+@pytest.mark.parametrize("num_ranks", [8, 800])
+def test_a_rank_asks_the_store_as_often_among_many_as_among_few(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    store: Any = CountedStore(num_ranks)
+    found = worker._machines(store, num_ranks - 1, num_ranks)
+    assert store.asked == 5, "who comes last"
+    assert [each.name for each in found] == [f"n{rank // 8}" for rank in range(num_ranks)]
+    assert [rank for rank, each in enumerate(found) if each.meeting] == [*range(8)]
+    store.here, store.asked = 0, 0
+    assert worker._machines(store, 0, num_ranks) == found
+    assert store.asked == 3

@@ -89,12 +89,15 @@ def routed(
         rows = parts.everyones(rows)
         lengths, rows = rows[:, devices.index, 0].tolist(), rows.sum(0)
     _note(chosen, kept, num_experts, rows[:, 1], devices.index)
-    routing = torch.cat((slots.to(words.dtype), shares[word] * meant), dim=1)
+    exact = own <= 2 / torch.finfo(words.dtype).eps  # else the numbers of experts would be rounded
+    numbered = words.dtype if exact else torch.float32
+    routing = torch.cat((slots.to(numbered), (shares[word] * meant).to(numbered)), dim=1)
     came, how = devices.routed(words[word], give, get), devices.routed(routing, give, get)
     if parts.count > 1:
         same = [len(came)] * parts.count
         came, how = (parts.routed(each.repeat(parts.count, 1), same, lengths) for each in (came, how))
-    made = _weighted(came, how[:, :each].detach().long(), how[:, each:], own, experts, before=before)
+    slots, shares = how[:, :each].detach().long(), how[:, each:].to(words.dtype)
+    made = _weighted(came, slots, shares, own, experts, before=before)
     if parts.count > 1:
         made = parts.routed(made, lengths, same).view(parts.count, same[0], words.shape[1]).sum(0)
     return torch.zeros_like(given).index_add(0, word, devices.routed(made, get, give))
