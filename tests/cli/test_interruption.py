@@ -208,7 +208,11 @@ main.main()
 def test_a_signal_while_a_plan_is_written_takes_nothing_along(verb: str, name: str, tmp_path: Path) -> None:
     (tmp_path / "command.py").write_text(WRITING.format(name=name))
     (tmp_path / "p.json").write_text(to_json(shape("v", 2)))
-    more = {"search": ("--microbatches", "4", "--scheduler", "1f1b"), "frontier": ("--plans", "--time-limit", "2s"), "kernels": ()}
+    more = {
+        "search": ("--microbatches", "4", "--scheduler", "1f1b"),
+        "frontier": ("--plans", "--devices", "2", "--mini-batch", "4", "--time-limit", "2s"),
+        "kernels": (),
+    }
     command = [sys.executable, "-m", "command", verb, "p.json", *more[verb], "-o", "plan.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -217,27 +217,26 @@ def frontier_command(
     how: Any = {"mode": mode, "point": point, "workers": workers or 1, "executor": executor}
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
-    with outputs:
-        with limited(request.time_limit, "frontier") as limit:
-            with Status() as progress:
-                found = _api.frontier(request, progress=progress, within=limit, **how)
-            # signals are still heard: one that comes now takes no file away
-            if as_json or outputs.on_stdout:
-                say_notes(_api.frontier_notes(request))
-            if svg is not None:
-                outputs.write_text(frontier_svg(found), svg)
-            try:  # the table first: it says what there is even where a plan cannot be made
-                if as_json:
-                    say(json.dumps(found.figures()))
-                elif not outputs.on_stdout:
-                    print_frontier(found, sys.stdout, written=output, details=details)
-            finally:  # also where nobody reads it any more
-                if output is not None:
-                    outputs.write_plan(found.plan(), output)
-                    if outputs.has(output):
-                        say(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
-                if output_all is not None:
-                    _write_all(found, output_all, outputs)
+    with outputs, limited(request.time_limit, "frontier") as limit:
+        with Status() as progress:
+            found = _api.frontier(request, progress=progress, within=limit, **how)
+        # signals are still heard: one that comes now takes no file away
+        if as_json or outputs.on_stdout:
+            say_notes(_api.frontier_notes(request))
+        if svg is not None:
+            outputs.write_text(frontier_svg(found), svg)
+        try:  # the table first: it says what there is even where a plan cannot be made
+            if as_json:
+                say(json.dumps(found.figures()))
+            elif not outputs.on_stdout:
+                print_frontier(found, sys.stdout, written=output, details=details)
+        finally:  # also where nobody reads it any more
+            if output is not None:
+                outputs.write_plan(found.plan(), output)
+                if outputs.has(output):
+                    say(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
+            if output_all is not None:
+                _write_all(found, output_all, outputs)
 
 
 @seldom_collected()

@@ -673,11 +673,12 @@ class EvenCut(PlanStep):
     def _in_time(self, search: PlanSearch) -> None:
         plain, auto = _plain_instead(search), search.request.scheduler == "auto"
         what = "even cut with the schedule" if plain is None and not auto else "even cut with GPipe or 1F1B"
-        telling = Telling(
-            self.seconds,
-            clock=search.budget.clock,
-            tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
-        )
+
+        def tell() -> None:
+            if search.answer is None:
+                search.say(f"no {what} was found yet that fits: the search goes on")
+
+        telling = Telling(self.seconds, clock=search.budget.clock, tell=tell)
         limit, begin = self._limit(search)
 
         def goes_on() -> bool:

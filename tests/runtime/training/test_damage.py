@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import random
 import re
 import signal
-from collections.abc import Callable
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path, PosixPath
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.serialization import _get_layout
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.training.checkpoint_folder import (
@@ -126,6 +132,74 @@ def test_a_flipped_bit_is_told_with_the_file(file: str, seed: int, folder: Check
     with pytest.raises(UsageError, match=told), undamaged(folder, 20):
         require_checksums(folder.of(20))
     require_checksums(folder.of(10))
+
+
+def of_these(folder: CheckpointFolder, names: Iterable[str]) -> None:
+    """Checksums that are right of themselves, of files that somebody names."""
+    digests = dict.fromkeys(names, "0" * 64)
+    content = {"files": digests, "sha256": hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()}
+    (folder.of(20) / "checksums.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", ["../step-00000010/rest.pt", "/dev/zero", "..", ""])
+def test_checksums_are_of_files_of_the_checkpoint(name: str, folder: CheckpointFolder) -> None:
+    of_these(folder, [name])
+    with pytest.raises(DamagedFileError, match=r"checksums\.json: it has .*, which is no file of the checkpoint"):
+        require_checksums(folder.of(20))
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_what_has_no_end_is_not_read(file: str, kind: str, folder: CheckpointFolder) -> None:
+    path = folder.of(20) / file
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=rf"{re.escape(file)}: it is no plain file"), undamaged(folder, 20):
+        require_checksums(folder.of(20))
+    with suppress(UsageError):
+        read(folder, 20)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@pytest.mark.parametrize("of", [PosixPath, TensorProperties, _get_layout], ids=["class", "part", "function"])
+def test_an_index_changes_nothing_that_was_there_before(of: Any, slots: bool, folder: CheckpointFolder) -> None:
+    """What names something and then sets its attributes, as pickles set those of what they have made."""
+    pushed = {"planted": 1}
+    body = pickle.dumps((None, pushed) if slots else pushed, protocol=2)
+    named = f"c{of.__module__}\n{of.__name__}\n".encode()
+    content = pickle.PROTO + b"\x02" + named + body.removeprefix(pickle.PROTO + b"\x02").removesuffix(b".") + b"b."
+    (folder.of(20) / ".metadata").write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"\.metadata: it is not what was written \(it changes what is not"):
+        metadata_of(folder.of(20))
+    assert not hasattr(of, "planted")
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_copy_of_the_process_does_not_keep_the_lock(folder: CheckpointFolder) -> None:
+    """Such as a loader's worker, which outlives a rank that is killed."""
+    folder.lock()
+    copy = os.fork()
+    if not copy:
+        signal.pause()
+    try:
+        other = CheckpointFolder(str(folder.path))
+        with pytest.raises(UsageError, match="is in use by process"):
+            other.lock()
+        folder.unlock()
+        for _ in range(1000):  # the copy may not have begun
+            with suppress(UsageError):
+                other.lock()
+                break
+            time.sleep(0.01)
+        other.unlock()
+    finally:
+        os.kill(copy, signal.SIGKILL)
+        os.waitpid(copy, 0)
+    other.lock()
+    other.unlock()
 
 
 def test_ranks_share_the_files(folder: CheckpointFolder) -> None:

@@ -17,11 +17,12 @@ import os
 import platform
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PosixPath
-from pickle import Unpickler, UnpicklingError
+from pickle import BUILD, UnpicklingError, _Unpickler
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class CheckpointFolder:
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}".encode(), 0)
         self._lock = lock
+        os.register_at_fork(after_in_child=self.unlock)  # or a copy that outlives this process would hold it
 
     def unlock(self) -> None:
         """Let others have the folder; the file stays, as another process may be waiting to lock it."""
@@ -178,14 +180,33 @@ def undamaged(folder: CheckpointFolder, step: int) -> Iterator[None]:
 def rest_of(path: Path, name: str) -> dict[str, Any]:
     """What a checkpoint has beside tensors, from its file of this name."""
     with _reading(name):
-        found: dict[str, Any] = torch.load(path / name, weights_only=True)
+        found: dict[str, Any] = torch.load(_plain_file(path / name), weights_only=True)
         if missing := _FACTS - set(found):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
     return found
 
 
-class _IndexUnpickler(Unpickler):
-    """Makes of an index what torch makes one of, and nothing else."""
+def _plain_file(path: Path) -> Path:
+    """The path of a file, and not of a device or pipe, which may have no end. Raises ValueError or OSError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no plain file")
+    return path
+
+
+class _IndexUnpickler(_Unpickler):
+    """Makes of an index what torch makes one of, and nothing else, and changes nothing that was there before.
+
+    It is Python's own in Python, as the one in C also sets attributes of the classes and functions that are named.
+    """
+
+    def load_build(self) -> None:
+        """Set the attributes of something that was made. Raises UnpicklingError where it was not."""
+        made = self.stack[-2] if len(self.stack) > 1 else None
+        if type(made) not in _MADE:
+            raise UnpicklingError("WeightsUnpickler error: it changes what is not its own")
+        super().load_build()
+
+    dispatch = {**_Unpickler.dispatch, BUILD[0]: load_build}  # noqa: RUF012  # as it is there
 
     def find_class(self, module: str, name: str) -> Any:
         """One of the plain classes, or a number format. Raises UnpicklingError."""
@@ -208,14 +229,13 @@ def _memory_format(of: object, name: object) -> _MEM_FORMAT_ENCODING:
     return _MEM_FORMAT_ENCODING[str(name)]
 
 
+_MADE = (
+    *(Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties),
+    _StorageInfo,
+)
+
 _PLAIN: dict[tuple[str, str], Any] = {
-    **{
-        (each.__module__, each.__name__): each
-        for each in (
-            *(Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata, ChunkStorageMetadata, TensorProperties),
-            *(_MEM_FORMAT_ENCODING, _StorageInfo),
-        )
-    },
+    **{(each.__module__, each.__name__): each for each in (*_MADE, _MEM_FORMAT_ENCODING)},
     ("builtins", "getattr"): _memory_format,
     ("pathlib", "PosixPath"): PosixPath,
     ("torch", "Size"): torch.Size,
@@ -239,7 +259,7 @@ class PlainReader(FileSystemReader):
 
 def _plain_index(path: Path) -> Metadata:
     """The index, whose parts are what they should be. Raises UnpicklingError or ValueError."""
-    with (path / _INDEX).open("rb") as file:
+    with _plain_file(path / _INDEX).open("rb") as file:
         found = _IndexUnpickler(file).load()
     if not isinstance(found, Metadata):
         raise ValueError("it is no index")
@@ -268,7 +288,7 @@ def metadata_of(path: Path) -> Metadata:
             ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
     for name, end in ends.items():
         with _reading(name):
-            size = (path / name).stat().st_size
+            size = _plain_file(path / name).stat().st_size
             if size < end:
                 raise ValueError(f"it has {size} bytes of {end}")
     return found
@@ -278,10 +298,10 @@ _CHECKSUMS = "checksums.json"
 
 
 def digests_of(path: Path, names: Iterable[str]) -> dict[str, str]:
-    """The sha256 of each of a folder's files of these names. Raises OSError."""
+    """The sha256 of each of a folder's files of these names. Raises OSError, or ValueError for what is no plain file."""
     found = {}
     for name in names:
-        with (path / name).open("rb") as file:
+        with _plain_file(path / name).open("rb") as file:
             found[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
@@ -314,9 +334,12 @@ def require_checksums(path: Path, rank: int = 0, num_ranks: int = 1) -> None:
             warn(f"{path} has no checksums: an earlier pipeplan wrote it, and what has changed since goes unnoticed")
         return
     with _reading(_CHECKSUMS):
-        content = of_json((path / _CHECKSUMS).read_bytes())
+        content = of_json(_plain_file(path / _CHECKSUMS).read_bytes())
         if not isinstance(content, dict) or content.get("sha256") != _digest(content["files"]):
             raise ValueError("it is not what was written")
+        for name in content["files"]:
+            if "/" in name or name in ("", ".", ".."):
+                raise ValueError(f"it has {shown(name)}, which is no file of the checkpoint")
     for name in sorted(content["files"])[rank::num_ranks]:
         with _reading(name):
             if digests_of(path, [name])[name] != content["files"][name]:
