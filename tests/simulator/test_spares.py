@@ -103,7 +103,7 @@ def test_what_failures_leave_of_it(found: pipeplan.Result) -> None:
 
 
 def test_each_part_of_a_sequence_has_all_parameters_unless_they_are_divided(found: pipeplan.Result) -> None:
-    """Four devices on two nodes share each sequence: without ZeRO a failed node leaves two copies, with it half of one."""
+    """Four devices on two nodes share a sequence: without ZeRO a failed node leaves two copies, with it half of one."""
     stage = replace(unfolded(found.plan).stages[0], devices=(0, 1, 2, 3), replicas=1, context=4)
     for zero, group, kept in ((0, None, True), (1, None, False), (1, 2, True)):
         divided = replace(stage, zero=zero, zero_group=group)

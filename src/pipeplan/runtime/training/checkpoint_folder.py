@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import pickle
 import platform
 import re
 import shutil
@@ -22,7 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PosixPath
-from pickle import BUILD, UnpicklingError, _Unpickler
+from pickle import BUILD, UnpicklingError
 from typing import Any
 
 import torch
@@ -193,7 +194,10 @@ def _plain_file(path: Path) -> Path:
     return path
 
 
-class _IndexUnpickler(_Unpickler):
+_InPython: Any = pickle._Unpickler  # whose steps stubs do not have
+
+
+class _IndexUnpickler(_InPython):  # type: ignore[misc]  # as it is of any type
     """Makes of an index what torch makes one of, and nothing else, and changes nothing that was there before.
 
     It is Python's own in Python, as the one in C also sets attributes of the classes and functions that are named.
@@ -206,7 +210,7 @@ class _IndexUnpickler(_Unpickler):
             raise UnpicklingError("WeightsUnpickler error: it changes what is not its own")
         super().load_build()
 
-    dispatch = {**_Unpickler.dispatch, BUILD[0]: load_build}  # noqa: RUF012  # as it is there
+    dispatch = {**_InPython.dispatch, BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
         """One of the plain classes, or a number format. Raises UnpicklingError."""
@@ -298,7 +302,7 @@ _CHECKSUMS = "checksums.json"
 
 
 def digests_of(path: Path, names: Iterable[str]) -> dict[str, str]:
-    """The sha256 of each of a folder's files of these names. Raises OSError, or ValueError for what is no plain file."""
+    """The sha256 of each of these files of a folder. Raises OSError, or ValueError where one is no plain file."""
     found = {}
     for name in names:
         with _plain_file(path / name).open("rb") as file:
