@@ -26,7 +26,15 @@ from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.checker import check
 from pipeplan.costs import build_workload, late_inputs
-from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, TooLongError
+from pipeplan.errors import (
+    InfeasibleError,
+    NotApplicableError,
+    PipeplanError,
+    SearchTimeoutError,
+    SumError,
+    TooLongError,
+    UsageError,
+)
 from pipeplan.examples import shape
 from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
 from pipeplan.files.cluster import DeviceKind, LinkLevel
@@ -58,7 +66,7 @@ from pipeplan.schedule.cpsat.windows import Ramps
 from pipeplan.schedule.pattern import Pattern, compose
 from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.search import first_look, plain_look
-from pipeplan.schedule.state import ScheduleStep, SearchState
+from pipeplan.schedule.state import ScheduleStep, SearchState, noted
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.schedule.steps import FirstSchedule, RepetendSearch, SlowClassics
 from pipeplan.search_constants import MOST_ENTRIES
@@ -828,6 +836,43 @@ def test_a_step_that_fails_loses_nothing(error: Exception, monkeypatch: pytest.M
     assert check(found.plan).valid
     (note,) = found.figures()["notes"]  # type: ignore[misc]
     assert type(error).__name__ in note
+
+
+@pytest.mark.parametrize("what", ["kept_alternatives", "tied_with", "said_of_choices", "explained"])
+def test_what_is_said_beside_a_plan_fails_by_itself(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(planning_steps, what, fail)
+    asked = request_of(shape("v", 2), "one-to-one", Batch(4, 1), num_devices=2, time_limit=2, deterministic=True)
+    with pytest.warns(UserWarning, match="MemoryError"):
+        found = search_plan(asked, explain=True)
+    assert check(found.plan).valid
+    assert [note for note in found.notes if "MemoryError" in note]
+
+
+def test_a_better_plan_that_cannot_be_made_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(planning_steps, "_made_late", fail)
+    found = search_plan(request_of(shape("v", 2), "one-to-one", Batch(4, 1), num_devices=2, time_limit=2))
+    assert check(found.plan).valid
+    assert [note for note in found.notes if "making its plan ended with MemoryError" in note]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_numbers_that_add_up_to_too_much_end_a_step_and_wrong_requests_the_search(kept: bool) -> None:
+    notes: list[str] = []
+    for error, is_noted in (
+        (SumError("too much"), kept),
+        (NotApplicableError("not here"), kept),
+        (UsageError("no"), False),
+    ):
+        told = pytest.warns(UserWarning, match="'step' ended") if is_noted else pytest.raises(type(error))
+        with told, noted("step", notes, lambda: kept):
+            raise error
+    assert len(notes) == 2 * kept
 
 
 def test_a_step_that_fails_before_there_is_anything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
