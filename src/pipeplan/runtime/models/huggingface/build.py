@@ -6,7 +6,7 @@ Configurations are data, never code, and never a download.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,7 @@ from pipeplan.files.read_write import read_text
 from pipeplan.runtime.models.capture import capture, parameters_of, with_first_layers
 from pipeplan.runtime.models.huggingface.adapters import (
     ATTENTION,
+    ChosenExperts,
     Contents,
     Pairs,
     PlacedModel,
@@ -669,8 +670,23 @@ def _with_collectives(block: BlockSpec, share: LoadedModel, seen: set[str]) -> B
         if way is not None and not name.endswith("bias"):
             found += _of_weight(name, way, block, share, seen)
     names = parameters_of(block).values()
+    found += _of_choices(names, share)
     divided = share.divided and (share.family.divided("") or any(map(share.family.divided, names)))
     return replace(block, collectives=tuple(found), divided=divided)
+
+
+def _of_choices(names: Collection[str], share: LoadedModel) -> Iterator[Collective]:
+    """Of split experts each device finds a part of the gradient of how much each chosen one counts; all sum these.
+
+    Not of Llama 4's, whose words are multiplied by that before.
+    """
+    chosen = next(filter(None, (_count_of(each, "num_experts_per_tok") for each in _nested(share.config))), 0)
+    lists = {name.partition(".experts.")[0]: name for name in names if ".experts." in name and name in share.ways}
+    for path, name in lists.items() if chosen else ():
+        if isinstance(share.module.get_submodule(path.rpartition(".")[0]), ChosenExperts):
+            continue
+        tokens = positions_at(name, share.family.tokens(share.config, share.sequence))
+        yield Collective("all_reduce", "I", tokens * chosen * _ELEMENT_BYTES)
 
 
 def _of_weight(name: str, way: str, block: BlockSpec, share: LoadedModel, seen: set[str]) -> Iterator[Collective]:
@@ -700,7 +716,7 @@ def _of_places(
     inputs, outputs = widths_of(share.module, name)
     if way in COLUMNS and getattr(share.config, "kv_lora_rank", None):
         inputs = share.config.hidden_size  # latents are made of the words that are joined, on every device
-    joined, scattered, again = joined_in(share.module, name, way), scattered_in(share.module, name, way), True
+    joined, scattered = joined_in(share.module, name, way), scattered_in(share.module, name, way)
     if way in COLUMNS:
         if _is_table(share.module, name):  # of T5's position biases, which no words go into
             return
@@ -709,14 +725,12 @@ def _of_places(
         is_table = block.operator == "embedding"
         joined, scattered = ("", f"table of {block.id}") if is_table else ("head", "")
         inputs = outputs = share.module.get_parameter(name).shape[-1]
-        again = not share.family.last  # else the head keeps what was joined before it
         if not is_table:
             yield Collective("all_gather", "F", column_bytes // _ELEMENT_BYTES * _LOSS_BYTES * share.devices)
     if joined and joined not in seen:
         yield Collective("all_gather", "F", column_bytes * inputs)
         yield Collective("reduce_scatter", "I", column_bytes * inputs)
-        if again:
-            yield Collective("all_gather", "W", column_bytes * inputs)
+        yield Collective("all_gather", "W", column_bytes * inputs)
     if scattered and f"{scattered}()" not in seen:
         yield Collective("reduce_scatter", "F", column_bytes * outputs)
         yield Collective("all_gather", "I", column_bytes * outputs)

@@ -67,16 +67,17 @@ def replicated(build: Callable[[], nn.Module]) -> Split:
     return Split(lambda shards: build())
 
 
-_Array = tuple[Literal["all_reduce", "all_gather", "reduce_scatter"], Literal["F", "I", "W"], int]
+ArrayExchange = tuple[Literal["all_reduce", "all_gather", "reduce_scatter"], Literal["F", "I", "W"], int]
+"""What devices do, in which phase, about how many numbers per sample."""
 
 
-def exchanged(shards: Shards, *arrays: _Array) -> tuple[Collective, ...]:
+def exchanged(shards: Shards, *arrays: ArrayExchange) -> tuple[Collective, ...]:
     """Collectives of F, I or W, each about an array with its numbers per sample; none where nothing is split."""
     found = (Collective(operation, phase, _FLOAT32_BYTES * numbers) for operation, phase, numbers in arrays)
     return tuple(found) if shards.count > 1 else ()
 
 
-def entering(stack: LayerStack, shards: Shards) -> tuple[_Array, ...]:
+def entering(stack: LayerStack, shards: Shards) -> tuple[ArrayExchange, ...]:
     """What devices exchange about an array of the stack that goes into split work; for W slices are gathered again."""
     numbers = stack.numbers
     if not stack.divides(shards):
@@ -84,7 +85,7 @@ def entering(stack: LayerStack, shards: Shards) -> tuple[_Array, ...]:
     return ("all_gather", "F", numbers), ("reduce_scatter", "I", numbers), ("all_gather", "W", numbers)
 
 
-def leaving(stack: LayerStack, shards: Shards) -> tuple[_Array, ...]:
+def leaving(stack: LayerStack, shards: Shards) -> tuple[ArrayExchange, ...]:
     """What devices exchange about an array of the stack that they have made parts of."""
     if not stack.divides(shards):
         return (("all_reduce", "F", stack.numbers),)

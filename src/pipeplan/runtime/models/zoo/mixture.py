@@ -17,7 +17,16 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.models.zoo.gpt import GPTSize
-from pipeplan.runtime.models.zoo.layers import LayerStack, columns, into_split, layers, linear, row_linear
+from pipeplan.runtime.models.zoo.layers import (
+    ArrayExchange,
+    LayerStack,
+    columns,
+    exchanged,
+    into_split,
+    layers,
+    linear,
+    row_linear,
+)
 from pipeplan.runtime.parallel.experts import capacity_of, routed
 from pipeplan.runtime.parallel.grouped_rows import grouped
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
@@ -119,6 +128,14 @@ class ExpertFeedForward(nn.Module):
         return {"expand": Cut(1), "project": Cut(2), **(shared if mixture.shared else {})}
 
 
+def _chosen_exchanges(stack: LayerStack, mixture: Mixture, shards: Shards) -> tuple[ArrayExchange, ...]:
+    """What devices exchange of the experts that words choose, as long integers, and of how much each counts."""
+    numbers = stack.sequence * mixture.each
+    if not stack.divides(shards):
+        return (("all_reduce", "I", numbers),)
+    return ("all_gather", "F", 2 * numbers), ("all_gather", "F", numbers), ("reduce_scatter", "I", numbers)
+
+
 @dataclass(frozen=True, slots=True)
 class GPTExpertsSize(GPTSize):
     """Dimensions of a GPT-2 with ``experts`` of a ``width``, ``experts_per_token`` of them for each word.
@@ -180,6 +197,7 @@ class GPTExpertsSize(GPTSize):
             build=partial(build, shards),
             sources=sources,
             dimensions=stack.sizes | sizes,
+            collectives=block.collectives + exchanged(shards, *_chosen_exchanges(stack, mixture, shards)),
             split=stack.split(build, ExpertFeedForward.cuts(stack, mixture)),
             splits={EXPERTS: Split(build, {"expand": Cut(), "project": Cut()})},
             form=(ExpertFeedForward, stack, mixture, shards.count, shards.index),
