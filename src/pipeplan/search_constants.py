@@ -277,6 +277,9 @@ EXCHANGES_RUN = 3
 BASELINE_BLOCKS = 4096
 """Blocks of a chain that baselines cut. Measured: tables of ranges of so many take 128 MB each."""
 
+TABLED_BLOCKS = 2_000
+"""Blocks beyond which no tables of all runs are kept. Measured: 32 MB and 8 ms each; of 10,000 blocks 800 MB."""
+
 MAX_SIMULATIONS = 1_000
 """Schemes AutoPipe looks at. Measured: the papers' models need some dozens."""
 

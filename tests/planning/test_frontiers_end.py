@@ -14,17 +14,19 @@ import pytest
 from builders.chains import chain_profile
 from pipeplan.costs.layouts import ANY, Layout, Tensor
 from pipeplan.costs.resharding import Resharding, _Edges
-from pipeplan.errors import InfeasibleError, SearchTimeoutError
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, TooLargeError
 from pipeplan.examples import model
+from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning import frontier as frontiers
 from pipeplan.planning import infeasibility, sharding_frontier
+from pipeplan.planning.candidates import even_cuts
 from pipeplan.planning.frontier import _tracked, _words
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
-from pipeplan.planning.plan_frontier import PlanPoint, _counted, _FrontierSearch, changes_that_do
+from pipeplan.planning.plan_frontier import PlanPoint, _counted, _FrontierSearch, _point, chains, changes_that_do
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS
-from pipeplan.planning.trials import PlanSearch
+from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.sharding import bounds, operators, tracking
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
@@ -317,3 +319,23 @@ def test_a_part_has_what_is_left_of_the_whole() -> None:
     assert (late.seconds, late.clock) == (0.0, clock)
     with pytest.raises(TimeUpError), late.enforced():
         checkpoint()
+
+
+def test_points_of_large_requests_are_of_alike_replicas() -> None:
+    """Which are written once: devices of a workload are then fewer than those that are asked for."""
+    request = Request.of(chain_profile(8, placed=False), devices=512, replicas=256, mini_batch=512)
+    trial = Trial.of(request, next(even_cuts(request)))
+    trial.look_plainly()
+    assert len(trial.ways[0].devices) < 512
+    found = _point(request, trial, [])
+    assert found is not None
+    better: Any = SimpleNamespace(place=(512, 0, 1))
+    assert _point(request, trial, [better]) is None
+
+
+def test_frontiers_keep_no_tables_of_all_runs_of_very_many_blocks() -> None:
+    """Of ten thousand each had 800 MB, and all of them took eight seconds without a look at the time."""
+    request = Request.of(chain_profile(2_001, placed=False), devices=2)
+    (found, *_) = chains(request, GroupSplits(request.profile, request.cluster))
+    assert isinstance(found.candidate, TooLargeError)
+    assert "at most 2,000 blocks and not 2,001" in str(found.candidate)

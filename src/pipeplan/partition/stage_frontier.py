@@ -27,12 +27,13 @@ import numpy as np
 from pipeplan.costs import StageCost
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.zero import WHOLE, Zero
-from pipeplan.errors import UsageError
+from pipeplan.errors import TooLargeError, UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, over_all
 from pipeplan.partition.chain.kernel import Programme, shortest_first
 from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunFrontiers, RunPoint
 from pipeplan.partition.problem import Way
+from pipeplan.search_constants import TABLED_BLOCKS
 from pipeplan.time_limit import checkpoint
 from pipeplan.workload.elements import Again
 
@@ -109,7 +110,7 @@ class StageFrontiers:
     they keep, None where there cannot be so many; blocks that are each split in a way of their own divide nothing.
 
     Raises:
-        UsageError: no way has costs for this micro-batch size.
+        UsageError: no way has costs for this micro-batch size; or there are too many blocks (TooLargeError).
     """
 
     profile: Profile
@@ -122,6 +123,11 @@ class StageFrontiers:
     zero: Callable[[int], Zero | None] = lambda replicas: WHOLE
 
     def __post_init__(self) -> None:
+        if (count := len(self.profile.blocks)) > TABLED_BLOCKS:
+            raise TooLargeError(
+                f"partitions of all device groups keep tables of all runs of blocks, of at most {TABLED_BLOCKS:,} "
+                f"blocks and not {count:,}; group blocks, or use search"
+            )
         if not self.kinds:
             raise UsageError(_no_way(self.profile, self.microbatch_size))
 

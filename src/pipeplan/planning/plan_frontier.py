@@ -556,7 +556,7 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
 
 def _is_beaten(request: Request, trial: Trial, iteration_ns: int, best: Sequence[PlanPoint]) -> bool:
     """Whether there is a point that no plan of a trial with that iteration can be better than."""
-    static = max(map(trial.ways[0].static_bytes, range(request.num_devices)))
+    static = max(state.total for state in trial.ways[0].states)
     return any(_beats(each.place, (request.num_devices, static, iteration_ns)) for each in best)
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED, StageCost, TiedShare
 from pipeplan.costs.held_once import Repeat
+from pipeplan.time_limit import checkpoint
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
 
 Range = tuple[int, int]
@@ -385,6 +386,7 @@ class Fitting:
 
 def over_all(num_blocks: int, of: Callable[[Array, Array], Array], none: float) -> FloatArray:
     """[begin, end] the value ``of`` every range of blocks, and ``none`` where there is no range."""
+    checkpoint()
     found = np.full((num_blocks + 1, num_blocks + 1), none)
     ranges = np.triu_indices(num_blocks + 1, 1)
     found[ranges] = of(*ranges)
