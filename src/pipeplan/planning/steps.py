@@ -1106,7 +1106,7 @@ def search_plan(
     )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
-    beside = _Beside.of(search, best, schedule.workload, explain=explain)
+    beside = _BesidePlan.of(search, best, schedule.workload, explain=explain)
     if beside.explanation is not None and search.unexplained:
         notes += too_few(beside.explanation)
     return Result(
@@ -1134,7 +1134,7 @@ def search_plan(
 
 
 @dataclass(slots=True)
-class _Beside:
+class _BesidePlan:
     """What is said beside a plan that is made: whatever goes wrong with it is noted, and it ends with the search."""
 
     alternatives: tuple[AlternativeFigures, ...] = ()
@@ -1143,7 +1143,7 @@ class _Beside:
     explanation: Explanation | None = None
 
     @classmethod
-    def of(cls, search: PlanSearch, best: Trial, workload: Workload, *, explain: bool) -> _Beside:
+    def of(cls, search: PlanSearch, best: Trial, workload: Workload, *, explain: bool) -> _BesidePlan:
         """All of it that there is a moment for."""
         found, request = cls(), search.request
         with search.noting("plans beside the best"):
