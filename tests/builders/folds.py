@@ -21,8 +21,11 @@ Pair = tuple[Plan, Plan, Profile, Cluster]
 """Folded, and of devices; what they are made from."""
 
 
-def alike_profile(draw: Random, *, tied: bool) -> Profile:
-    """A chain of blocks that one or two devices may split; the first and the last may share a table."""
+def alike_profile(draw: Random, *, tied: bool, shared: bool = False) -> Profile:
+    """A chain of blocks that one or two devices may split; the first and the last may share a table.
+
+    Where they are ``shared`` two devices may have parts of each sequence, and two have experts.
+    """
     split = draw.random() < 0.5
     back = {"backward_ns": 200}
     if split:
@@ -32,16 +35,20 @@ def alike_profile(draw: Random, *, tied: bool) -> Profile:
             id=f"b{number}",
             operator="layer",
             parameters=draw.choice([10, 100, 300]),
+            expert_parameters=6 * shared,
             costs=tuple(
                 CostRow(
                     microbatch_size=size,
                     shards=shards,
+                    context=context,
+                    expert=expert,
                     forward_ns=draw.randint(50, 150) * size,
                     activation_bytes=100 * size,
                     workspace_bytes=30,
                     **back,
                 )
                 for shards in (1, 2)
+                for context, expert in ((1, 1), (2, 1), (1, 2), (2, 2))[: 4 if shared else 1]
                 for size in (1, 8)
             ),
         )
@@ -58,8 +65,11 @@ def alike_profile(draw: Random, *, tied: bool) -> Profile:
     )
 
 
-def alike_placement(draw: Random, *, same: bool) -> Placement:
-    """Stages on one to three positions, some twice; all split alike, or only with a number of replicas in common."""
+def alike_placement(draw: Random, *, same: bool, shared: bool = False) -> Placement:
+    """Stages on one to three positions, some twice; all split alike, or only with a number of replicas in common.
+
+    Where they are ``shared`` pairs of devices may have parts of each sequence, or experts, or both.
+    """
     positions, chunks, common = draw.choice([2, 3]), draw.choice([1, 2]), draw.choice([2, 4])
     shapes = [(draw.choice([1, 2]), common * draw.choice([1, 2])) for _ in range(positions)]
     shapes = shapes[:1] * positions if same else shapes
@@ -70,6 +80,8 @@ def alike_placement(draw: Random, *, same: bool) -> Placement:
     cuts = sorted(draw.sample(range(1, 8), positions * chunks - 1))
     placed = []
     zero = draw.choice([0, 1])
+    context, expert = draw.choice([(2, 1), (1, 2), (2, 2)]) if shared else (1, 1)
+    groups = [tuple(range(own[0] * context, (own[-1] + 1) * context)) for own in groups]
     for number, (begin, end) in enumerate(zip([0, *cuts], [*cuts, 8], strict=True)):
         (shards, replicas), devices = shapes[number % positions], groups[number % positions]
         names = tuple(f"b{block}" for block in range(begin, end))
@@ -79,11 +91,13 @@ def alike_placement(draw: Random, *, same: bool) -> Placement:
                 devices=devices,
                 shards=shards,
                 replicas=replicas,
+                context=context,
+                expert=expert,
                 zero=zero,
                 recompute=draw.choice([True, False]),
             )
         )
-    return Placement(strategy="by hand", num_devices=used, stages=tuple(placed))
+    return Placement(strategy="by hand", num_devices=used * context, stages=tuple(placed))
 
 
 def two_levels(count: int, node: int) -> Cluster:
@@ -96,11 +110,14 @@ def two_levels(count: int, node: int) -> Cluster:
     return Cluster(name="two", source=Source(method="estimated"), devices=kinds, levels=(inner, outer))
 
 
-def plans_of(seed: int, monkeypatch: pytest.MonkeyPatch, idle: int = 0) -> Pair:
-    """A random case, in one random order of its actions, and so many devices more that run nothing."""
+def plans_of(seed: int, monkeypatch: pytest.MonkeyPatch, idle: int = 0, *, shared: bool = False) -> Pair:
+    """A random case, in one random order of its actions, and so many devices more that run nothing.
+
+    Where it is ``shared`` devices share sequences or experts.
+    """
     draw = Random(seed)
-    profile = alike_profile(draw, tied=seed % 3 == 0)
-    placement = alike_placement(draw, same=seed % 2 == 0)
+    profile = alike_profile(draw, tied=seed % 3 == 0, shared=shared)
+    placement = alike_placement(draw, same=seed % 2 == 0, shared=shared)
     placement = placement.model_copy(update={"num_devices": placement.num_devices + idle})
     node = draw.choice([2, 4, placement.num_devices])
     cluster = two_levels(placement.num_devices, node)

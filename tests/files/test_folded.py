@@ -27,9 +27,18 @@ from pipeplan.workload.workload import Workload
 _CASES = range(10)
 
 
-@pytest.mark.parametrize(("seed", "idle"), [*((seed, 0) for seed in _CASES), (0, 16), (1, 16), (2, 32), (3, 16)])
-def test_a_folded_plan_is_its_unfolded_form(seed: int, idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    folded, devices, profile, cluster = plans_of(seed, monkeypatch, idle)
+@pytest.mark.parametrize(
+    ("seed", "idle", "shared"),
+    [
+        *((seed, 0, False) for seed in _CASES),
+        *((seed, idle, False) for seed, idle in ((0, 16), (1, 16), (2, 32), (3, 16))),
+        *((seed, 0, True) for seed in _CASES),
+    ],
+)
+def test_a_folded_plan_is_its_unfolded_form(
+    seed: int, idle: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded, devices, profile, cluster = plans_of(seed, monkeypatch, idle, shared=shared)
     assert len(folded.devices) < len(devices.devices) == folded.num_devices
     assert unfolded(folded) == devices
     assert folded_plan(devices) == folded

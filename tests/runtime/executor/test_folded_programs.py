@@ -37,14 +37,15 @@ def _own(program: Program) -> Program:
         edges=(),
         divisions=(),
         slices={},
+        pieces={},
         is_alone=False,
         texts=[*program.texts],
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_rank_unfolds_its_own_program(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    folded, devices, profile, _ = plans_of(seed, monkeypatch)
+@pytest.mark.parametrize(("seed", "shared"), [*((seed, False) for seed in range(6)), *((s, True) for s in range(6))])
+def test_a_rank_unfolds_its_own_program(seed: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded, devices, profile, _ = plans_of(seed, monkeypatch, shared=shared)
     tied = [each.blocks for each in profile.tied]
     expected = programs_of(devices, _BLOCKS, _EDGES, "alike")
     assert [*map(tuple, device_programs(folded))] == [*map(tuple, devices.programs)]
@@ -53,6 +54,10 @@ def test_a_rank_unfolds_its_own_program(seed: int, monkeypatch: pytest.MonkeyPat
         assert _own(found) == _own(whole)
         assert [at for at, own in enumerate(on_device(folded, rank).programs) if own] == [rank]
         assert found.lines == {line for line in whole.lines if rank in line}
+        near = {rank}.union(*found.edges)  # whose messages it makes or takes
+        assert {stage: {r: p for r, p in own.items() if r in near} for stage, own in whole.pieces.items()} == {
+            stage: {r: p for r, p in own.items() if r in near} for stage, own in found.pieces.items()
+        }
         assert set(found.edges) == {edge for edge in whole.edges if rank in edge}
         assert {*found.divisions} <= {*whole.divisions}
         assert {each for each in whole.divisions if rank in each.ranks} <= {*found.divisions}
