@@ -68,6 +68,16 @@ def test_what_another_version_of_a_library_took_is_measured_again() -> None:
     assert measure.asked
 
 
+def test_what_compiles_slowly_comes_after_what_is_as_dear() -> None:
+    profile, rule = chain(), Pairs()
+    backends = Backend("slow", rule=rule, compiles_slowly=True), Backend("quick", rule=rule)
+    found = candidates_of(OperatorDag.of(profile), backends, profile, [1])
+    assert [each.eager_ns for each in found] == sorted((each.eager_ns for each in found), reverse=True)
+    for one in found:
+        alike = [each.backend for each in found if each.eager_ns == one.eager_ns]
+        assert alike == sorted(alike)  # quick, slow
+
+
 def test_alike_groups_are_measured_once_and_what_is_dearest_first() -> None:
     profile, measure = chain(), Measuring()
     log, told = run(profile, measure)

@@ -106,10 +106,10 @@ def renewed(
 
 
 def candidates_of(
-    graph: OperatorDag, backends: Iterable[Backend], profile: Profile, sizes: Sequence[int]
+    graph: OperatorDag, backends: Sequence[Backend], profile: Profile, sizes: Sequence[int]
 ) -> list[GroupCandidate]:
-    """All that is to be measured, what eager torch takes longest for first."""
-    found = []
+    """All that is to be measured, what eager torch takes longest for first; of equal ones what compiles slowly last."""
+    found, slow = [], {backend.name for backend in backends if backend.compiles_slowly}
     for size in sizes:
         eager = {block.id: plain_row(block.costs, size) for block in profile.blocks}
         for backend in backends:
@@ -119,7 +119,7 @@ def candidates_of(
             for groups in alike.values():
                 rows = [row for group in groups for id_ in group if (row := eager[id_]) is not None]
                 found.append(GroupCandidate(tuple(groups), backend.name, size, sum(map(row_ns, rows))))
-    return sorted(found, key=lambda each: -each.eager_ns)
+    return sorted(found, key=lambda each: (-each.eager_ns, each.backend in slow))
 
 
 @dataclass(slots=True)
