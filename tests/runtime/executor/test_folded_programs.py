@@ -85,7 +85,8 @@ def _divided(program: Program, rank: int, blocks: set[str]) -> set[Division]:
 
 def _kind(share: Share) -> Share:
     """A share, whoever has the others of its block."""
-    return replace(share, partners=tuple(range(share.count)) if share.partners else (), places=(), context=())
+    partners, experts = (tuple(range(len(own))) for own in (share.partners, share.experts))
+    return replace(share, partners=partners, experts=experts, places=(), context=())
 
 
 def test_a_rank_makes_no_more_objects_for_more_ranks() -> None:
