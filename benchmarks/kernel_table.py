@@ -449,7 +449,7 @@ def failures(state: TableState) -> Iterator[str]:
             yield f"* {key}: the process ended with {cell['failed']}"
         for name, why in cell.get("refused", {}).items():
             yield f"* {key}: {name}: {why}"
-        for text in cell.get("told", ()):
+        for text in dict.fromkeys(cell.get("told", ())):
             yield f"* {key}: {text}"
 
 
@@ -527,7 +527,7 @@ def added_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], l
 
 def measuring_table(state: TableState) -> tuple[list[str], list[list[str]]]:
     header = ["network", "threads", "samples", "s from nothing", "of it groups", "compiling in these", "the rest"]
-    header += ["s from the log", "of it measuring", "the same command again, s", "commands", "left out"]
+    header += ["s from the log", "of it measuring", "the same command again, s", "commands", "groups left out"]
     rows = []
     for key, found in state.known.items():
         what, *of = key.split("/")
@@ -536,8 +536,14 @@ def measuring_table(state: TableState) -> tuple[list[str], list[list[str]]]:
             row = [*of, f"{found['seconds']:.0f}", f"{groups:.0%}", f"{compiling:.0%}", f"{1 - groups:.0%}"]
             log = state.known.get("/".join(("log", *of)))
             row += [f"{log['choosing_s']:.1f}", "0%", f"{log['again_s']:.0f}"] if log else ["-"] * 3
-            rows.append([*row, str(found["commands"]), found["left"]])
+            rows.append([*row, str(found["commands"]), left_out(found["left"])])
     return header, rows
+
+
+def left_out(text: str) -> str:
+    """How many groups there was no time to measure alone; of them three are named."""
+    more = re.search(r"and (\d+) more", text)
+    return str(text.count(" at micro-batch size ") + (int(more[1]) if more else 0))
 
 
 def graph_table(state: TableState) -> tuple[list[str], list[list[str]]]:
