@@ -5,8 +5,9 @@ its plan's file, read, checked and simulated; every cell of the uniform grid (te
 stages, micro-batch, ZeRO level; 1F1B, interleaved and zero-bubble schedules), cut evenly, recomputing what it must, and
 simulated; ``frontier --plans``; and published configurations of the same model on as many devices of the same kind. All
 have the same costs, estimated with what predicts published runs.
-On demand: two workers beside one; and, in deterministic time, the search without each of its steps, and without all
-that give stages devices of their own.
+On demand: the command line, as processes, from the profile to a written plan, and ``check`` and ``simulate`` of what it
+wrote with its profile and its cluster (``commands``); two workers beside one; and, in deterministic time, the search
+without each of its steps, and without all that give stages devices of their own.
 
     python benchmarks/real_clusters.py --state FOLDER [--only PARTS] [--limit 60] [--parts search,grid]
     python benchmarks/real_clusters.py --state FOLDER --only llama3-70b-64 --parts workers,steps
@@ -24,10 +25,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from limits import CHILD, MARK
 from tables import machine, markdown, note
 
 import pipeplan
@@ -505,8 +509,69 @@ def _found_ns(state: State, case: Case, samples: int, said: Mapping[str, Any]) -
     return found.plan.predicted.iteration_ns
 
 
+def commands(state: State, case: Case) -> dict[str, Any]:
+    """``search`` with its limit, then ``check`` and ``simulate`` of the plan it wrote, with its profile and cluster.
+
+    Each is a process. Seconds are from its start until it is over, by the clock and of its work; a first plan's are
+    until it was made, imports and reading included. Memory is what a process and all that it began held, at most.
+    """
+    profile, cluster, plan = state.profile(case), state.cluster(case), state.folder / f"{case.stem}.command.json"
+    both = ["--profile", str(profile), "--cluster", str(cluster)]
+    asked = ["search", str(profile), *both[2:], "--mini-batch", str(case.samples)]
+    asked += ["--time-limit", f"{state.limit:g}s", "-o", str(plan)]
+    found = {"search": _process([sys.executable, "-c", CHILD, *asked])}
+    for verb in ("check", "simulate") if found["search"]["code"] == 0 else ():
+        found[verb] = _process([sys.executable, "-m", "pipeplan", verb, str(plan), *both])
+    kept = {"plan_bytes": plan.stat().st_size, "iteration_ns": read_plan(str(plan)).predicted.iteration_ns}
+    return found | (kept if found["search"]["code"] == 0 else {})
+
+
+def _process(command: Sequence[str]) -> dict[str, Any]:
+    """What a process took and held, how it ended, and what it marked when, in seconds from its start."""
+    most, begun = 0, time.monotonic()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            most = max(most, sum(map(_held, _tree(process.pid))))
+            time.sleep(0.05)
+        over = time.monotonic() - begun
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        said.seek(0)
+        errors = said.read()
+    marks = {what: float(when) - begun for what, when in reversed(MARK.findall(errors))}
+    left = "" if process.returncode == 0 else errors.strip()[-300:]
+    return {
+        "code": process.returncode,
+        "seconds": over,
+        "work_s": used.ru_utime + used.ru_stime,
+        "memory_bytes": max(most, 1024 * used.ru_maxrss),
+        "marks": marks,
+        "failed": left,
+    }
+
+
+def _tree(process: int) -> Iterator[int]:
+    """A process and all that it began and that are there."""
+    yield process
+    try:
+        began = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:  # it is over, or this is not Linux
+        began = []
+    for each in began:
+        yield from _tree(int(each))
+
+
+def _held(process: int) -> int:
+    """Bytes that a process has in memory; what it shares with others counts for each."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
 PARTS = ("search", "grid", "frontier", "published")
-"""What is done unless others are asked for; beside these there are ``workers`` and ``steps``."""
+"""What is done unless others are asked for; beside these there are ``commands``, ``workers`` and ``steps``."""
 
 OFF = {
     **{step.name: (step.name,) for step in STEPS if not step.needed and not isinstance(step, ScheduleStep)},
@@ -565,6 +630,7 @@ def work(state: State, cases: Iterable[Case], parts: Sequence[str]) -> None:
             "grid": partial(grid, state, case),
             "frontier": partial(front, state, case),
             "published": partial(published, state, case),
+            "commands": partial(commands, state, case),
             "workers": partial(by_workers, state, case),
             "steps": partial(steps, state, case),
         }
@@ -648,8 +714,31 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
     if grids:
         counts = "cells", "simulated", "no schedule", "above", "of these simulated", "bounds that do not hold", "left"
         yield markdown(("case", "search, s", "best cell, s", "cell", "search is", *counts), grids)
+    if asked := [(case.name, *_commands(known)) for case in cases if (known := state.known(case, "commands"))]:
+        yield markdown(COMMANDS, asked)
     if others:
         yield markdown(("case", "beside", "its iteration, s", "search, s", "search is"), others)
+
+
+COMMANDS = (
+    *("case", "iteration, s", "first plan, s", "`search`, s", "its work, s", "its memory, GB"),
+    *("plan, kB", "`check`, s", "memory, GB", "`simulate`, s", "memory, GB"),
+)
+
+
+def _commands(known: Mapping[str, Any]) -> Iterator[str]:
+    """The cells of a case's commands, or how one failed."""
+    for each in (known["search"], known.get("check"), known.get("simulate")):
+        if each and each["code"]:
+            yield each["failed"]
+            return
+    search = known["search"]
+    yield f"{known['iteration_ns'] / 1e9:.2f}"
+    yield from (f"{each:.1f}" for each in (search["marks"]["made"], search["seconds"], search["work_s"]))
+    yield f"{search['memory_bytes'] / 1e9:.2f}"
+    yield f"{known['plan_bytes'] / 1000:.0f}"
+    for verb in ("check", "simulate"):
+        yield from (f"{known[verb]['seconds']:.1f}", f"{known[verb]['memory_bytes'] / 1e9:.2f}")
 
 
 def _beside(theirs: int | None, ours: int, why: str = "") -> tuple[str, ...]:

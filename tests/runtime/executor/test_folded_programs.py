@@ -61,12 +61,13 @@ def test_a_rank_unfolds_its_own_program(seed: int, shared: bool, monkeypatch: py
         assert set(found.edges) == {edge for edge in whole.edges if rank in edge}
         assert {*found.divisions} <= {*whole.divisions}
         assert {each for each in whole.divisions if rank in each.ranks} <= {*found.divisions}
-        for other in {other for _, other in found.holders}:
-            blocks = {share.block for share, holder in found.holders if holder == other}
+        known, every = ([(share, rank) for share, ranks in of.holders for rank in ranks] for of in (found, whole))
+        for other in {other for _, other in known}:
+            blocks = {share.block for share, holder in known if holder == other}
             assert _divided(found, other, blocks) == _divided(whole, other, blocks)
-        own = {_kind(share) for share, other in whole.holders if other == rank}
-        assert {(_kind(s), r) for s, r in found.holders if _kind(s) in own} == {
-            (_kind(share), other) for share, other in whole.holders if _kind(share) in own
+        own = {_kind(share) for share, other in every if other == rank}
+        assert {(_kind(s), r) for s, r in known if _kind(s) in own} == {
+            (_kind(share), other) for share, other in every if _kind(share) in own
         }
 
 

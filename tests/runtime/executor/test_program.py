@@ -180,7 +180,7 @@ def test_routes_take_turns() -> None:
     down = samples_of(programs[0])
     assert down["0F1"] == ((4, 5),)
     assert down["3F1"] == ((6, 7),)
-    assert set(programs[0].holders) == {(Share(block), rank) for block in BLOCKS[:2] for rank in (0, 1)}
+    assert set(programs[0].holders) == {(Share(block), (0, 1)) for block in BLOCKS[:2]}
     assert {message for message, _, _ in programs[0].remote} == {
         Message("F", 0, 1),
         Message("F", 2, 3),

@@ -95,7 +95,8 @@ class RankGroup:
     def __init__(self, ranks: Ranks, progress: Progress, group: dist.ProcessGroup | None = None) -> None:
         self._ranks, self._rank, self._progress, self.group = ranks, progress.rank, progress, group
         self._next = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
-        self._order = [sorted(ranks).index(rank) for rank in ranks]  # a group numbers its ranks in ascending order
+        numbers = {rank: number for number, rank in enumerate(sorted(ranks))}
+        self._order = [numbers[rank] for rank in ranks]  # a group numbers its ranks in ascending order
         self.routed = Counter[int]()
 
     def sum(self, tensor: Tensor) -> Tensor:

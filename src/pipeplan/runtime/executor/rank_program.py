@@ -146,6 +146,10 @@ class ProgramLoop:
             yield from (Turn(index, times if self.own[index] <= number else 0, run) for index in rest)
 
 
+Held = tuple[Share, tuple[int, ...]]
+"""A share, and the ranks that have it."""
+
+
 class Division(NamedTuple):
     """Ranks, in ascending order, that divide what they keep of some blocks, by a ZeRO level.
 
@@ -228,7 +232,7 @@ class CustomOpPart:
 class Program:
     """Everything a rank needs of the plan.
 
-    ``holders`` are the plan's shares with the rank that has each, in the same order on every rank; ``tensors`` names
+    ``holders`` are the plan's shares with the ranks that have each, in the same order on every rank; ``tensors`` names
     the blocks whose outputs, or gradients of outputs, a message carries, in order. ``lines`` are sets of ranks, of all
     the plan, that exchange something while they run an action together, ``edges`` its pairs of source and target ranks
     of messages. ``stages`` and ``custom_ops`` are those that run here, by the plan's index. With a ``loop``, ``steps``
@@ -244,7 +248,7 @@ class Program:
     texts: Sequence[str]
     steps: tuple[ProgramStep, ...]
     stages: Mapping[int, StagePart]
-    holders: tuple[tuple[Share, int], ...]
+    holders: tuple[Held, ...]
     tensors: Mapping[Message, tuple[str, ...]]
     custom_ops: Mapping[int, CustomOpPart]
     lines: frozenset[tuple[int, ...]] = frozenset()
@@ -350,7 +354,7 @@ def _program_of(
     here = {number for number, stage in enumerate(short.stages) if rank in stage.devices}
     lowering = _Lowering(short, rank, graph, SampleOwnership(short), slices_of(short, here=here))
     shared = _shared_blocks(short, here, tied)
-    holders = tuple(dict.fromkeys(_holders_with(short, rank, here, shared)))
+    holders = _by_share(_holders_with(short, rank, here, shared))
     others = {number for number, stage in enumerate(short.stages) if not shared.isdisjoint(stage.blocks)}
     program = lowering.program(holders, _lines_with(short, rank, here), tuple(_divisions(short, here | others)))
     if plan.loop is None:
@@ -368,30 +372,38 @@ def _shared_blocks(plan: Plan, here: Collection[int], tied: Iterable[Collection[
     return found | {block for blocks in tied if len(blocks) > 1 and not own.isdisjoint(blocks) for block in blocks}
 
 
-def _holders_with(plan: Plan, rank: int, here: Collection[int], every: Collection[str]) -> Iterator[tuple[Share, int]]:
+def _holders_with(plan: Plan, rank: int, here: Collection[int], every: Collection[str]) -> Iterator[Held]:
     """The shares of a rank's blocks, each with the ranks that have it; of ``every`` shared block all shares."""
     for number, stage in enumerate(plan.stages):
         if number in here:
-            for other, shares in _with_shares(stage, rank):
-                yield from ((share, other) for share in shares if share.block not in every)
+            for shares, others in _with_shares(stage, rank):
+                yield from ((share, others) for share in shares if share.block not in every)
         if any(block in every for block in stage.blocks):
-            for other, shares in _with_shares(stage, rank if number in here else stage.devices[0]):
-                yield from ((share, other) for share in shares if share.block in every)
+            for shares, others in _with_shares(stage, rank if number in here else stage.devices[0]):
+                yield from ((share, others) for share in shares if share.block in every)
 
 
-def _with_shares(stage: Stage, rank: int) -> Iterator[tuple[int, tuple[Share, ...]]]:
-    """A stage's ranks with their shares: one for all that have the same parts, by their places among others.
+def _with_shares(stage: Stage, rank: int) -> Iterator[tuple[tuple[Share, ...], tuple[int, ...]]]:
+    """A stage's shares with their ranks: one for all that have the same parts, by their places among others.
 
     Ranks with other parts have some parameters as this one has them, such as norms, or the same experts. Of all with
     the same parts as ``rank`` its own shares are said, of others those of the first.
     """
-    number = stage.devices.index(rank)
-    known = {(number % stage.shards, number % stage.expert): _shares_of(stage, rank)}
-    for place, other in enumerate(stage.devices):
-        what = place % stage.shards, place % stage.expert
-        if what not in known:
-            known[what] = _shares_of(stage, other)
-        yield other, known[what]
+    every = math.lcm(stage.shards, stage.expert)
+    own = stage.devices.index(rank) % every
+    for place, first in enumerate(stage.devices[:every]):
+        yield _shares_of(stage, rank if place == own else first), stage.devices[place::every]
+
+
+def _by_share(found: Iterable[Held]) -> tuple[Held, ...]:
+    """Each share once, with all ranks that have it."""
+    every: dict[Share, list[tuple[int, ...]]] = {}
+    for share, ranks in found:
+        every.setdefault(share, []).append(ranks)
+    return tuple(
+        (share, each[0] if len(each) == 1 else tuple(sorted(set(itertools.chain.from_iterable(each)))))
+        for share, each in every.items()
+    )
 
 
 def _lines_with(plan: Plan, rank: int, here: Collection[int]) -> frozenset[tuple[int, ...]]:
@@ -563,7 +575,7 @@ class _Lowering:
 
     def program(
         self,
-        holders: tuple[tuple[Share, int], ...],
+        holders: tuple[Held, ...],
         lines: frozenset[tuple[int, ...]],
         divisions: tuple[Division, ...] | None = None,
     ) -> Program:
@@ -871,7 +883,7 @@ def _dividing(stage: Stage, *, of_experts: bool) -> Iterator[Division]:
             yield Division(stage.blocks, tuple(sorted(ranks)), stage.zero, of_experts)
 
 
-def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:
+def _holders(plan: Plan) -> tuple[Held, ...]:
     """All shares, each with its ranks; a whole block counts once on a rank, however many of its stages have it."""
-    found = ((share, rank) for stage in plan.stages for rank in stage.devices for share in _shares_of(stage, rank))
-    return tuple(dict.fromkeys(found))
+    each = ((_shares_of(stage, rank), (rank,)) for stage in plan.stages for rank in stage.devices)
+    return _by_share((share, ranks) for shares, ranks in each for share in shares)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.channels import Ranks, groups_of
-from pipeplan.runtime.executor.rank_program import Division
+from pipeplan.runtime.executor.rank_program import Division, Held
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import ParameterPart
@@ -43,12 +43,15 @@ Copy = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SharedParameter:
-    """All there is of one parameter: blocks that have it, its whole shape, and who has which part of it."""
+    """All there is of one parameter: blocks that have it, its whole shape, and who has which part of it.
+
+    ``ranks_of`` [part] ascend; ``with_blocks`` [some of its blocks] are the ranks that have just these.
+    """
 
     holders: tuple[Holder, ...]
     shape: tuple[int, ...]
     ranks_of: Mapping[ParameterPart, Ranks]
-    blocks_of: Mapping[int, tuple[str, ...]]
+    with_blocks: _WithBlocks
 
     @property
     def name(self) -> str:
@@ -67,17 +70,21 @@ class _SharedParameter:
     @property
     def groups(self) -> dict[tuple[int, ...], Ranks]:
         """Ranks whose gradients are summed, by the number of their parts."""
-        found: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        found: dict[tuple[int, ...], list[Ranks]] = defaultdict(list)
         for part, ranks in self.ranks_of.items():
-            found[self.number(part)].update(ranks)
-        return {number: tuple(sorted(found[number])) for number in sorted(found)}
+            found[self.number(part)].append(ranks)
+        return {number: _together(found[number]) for number in sorted(found)}
+
+    def blocks_on(self, rank: int) -> tuple[str, ...]:
+        """Those of its blocks that a rank has."""
+        return next((blocks for blocks, ranks in self.with_blocks.items() if rank in ranks), ())
 
     def stores(self, part: ParameterPart, rank: int, divided: Mapping[int, Division]) -> bool:
         """Whether the part is this rank's to count: it is of the first kind, and this the first rank that has it.
 
         Where ranks divide it, the first that has these rows.
         """
-        first, lowest = next(iter(self.ranks_of)), min(self.ranks_of[part])
+        first, lowest = next(iter(self.ranks_of)), self.ranks_of[part][0]
         mine = rank in divided[lowest].ranks if lowest in divided else rank == lowest
         return part.kind == first.kind and part.adds and mine
 
@@ -86,52 +93,51 @@ class _SharedParameter:
         """Whether devices share it as experts."""
         return any(part.of_experts for part in self.ranks_of)
 
-    def divided(self, known: _Divisions) -> tuple[dict[int, Division], bool]:
+    def divided(self, known: _Divisions) -> tuple[_Divided, bool]:
         """With whom ranks divide it, and whether all do so alike, so that each sums its rows alone.
 
         Where they do not, whole gradients are summed, and nothing but what an optimizer keeps is divided.
         """
-        return known.of(self.blocks_of, self.of_experts, may=bool(self.shape), alike=self.alike)
+        return known.of(self.with_blocks, self.of_experts, may=bool(self.shape), alike=self.alike)
+
+
+_WithBlocks = Mapping[tuple[str, ...], frozenset[int]]
+_Divided = Mapping[int, Division]
 
 
 class _Divisions:
     """Who divides what; parameters that the same ranks have of the same blocks are looked at once."""
 
     def __init__(self, divisions: Sequence[Division]) -> None:
-        self._all = divisions
-        self._found: dict[tuple[int, bool, bool, bool], tuple[dict[int, Division], bool]] = {}
+        self._all = [(division, frozenset(division.ranks)) for division in divisions]
+        self._found: dict[tuple[int, bool, bool, bool], tuple[_Divided, bool]] = {}
 
-    def of(
-        self, blocks_of: Mapping[int, tuple[str, ...]], of_experts: bool, *, may: bool, alike: bool
-    ) -> tuple[dict[int, Division], bool]:
+    def of(self, with_blocks: _WithBlocks, of_experts: bool, *, may: bool, alike: bool) -> tuple[_Divided, bool]:
         """As :meth:`_SharedParameter.divided` of one that ``may`` be, and is split ``alike`` everywhere or not."""
-        key = id(blocks_of), of_experts, may, alike
+        key = id(with_blocks), of_experts, may, alike
         if key not in self._found:
-            each = self._whole(blocks_of, of_experts) if may else {}
-            met = {id(division): division for division in each.values()}  # they are long to compare
-            ways = {(division.level, len(division.ranks)) for division in met.values()}
-            alike = alike and len(each) == len(blocks_of) and len(ways) == 1
-            apart = met if alike else {number: one._replace(level=1) for number, one in met.items()}
-            self._found[key] = {rank: apart[id(division)] for rank, division in each.items()}, alike
+            met = [*self._whole(with_blocks, of_experts)] if may else []
+            ways = {(division.level, len(division.ranks)) for division in met}
+            all_do = sum(len(division.ranks) for division in met) == sum(map(len, with_blocks.values()))
+            alike = alike and all_do and len(ways) == 1
+            found = dict[int, Division]()
+            for division in met:
+                found.update(dict.fromkeys(division.ranks, division if alike else division._replace(level=1)))
+            self._found[key] = found, alike
         return self._found[key]
 
-    def _whole(self, blocks_of: Mapping[int, tuple[str, ...]], of_experts: bool) -> dict[int, Division]:
-        """[rank] the division that has all its ``blocks_of`` [rank], if all of its ranks are in that alone."""
-        by_block: dict[str, dict[int, Division]] = {}
-        for block in dict.fromkeys(itertools.chain.from_iterable(set(blocks_of.values()))):
-            own = [each for each in self._all if each.of_experts == of_experts and block in each.blocks]
-            by_block[block] = {rank: each for each in reversed(own) for rank in each.ranks}  # the first that has it
-        each = dict[int, Division]()
-        for rank, blocks in blocks_of.items():
-            first = by_block[blocks[0]].get(rank)
-            if first is not None and all(by_block[block].get(rank) is first for block in blocks[1:]):
-                each[rank] = first
-        lacking = set[int]()
-        for number, division in {id(division): division for division in each.values()}.items():
-            blocks = blocks_of[division.ranks[0]]
-            if any(each.get(r) is not division or blocks_of[r] != blocks for r in division.ranks):
-                lacking.add(number)
-        return {rank: division for rank, division in each.items() if id(division) not in lacking}
+    def _whole(self, with_blocks: _WithBlocks, of_experts: bool) -> Iterator[Division]:
+        """Divisions that have all blocks ``with_blocks`` that their ranks have, which are in no others of these."""
+        for blocks, ranks in with_blocks.items():
+            left = {block: set(ranks) for block in blocks}  # those that the first divisions do not have
+            for division, members in self._all:
+                if division.of_experts != of_experts or left.keys().isdisjoint(division.blocks):
+                    continue
+                first = [block in division.blocks and members <= own for block, own in left.items()]
+                for block in left.keys() & division.blocks:
+                    left[block] -= members
+                if all(first):
+                    yield division
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +264,7 @@ class SharedParameters:
     def __init__(
         self,
         model: Model,
-        holders: Iterable[tuple[Share, int]],
+        holders: Iterable[Held],
         modules: Mapping[Share, nn.Module],
         rank: int,
         transport: str,
@@ -268,10 +274,13 @@ class SharedParameters:
         *,
         alone: bool = False,
     ) -> None:
-        known = _Divisions(divisions)
+        known, same_rows = _Divisions(divisions), _SameRows()
         families = {family: family.divided(known) for family in _families(model, holders)}
         self._groups = groups_of(
-            set(_summed_over(families, rank if alone else None)), transport, timeout, rank if alone else None
+            set(_summed_over(families, same_rows, rank if alone else None)),
+            transport,
+            timeout,
+            rank if alone else None,
         )
         self._sums: dict[tuple[Ranks, tuple[str, ...]], _SumBucket] = {}
         self._copies: dict[Ranks, list[_GradientSum]] = defaultdict(list)
@@ -281,14 +290,14 @@ class SharedParameters:
             held = _made_one(family, model, modules)
             self._elsewhere |= {id(each) for part, each in held.items() if not family.stores(part, rank, shared)}
             if held and rank in shared:
-                blocks, division = family.blocks_of[rank], shared[rank]
+                blocks, division = family.blocks_on(rank), shared[rank]
                 self.divided += (Divided(each, blocks, division, alike) for each in dict.fromkeys(held.values()))
             for number, ranks in family.groups.items() if held else ():
                 own = {part: each for part, each in held.items() if family.number(part) == number}
                 if own and len(ranks) > 1:
                     found = _GradientSum(family.name, own, None if family.alike else family.shape)
                     self._copies[ranks].append(found)
-                    if len(across := _with_same_rows(ranks, shared, rank) if alike else ranks) > 1:
+                    if len(across := same_rows.of(ranks, shared, rank) if alike else ranks) > 1:
                         early = _replicated(family, stage_of) if rank not in shared and family.alike else ()
                         self._sums.setdefault((across, early), _SumBucket(early)).sums.append(found)
         for (ranks, _), bucket in self._sums.items():
@@ -363,33 +372,38 @@ def _fingerprint(parameter: nn.Parameter) -> str:
     )
 
 
-def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_SharedParameter]:
+def _families(model: Model, holders: Iterable[Held]) -> list[_SharedParameter]:
     """All parameters of the model, each once, in the same order on every rank."""
     ranks_of: dict[str, dict[Share, set[int]]] = defaultdict(lambda: defaultdict(set))
-    known = dict[int, tuple[Share, set[int]]]()  # of few shares many ranks are holders
-    for share, rank in holders:
-        if id(share) not in known:
-            alike = _whoever(share)
-            known[id(share)] = share, ranks_of[share.block][alike]
-        known[id(share)][1].add(rank)
+    for share, ranks in holders:
+        ranks_of[share.block][_whoever(share)].update(ranks)
     blocks_of = {block: set[int]().union(*shares.values()) for block, shares in ranks_of.items()}
-    here = dict[tuple[str, ...], dict[int, tuple[str, ...]]]()
+    here = dict[tuple[str, ...], _WithBlocks]()
+    ascending = dict[tuple[int, ...], Ranks]()
     shapes = model.parameter_shapes()
     tied = {holder for group in model.tied for holder in group}
     found = []
     for group in (*model.tied, *((holder,) for holder in shapes if holder not in tied)):
-        parts: dict[ParameterPart, set[int]] = defaultdict(set)
+        parts: dict[ParameterPart, list[set[int]]] = defaultdict(list)
         for block, name in group:
-            for share, ranks in ranks_of.get(block, {}).items():
-                parts[model.part_of(share, name)] |= ranks
+            for share, each in ranks_of.get(block, {}).items():
+                parts[model.part_of(share, name)].append(each)
         if not parts:  # none of what this rank knows of
             continue
         blocks = tuple(block for block, _ in group)
         if blocks not in here:
-            here[blocks] = _blocks_here(blocks, blocks_of)
-        sets = {part: tuple(sorted(each)) for part, each in parts.items()}
-        found.append(_SharedParameter(group, shapes[group[0]], sets, here[blocks]))
+            here[blocks] = _with_blocks(blocks, blocks_of)
+        for sets in parts.values():
+            if (key := tuple(map(id, sets))) not in ascending:
+                ascending[key] = tuple(sorted(set[int]().union(*sets)))
+        of_part = {part: ascending[tuple(map(id, sets))] for part, sets in parts.items()}
+        found.append(_SharedParameter(group, shapes[group[0]], of_part, here[blocks]))
     return found
+
+
+def _together(sets: Sequence[Ranks]) -> Ranks:
+    """All ranks of some sets, ascending, as those of each are."""
+    return sets[0] if len(sets) == 1 else tuple(sorted(set().union(*sets)))
 
 
 def _whoever(share: Share) -> Share:
@@ -400,31 +414,44 @@ def _whoever(share: Share) -> Share:
     return replace(alike, places=(), context=(), ring=False)
 
 
-def _blocks_here(blocks: Sequence[str], ranks_of: Mapping[str, set[int]]) -> dict[int, tuple[str, ...]]:
-    """[rank] those of some blocks that it has, of ranks that have any; ``ranks_of`` [block] are those that have it."""
-    each = [(block, ranks_of[block]) for block in blocks if block in ranks_of]
-    if len(each) == 1:
-        return dict.fromkeys(each[0][1], (each[0][0],))
-    every = set[int]().union(*(ranks for _, ranks in each))
-    return {rank: tuple(block for block, ranks in each if rank in ranks) for rank in every}
+def _with_blocks(blocks: Sequence[str], ranks_of: Mapping[str, set[int]]) -> _WithBlocks:
+    """{some of the blocks: ranks that have just these}; ``ranks_of`` [block] are those that have it."""
+    found = dict[tuple[str, ...], frozenset[int]]()
+    for block in dict.fromkeys(blocks):
+        own = frozenset(ranks_of.get(block, ()))
+        more = {(*before, block): ranks & own for before, ranks in found.items()}
+        rest = {before: ranks - own for before, ranks in found.items()}
+        alone = {(block,): own.difference(*found.values())}
+        found = {each: ranks for each, ranks in (rest | more | alone).items() if ranks}
+    return found
 
 
-def _with_same_rows(ranks: Ranks, divided: Mapping[int, Division], rank: int) -> Ranks:
-    """Among ranks that share a part in equal divisions, those that keep the same rows as this one."""
-    number = divided[rank].ranks.index(rank)
-    each = {id(division): division.ranks[number] for division in (divided[other] for other in ranks)}
-    return tuple(sorted(set(each.values()).intersection(ranks)))
+class _SameRows:
+    """Ranks that keep the same rows of what they divide: of each set that sums something found once."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int, int], tuple[Ranks, _Divided, Ranks]] = {}
+
+    def of(self, ranks: Ranks, divided: _Divided, rank: int) -> Ranks:
+        """Among ranks that share a part in equal divisions, those that keep the same rows as this one."""
+        key = id(ranks), id(divided), rank
+        if key not in self._found:
+            number = divided[rank].ranks.index(rank)
+            met = {id(division): division for division in map(divided.__getitem__, ranks)}
+            same = {division.ranks[number] for division in met.values()}
+            self._found[key] = tuple(sorted(same.intersection(ranks))), divided, ranks  # kept, as ids are of these
+        return self._found[key][0]
 
 
 def _summed_over(
-    families: Mapping[_SharedParameter, tuple[dict[int, Division], bool]], only: int | None
+    families: Mapping[_SharedParameter, tuple[_Divided, bool]], same_rows: _SameRows, only: int | None
 ) -> Iterator[Ranks]:
     """All sets of ranks that sum something, or those with this one ``only``."""
     for family, (divided, alike) in families.items():
         for ranks in family.groups.values():
             own = ranks if only is None else ranks[:0] if only not in ranks else (only,)
             for rank in own if alike else own[:1]:
-                across = _with_same_rows(ranks, divided, rank) if alike else ranks
+                across = same_rows.of(ranks, divided, rank) if alike else ranks
                 if len(across) > 1:
                     yield across
 
