@@ -532,7 +532,7 @@ def _process(command: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
         while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            most = max(most, sum(map(_held, _tree(process.pid))))
+            most = max(most, sum(map(_held, _tree(process.pid))), _held(process.pid, "VmHWM"))
             time.sleep(0.05)
         over = time.monotonic() - begun
         _, status, used = os.wait4(process.pid, 0)
@@ -545,7 +545,7 @@ def _process(command: Sequence[str]) -> dict[str, Any]:
         "code": process.returncode,
         "seconds": over,
         "work_s": used.ru_utime + used.ru_stime,
-        "memory_bytes": max(most, 1024 * used.ru_maxrss),
+        "memory_bytes": most,
         "marks": marks,
         "failed": left,
     }
@@ -562,12 +562,13 @@ def _tree(process: int) -> Iterator[int]:
         yield from _tree(int(each))
 
 
-def _held(process: int) -> int:
-    """Bytes that a process has in memory; what it shares with others counts for each."""
+def _held(process: int, what: str = "VmRSS") -> int:
+    """Bytes that a process has in memory, or had at most; what it shares with others counts for each."""
     try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return 0
+    return 1024 * next((int(line.split()[1]) for line in lines if line.startswith(f"{what}:")), 0)
 
 
 PARTS = ("search", "grid", "frontier", "published")

@@ -490,11 +490,12 @@ class Plan(File):
                 )
             if self.num_devices > MAX_DEVICES:
                 raise ValueError(f"players are {self.num_devices} devices, more than the {MAX_DEVICES} of a plan")
-            for device in own.devices:
-                if (other := played.setdefault(device, number)) != number:
-                    raise ValueError(f"players[{number}] and players[{other}] both have device {device}")
-        missing = next((device for device in range(self.num_devices) if device not in played), None)
-        if missing is not None:
+            if not played.keys().isdisjoint(own.devices):
+                device = next(device for device in own.devices if device in played)
+                raise ValueError(f"players[{number}] and players[{played[device]}] both have device {device}")
+            played |= dict.fromkeys(own.devices, number)
+        if played.keys() != set(range(self.num_devices)):
+            missing = next(device for device in range(self.num_devices) if device not in played)
             raise ValueError(
                 f"players: device {missing} plays no program, while device {max(played)} plays one of "
                 f"{self.num_devices} devices"

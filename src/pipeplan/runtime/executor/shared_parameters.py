@@ -437,8 +437,9 @@ class _SameRows:
         key = id(ranks), id(divided), rank
         if key not in self._found:
             number = divided[rank].ranks.index(rank)
-            met = {id(division): division for division in map(divided.__getitem__, ranks)}
-            same = {division.ranks[number] for division in met.values()}
+            every = [divided[other] for other in ranks]
+            met = dict(zip(map(id, every), every, strict=True)).values()  # they are long to compare
+            same = {division.ranks[number] for division in met}
             self._found[key] = tuple(sorted(same.intersection(ranks))), divided, ranks  # kept, as ids are of these
         return self._found[key][0]
 
