@@ -44,12 +44,19 @@ def find_cycle(edges: Iterable[tuple[Node, Node]]) -> tuple[Node, ...] | None:
 _CYCLES_OF = 500
 """Nodes whose shortest cycles are compared."""
 
+_LOOKED_AT = 100_000
+"""Nodes looked at for that, in all, once there is a cycle: some 50 ms."""
+
 
 def short_cycle(following: Mapping[Node, Sequence[Node]]) -> list[Node]:
     """The shortest of the cycles of the first nodes that may have one, each node before the next; [] without any."""
     found: list[Node] = []
+    looked_at = 0
     for start in _before_cycles(following)[:_CYCLES_OF]:
-        found = _cycle_of(start, following, len(found)) or found
+        if found and looked_at > _LOOKED_AT:
+            break
+        shorter, reached = _cycle_of(start, following, len(found))
+        found, looked_at = shorter or found, looked_at + reached
     return found
 
 
@@ -69,8 +76,8 @@ def _before_cycles(following: Mapping[Node, Sequence[Node]]) -> list[Node]:
     return [node for node, count in left.items() if count]
 
 
-def _cycle_of(start: Node, following: Mapping[Node, Sequence[Node]], most: int) -> list[Node]:
-    """The shortest cycle of a node, if it is shorter than ``most`` (any, for 0); else nothing."""
+def _cycle_of(start: Node, following: Mapping[Node, Sequence[Node]], most: int) -> tuple[list[Node], int]:
+    """The shortest cycle of a node, if it is shorter than ``most`` (any, for 0), else nothing; and nodes looked at."""
     reached, ends, length = {start: start}, [start], 1
     while ends and length != most:
         further = []
@@ -80,12 +87,12 @@ def _cycle_of(start: Node, following: Mapping[Node, Sequence[Node]], most: int) 
                     cycle = [node]
                     while cycle[-1] != start:
                         cycle.append(reached[cycle[-1]])
-                    return cycle[::-1]
+                    return cycle[::-1], len(reached)
                 if other not in reached:
                     reached[other] = node
                     further.append(other)
         ends, length = further, length + 1
-    return []
+    return [], len(reached)
 
 
 def topological_order(

@@ -73,6 +73,7 @@ from pipeplan.search_constants import MOST_ENTRIES
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, time_is_up
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.samples import carried
+from pipeplan.workload.slices import num_sliced
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import task_graph
 
@@ -620,13 +621,18 @@ def test_all_that_is_left_is_kept_for_a_better_plan_that_is_not_made_yet(value: 
 
     def schedule_of(actions: int) -> SimpleNamespace:
         workload = SimpleNamespace(entries=12, operations=[None] * 4)
-        return SimpleNamespace(graph=SimpleNamespace(num_actions=actions), workload=workload)
+        return SimpleNamespace(graph=SimpleNamespace(num_actions=actions), workload=workload, orders=[[actions]])
 
     predicted = SimpleNamespace(iteration_ns=10)
+    schedule = schedule_of(100)
     made = SimpleNamespace(
-        seconds=3.0, schedule=schedule_of(100), plan=SimpleNamespace(predicted=predicted), stands_in=False
+        seconds=3.0,
+        schedule=schedule,
+        orders=schedule.orders,
+        plan=SimpleNamespace(predicted=predicted),
+        stands_in=False,
     )
-    best = SimpleNamespace(best=schedule_of(150), value_ns=value)
+    best = SimpleNamespace(best=schedule_of(150), parted=None, value_ns=value)
     search: Any = SimpleNamespace(budget=budget, answer=best, made=made, making_seconds=3.0)
     planning_steps._secure(search)
     assert budget.reserved == reserved
@@ -1035,6 +1041,46 @@ def test_a_very_long_run_on_a_given_placement_has_a_plan_before_it_is_searched(m
     assert said
     assert found.plan.predicted.iteration_ns <= said[0]
     assert found.plan.loop is not None
+
+
+def test_few_actions_of_many_entries_on_a_given_placement_have_a_plan_before_they_are_searched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of these runs on all devices: a plan of so many entries is not made whatever the time, as one of few is."""
+
+    clock, begun = Hand(), list[float]()
+
+    def endless(step: FirstSchedule, state: SearchState) -> None:
+        begun.append(clock.now)
+        clock.now = 1_000.0
+        checkpoint()
+
+    monkeypatch.setattr(FirstSchedule, "run", endless)
+    asked = Request.of(shape("mllm", 64), num_microbatches=6, time_limit=100.0, split_backward=False)
+    found = search_plan(asked, within=Limit(100.0, clock=clock))
+    assert begun
+    assert found.schedule.graph.num_actions < planning_steps.FEW_ENTRIES < sum(map(len, found.plan.programs))
+    assert check(found.plan).valid
+
+
+@pytest.mark.parametrize("num_parted", [2, "autopipe"])
+def test_a_first_plan_has_the_slices_that_are_asked_for(num_parted: int | str) -> None:
+    """Their step comes after the search: of a large request there was none until then, and a limit left them out."""
+    clock = Calls()
+    asked = of(400, 16, 10**9, num_microbatches=128, microbatch_size=2, num_parted=num_parted, time_limit=1000.0)
+    search = PlanSearch(asked, Budget(asked.time_limit, clock=clock), None, STEPS)
+    with search.budget.enforced(), clock.counting():
+        EvenCut().run(search)
+    assert clock.most <= MOST_CALLS
+    made = search.made
+    assert made is not None
+    assert made.schedule.scheduler == "1f1b+slices"
+    assert max(stage.num_parted for stage in made.plan.stages) == num_sliced(made.schedule.workload) >= 2
+    assert check(made.plan, asked.profile, asked.cluster).valid
+    assert search.best is not None
+    assert search.best.parted is None, "what is compared is not sliced yet"
+    planning_steps._secure(search)
+    assert search.made is made
 
 
 @pytest.mark.parametrize("scheduler", ["auto", "repetend"])

@@ -654,7 +654,7 @@ class EvenCut(PlanStep):
 
     def run(self, search: PlanSearch) -> None:
         request = search.request
-        if search.begun or isinstance(request.placement, Placement) or request.num_parted or request.spread:
+        if search.begun or isinstance(request.placement, Placement) or request.spread:
             return
         if request.scheduler != "auto" and not _is_named(request) and _plain_instead(search) is None:
             return
@@ -859,12 +859,12 @@ class LookAtCandidates(PlanStep):
         search.trials.append(trial)
         search.looked_at += 1
         given = isinstance(request.placement, Placement)
-        few = max(sum(map(len, way.slots)) for way in trial.ways) <= FEW_ENTRIES
-        if given and not few:
+        few, at_once = trial.num_actions <= FEW_ENTRIES, all(_writes_little(request, way) for way in trial.ways)
+        if given and not at_once:
             self._look_plainly(search, trial)
         if _is_named(request) and (few or is_large(request)) and not given and not trial.worse(best):
             (named(search.steps, SearchCandidates) or SearchCandidates()).search(search, trial, search.budget.remaining)
-        if request.scheduler != "auto" or (given and few) or trial.worse(best):
+        if request.scheduler != "auto" or (given and at_once) or trial.worse(best):
             return  # what is given is searched in any case: of few actions that finds known schedules as soon
         search.unfinished += 1
         with search.noting(f"known schedules of {candidate.placement.strategy}"):
@@ -1294,28 +1294,43 @@ def _keep(search: PlanSearch, best: Trial, schedule: Schedule) -> None:
 
 def _entries(schedule: Schedule) -> float:
     """About how many the programs of its plan have, computing and messages."""
-    workload = schedule.workload
-    return workload.entries * schedule.graph.num_actions / len(workload.operations)
+    return _entries_of(schedule.workload, schedule.graph.num_actions)
+
+
+def _entries_of(workload: Workload, num_actions: int) -> float:
+    return workload.entries * num_actions / len(workload.operations)
 
 
 def _improves(trial: Trial, made: MadePlan) -> bool:
-    """Whether its iteration is shorter than that of what was made."""
-    return trial.value_ns is not None and trial.value_ns < made.plan.predicted.iteration_ns
+    """Whether its iteration is shorter than that of what was made of something else."""
+    if trial.value_ns is None or trial.value_ns >= made.plan.predicted.iteration_ns:
+        return False
+    return trial.best is None or not _is_of(trial, made)
 
 
 def _takes_little(search: PlanSearch, schedule: Schedule | None) -> bool:
     """Whether there is a schedule, of whose plan there is so little."""
-    return schedule is not None and _entries(schedule) + len(search.request.profile.blocks) <= FEW_ENTRIES
+    return schedule is not None and _is_little(search.request, _entries(schedule))
+
+
+def _is_little(request: Request, entries: float) -> bool:
+    return entries + len(request.profile.blocks) <= FEW_ENTRIES
+
+
+def _writes_little(request: Request, workload: Workload) -> bool:
+    """Whether there is so little of a plan whose schedule runs each action once."""
+    actions = workload.slots[: len(workload.operations)]
+    return _is_little(request, _entries_of(workload, sum(map(len, actions))))
 
 
 def _made(search: PlanSearch, trial: Trial) -> MadePlan:
     """The plan of a trial, made now."""
     begun = search.budget.elapsed
-    schedule, plan = _plan_of(search, trial)
+    own, schedule, plan = _plan_of(search, trial)
     seconds = search.budget.elapsed - begun
     search.making_seconds += seconds
     assert trial.best is not None
-    bound = trial.bound_ns if search.request.joined is None else schedule.bound_ns
+    bound = own.bound_ns if search.request.joined is None else schedule.bound_ns
     orders = (trial.parted or trial.best).orders
     search.made = MadePlan(schedule, plan, seconds, bound, orders, _stands_in(search, trial))
     return search.made
@@ -1390,20 +1405,38 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
     return before
 
 
-def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Schedule, Plan]:
-    """The settled schedule of a trial and its plan, which may have been made."""
+def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Trial, Schedule, Plan]:
+    """The settled schedule of a trial and its plan, which may have been made; and what it was made of."""
     assert trial.best is not None
     made, counted = search.made, search.budget.deterministic and not search.budget.interrupted
-    if made is not None and not counted and (trial.parted or trial.best).orders is made.orders:
-        if search.request.joined is not None:
-            return made.schedule, made.plan
+    if made is not None and not counted and _is_of(trial, made):
+        if search.request.joined is not None or (search.request.num_parted and trial.parted is None):
+            return trial, made.schedule, made.plan
         schedule = trial.settled
         known = made.plan.predicted
         proved = {"lower_bound_ns": schedule.bound_ns, "gap": known.iteration_ns / schedule.bound_ns - 1}
-        return schedule, made.plan.model_copy(update={"predicted": known.model_copy(update=proved)})
-    _finish(search.request, trial)
-    schedule = of_blocks(search.request, trial.settled)
-    return schedule, plan_of(search.request, trial, schedule)
+        return trial, schedule, made.plan.model_copy(update={"predicted": known.model_copy(update=proved)})
+    own = _in_parts(search.request, trial)
+    _finish(search.request, own)
+    schedule = of_blocks(search.request, own.settled)
+    return own, schedule, plan_of(search.request, own, schedule)
+
+
+def _is_of(trial: Trial, made: MadePlan) -> bool:
+    """Whether it was made of what is known of a trial."""
+    assert trial.best is not None
+    return (trial.parted or trial.best).orders is made.orders
+
+
+def _in_parts(request: Request, trial: Trial) -> Trial:
+    """The trial, or a copy with forwards in the parts that were asked for: their step comes after the search, for which
+    there may be no time."""
+    if not request.num_parted or trial.parted is not None:
+        return trial
+    own = replace(trial)
+    with suppress(UsageError):  # which the step says
+        slice_forwards(request, own)
+    return own
 
 
 def plan_of(request: Request, trial: Trial, schedule: Schedule) -> Plan:

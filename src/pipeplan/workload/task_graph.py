@@ -288,8 +288,9 @@ def right_behind(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[l
 def stuck_error(graph: TaskGraph, orders: Orders, stuck: Sequence[int]) -> InvalidPlanError:
     """The error that names actions which wait for each other, and where they run."""
     there = set(stuck)
-    following = {task: [other for other, _ in graph.successors[task] if other in there] for task in stuck}
-    for before, after in itertools.chain.from_iterable(map(itertools.pairwise, orders)):
+    waiting = checked(stuck, 4096)
+    following = {task: [other for other, _ in graph.successors[task] if other in there] for task in waiting}
+    for before, after in checked(itertools.chain.from_iterable(map(itertools.pairwise, orders)), 65_536):
         if before in there and after in there:
             following[before].append(after)
     circle = short_cycle(following)
