@@ -19,7 +19,7 @@ from pipeplan.planning.candidates import PlacementCandidate, has_table, is_large
 from pipeplan.planning.divided_state import divides_by_default
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import placement_bound
-from pipeplan.search_constants import LEAST_ESTIMATED, LEAST_GAIN, REPLAYED_ACTIONS, UNSEARCHED
+from pipeplan.search_constants import LEAST_ESTIMATED, LEAST_GAIN, REPLAYED_ACTIONS, REPLAYED_LATE, UNSEARCHED
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, named_devices
@@ -128,7 +128,8 @@ def _more_microbatches(request: Request, result: Result, simulation: Simulation)
     workload = simulation.workload
     actions = 2 * sum(len(slots) for slots in workload.slots)
     outright = request.rules is not None and request.rules.order
-    if simulation.repetend is None or actions > REPLAYED_ACTIONS or outright:
+    most = REPLAYED_LATE if result.timed_out else REPLAYED_ACTIONS
+    if simulation.repetend is None or actions > most or outright:
         return
     unroll, count = simulation.repetend.unroll, workload.num_microbatches
     twice = simulate(result.plan, count + max(1, round(count / unroll)) * unroll)
