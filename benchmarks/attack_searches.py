@@ -3,7 +3,8 @@
 A command runs as its user starts it. Once its workers are there, and while it still has time, one of its processes is
 killed, stopped for good or for a while, told to end or interrupted, by the terminal all of them at once. Then: the
 command ends soon after its time limit, or after the interruption, leaves no process, and what it says it has found is a
-valid plan in its file.
+valid plan in its file. Its messages go to a terminal, where the best value stands as soon as there is one: from then on
+a command that ends by itself without a plan has lost one.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -32,7 +37,9 @@ LIMIT_S = 6
 SOON_S = 10.0
 MOST_DRAWN = 4
 COMMAND = f"search chain.json --cluster cluster.json --mini-batch 256 --workers 2 --time-limit {LIMIT_S}s -o found.json"
+START = [sys.executable, "-m", "pipeplan"]
 _SUBREAPER = 36
+_KNOWN = re.compile(r"\bbest [\d.,]+ ?[mun]?s")
 
 WORKER_SIGNALS = {"killed": signal.SIGKILL, "ended": signal.SIGTERM, "stopped": signal.SIGSTOP, "slow": signal.SIGSTOP}
 OWN_SIGNALS = {
@@ -126,40 +133,69 @@ class Searches:
 
     def _attacked(self, hit: Hit, folder: Path) -> Ended:
         begun = time.monotonic()
-        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        with _terminal() as (slave, said), (folder / "out").open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "pipeplan", *COMMAND.split()],
+                [*START, *COMMAND.split()],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
-                stderr=err,
+                stderr=slave,
+                env=os.environ | {"COLUMNS": "200", "TERM": "xterm"},
                 start_new_session=True,
             )
-        until = time.monotonic() + 30
-        while not workers_of(process.pid) and process.poll() is None and time.monotonic() < until:
-            time.sleep(0.01)
-        time.sleep(hit.share * max(0.0, begun + LIMIT_S - time.monotonic()))
-        workers = workers_of(process.pid)
-        if not workers:
-            return Ended("over before")
-        happened = time.monotonic()
-        _inflict(hit, process.pid, workers)
-        soon = SOON_S + (0.0 if hit.kind in INTERRUPTIONS else LIMIT_S)
-        try:
-            code = process.wait(soon)
-        except subprocess.TimeoutExpired:
-            return Ended(hit.name, "hang", f"{hit}: more than {soon:g} s")
-        said = (folder / "err").read_text()
-        what = f"{hit}, after {time.monotonic() - happened:.1f} s, exit {code}: {said[-1500:]}"
-        for wrong, found in (
-            ("orphan", left_over()),
-            ("traceback", "Traceback" in said),
-            ("exit", not _is_promised(code, hit)),
-            ("lost", code == 0 and _lost(folder / "found.json")),
-        ):
-            if found:
-                return Ended(hit.name, wrong, f"{found}: {what}")
-        return Ended(hit.name)
+            os.close(slave)
+            until = time.monotonic() + 30
+            while not workers_of(process.pid) and process.poll() is None and time.monotonic() < until:
+                time.sleep(0.01)
+            time.sleep(hit.share * max(0.0, begun + LIMIT_S - time.monotonic()))
+            workers = workers_of(process.pid)
+            if not workers:
+                return Ended("over before")
+            happened = time.monotonic()
+            _inflict(hit, process.pid, workers)
+            soon = SOON_S + (0.0 if hit.kind in INTERRUPTIONS else LIMIT_S)
+            try:
+                code = process.wait(soon)
+            except subprocess.TimeoutExpired:
+                return Ended(hit.name, "hang", f"{hit}: more than {soon:g} s")
+            took = time.monotonic() - happened
+        return judged(hit, code, b"".join(said).decode(errors="replace"), folder, took)
+
+
+def judged(hit: Hit, code: int, said: str, folder: Path, took: float) -> Ended:
+    """How a command ended that was hit: by its exit code, what it said on the terminal, and what it left."""
+    what = f"{hit}, after {took:.1f} s, exit {code}: {said[-1500:]}"
+    known = hit.kind != "launcher killed" and (code == 0 or _KNOWN.search(said) is not None)
+    for wrong, found in (
+        ("orphan", left_over()),
+        ("traceback", "Traceback" in said),
+        ("lost", known and _lost(folder / "found.json")),
+        ("exit", not _is_promised(code, hit)),
+    ):
+        if found:
+            return Ended(hit.name, wrong, f"{found}: {what}")
+    return Ended(hit.name)
+
+
+@contextlib.contextmanager
+def _terminal() -> Iterator[tuple[int, list[bytes]]]:
+    """What a command may write to as to a terminal, to be closed once it has it; and what has been read of that."""
+    master, slave = pty.openpty()
+    said: list[bytes] = []
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # nobody has the other end any more
+            while text := os.read(master, 65_536):
+                said.append(text)
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield slave, said
+    finally:
+        reader.join(2.0)  # workers that are left over have it, too
+        with contextlib.suppress(OSError):
+            os.close(master)
 
 
 def workers_of(launcher: int) -> list[int]:

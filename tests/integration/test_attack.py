@@ -26,6 +26,7 @@ import attack_bounds
 import attack_faults
 import attack_inputs
 import attack_plans
+import attack_searches
 import judge
 from attack import Pool, attacked, read
 from attack_part import Ended
@@ -92,6 +93,56 @@ def test_faults_of_processes_and_going_on_where_it_stopped(part: str, tmp_path: 
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"| {part} | {count} | 0 | 0 |" in done.stdout
     assert sorted(each.index for each in read(state)) == [0, 1]
+
+
+LOSING = """
+from pipeplan.cli.output import Outputs
+from pipeplan.__main__ import main
+if __name__ == "__main__":
+    Outputs.write_plan = lambda *_: None
+    main()
+"""
+
+
+@pytest.mark.slow  # 3 s each
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_search_is_interrupted_and_a_plan_that_is_lost_is_noticed(
+    loses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With all of its workers, as by Ctrl-C; the planted loss is a command that writes no plan."""
+    if loses:
+        (tmp_path / "losing.py").write_text(LOSING)
+        monkeypatch.setattr(attack_searches, "START", [sys.executable, str(tmp_path / "losing.py")])
+    hits = [attack_searches.Hit("interrupted", True, 0.4)]
+    monkeypatch.setattr(attack_searches, "drawn_hits", lambda *_: hits)
+    searches = attack_searches.Searches()
+    searches.prepare(tmp_path)
+    (found,) = Pool(searches, 0, iter([0])).run(1, time.monotonic() + 1000)
+    assert found.ended.how == "all interrupted", found.ended.what
+    assert found.ended.wrong == ("lost" if loses else ""), found.ended.what
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said", "wrong"),
+    [
+        ("interrupted", 130, "0:00:01 no even cut was found yet that fits", ""),
+        ("interrupted", 130, "0:00:01 best 12.5ms, bound 9ms, gap 38.9%; even one-to-one", "lost"),
+        ("hung up", 0, "", "lost"),
+        ("stopped", 3, "0:00:01 best 567.9ms; even one-to-one", "lost"),
+        ("stopped", 3, "pipeplan: no plan was found in 6.0 s", ""),
+        ("stopped", 1, "pipeplan: no", "exit"),
+        ("launcher killed", -9, "0:00:01 best 12.5ms; even one-to-one", ""),
+    ],
+)
+def test_a_plan_that_a_terminal_has_told_of_must_be_there(
+    kind: str, code: int, said: str, wrong: str, parts: dict[str, Any], tmp_path: Path
+) -> None:
+    hit = attack_searches.Hit(kind, False, 0.5)
+    assert attack_searches.judged(hit, code, said, tmp_path, 0.0).wrong == wrong
+    for plan, instead in ((parts["plans"].known[0].plan, ""), ({"cut": "off"}, "lost")):
+        (tmp_path / "found.json").write_text(json.dumps(plan))
+        told = attack_searches.judged(hit, code, said, tmp_path, 0.0).wrong
+        assert told == (instead if wrong == "lost" else wrong)
 
 
 @pytest.mark.slow
