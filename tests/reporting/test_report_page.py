@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from html.parser import HTMLParser
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from builders.chains import chain_plan
+from builders.folds import plans_of
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Plan, read_plan, sha256_of, write_file
 from pipeplan.files.plan import AlternativeFigures
@@ -21,7 +23,8 @@ from pipeplan.reporting.html.answer import frontier_command, verdict
 from pipeplan.reporting.html.figures import links_table
 from pipeplan.reporting.html.report import report_of
 from pipeplan.reporting.html.source import ShownPlan
-from pipeplan.reporting.timeline import device_messages
+from pipeplan.reporting.terminal import print_simulation, print_stages, print_timeline
+from pipeplan.reporting.timeline import device_messages, predicted_trace
 from pipeplan.search_constants import MOST_KEPT_BYTES
 from pipeplan.simulator.simulation import simulate
 from support.commands import pipeplan
@@ -318,3 +321,38 @@ def test_a_search_keeps_its_best_plans_in_the_plan(tmp_path: Path) -> None:
     begin = text.index('"alternatives"')
     assert text.index("]", begin) - begin <= MOST_KEPT_BYTES
     assert "The best plans of the search that differ" in report_of([plan]).html
+
+
+@pytest.mark.parametrize(("seed", "shared"), [(0, False), (1, False), (3, False), (2, True), (5, True)])
+def test_a_folded_plan_is_shown_as_its_unfolded_form(seed: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the page, in a comment, as a picture, in the terminal; of alike devices traces have the first."""
+    both = plans_of(seed, monkeypatch, shared=shared)[:2]
+    reports = [report_of([plan]) for plan in both]
+    assert reports[0].markdown == reports[1].markdown
+    assert reports[0].svg == reports[1].svg
+    pages = [_without_numbers_of_lanes(report.html) for report in reports]
+    assert pages[0] == pages[1]
+    simulations = [simulate(plan) for plan in both]
+    streams = [io.StringIO(), io.StringIO()]
+    for simulation, stream in zip(simulations, streams, strict=True):
+        print_simulation(simulation, stream)
+        print_stages(simulation.workload, stream)
+        print_timeline(simulation, stream)
+    assert streams[0].getvalue() == streams[1].getvalue()
+    figures = [simulation.figures()["critical_path"] for simulation in simulations]
+    assert figures[0] == figures[1]
+    shown, every = (_events(predicted_trace(simulation).events()) for simulation in simulations)
+    firsts = {own.first for own in both[0].players}
+    assert {device for _, device, _, _ in every} > firsts
+    assert shown == {each for each in every if each[1] in firsts}
+
+
+def _without_numbers_of_lanes(page: str) -> str:
+    """The page as it is read: what scripts find lanes by is left out."""
+    text = re.sub(r'<script type="application/json".*?</script>', "", page, flags=re.DOTALL)
+    return re.sub(r'(id="plan-A-\w+-|lane:A:|data-(?:lane|device|row)="[^"]*?)\d+', r"\1", text)
+
+
+def _events(found: list[dict[str, object]]) -> set[tuple[object, ...]]:
+    known = [(each["name"], each["args"], each["ts"], each["dur"]) for each in found if each["ph"] == "X"]
+    return {(name, dict(args)["device"], at, lasts) for name, args, at, lasts in known if isinstance(args, dict)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from pipeplan.files import Plan, sha256_of
-from pipeplan.files.folded import unfolded
+from pipeplan.files.folded import renamed, unfolded
 from pipeplan.files.trace import Trace, TraceEvent, trace_json
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.workload.action import Action
@@ -167,18 +167,20 @@ Timeline = Sequence[Sequence[Sequence[tuple[int, int, int]]]]
 def predicted_trace(simulation: Simulation) -> Trace:
     """Every action on each of its devices, and every message on both of its ends, from when it is under way.
 
-    Of each of a loop's rounds there is the first copy, and what is after it when it is.
+    Of each of a loop's rounds there is the first copy, and what is after it when it is. Of devices that play one
+    program there is the first.
     """
-    graph, trace = simulation.graph, Trace("predicted")
+    graph, trace, first = simulation.graph, Trace("predicted"), simulation.workload.first_playing
     for device, order in enumerate(simulation.orders):
         for task in order:
-            trace.add(simulation.label(task), device, simulation.start_of(task), graph.durations[task])
+            trace.add(simulation.label(task), first(device), simulation.start_of(task), graph.durations[task])
     for text, devices, begin, duration, size in simulation.exchanges:
         for device in devices:
-            trace.add(text, device, begin, duration, {"bytes": size})
+            trace.add(text, first(device), begin, duration, {"bytes": size})
     for message in device_messages(simulation):
         for device, name in message.ends:
-            trace.add(name, device, message.begin_ns, message.duration_ns, {"bytes": message.size_bytes})
+            about = {"bytes": message.size_bytes}
+            trace.add(name, first(device), message.begin_ns, message.duration_ns, about)
     return trace
 
 
@@ -206,7 +208,10 @@ class DeviceMessage:
 
 
 def device_messages(simulation: Simulation, of: Callable[[Hop], bool] = lambda hop: True) -> Iterator[DeviceMessage]:
-    """The messages of all hops, or of some; of each of a loop's rounds the first copy, and what is after it."""
+    """The messages of all hops, or of some; of each of a loop's rounds the first copy, and what is after it.
+
+    Between programs their texts name the first devices that play them.
+    """
     graph, loop = simulation.graph, simulation.loop
     workload = graph.workload
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
@@ -224,7 +229,7 @@ def device_messages(simulation: Simulation, of: Callable[[Hop], bool] = lambda h
                 if loop is not None:
                     after = begin >= sum(loop.moments[loop.rounds[source]])
                     begin, microbatch = simulation.clock(begin), microbatch + after * loop.skipped_of(source)
-                sent = hop if part is None else hop.part
+                sent, ends = hop if part is None else hop.part, names.of(microbatch, part)
                 yield DeviceMessage(
                     hop.source_device,
                     hop.target_device,
@@ -234,7 +239,7 @@ def device_messages(simulation: Simulation, of: Callable[[Hop], bool] = lambda h
                     sent.bytes,
                     dependency.payload,
                     f"{microbatch}" if part is None else f"{microbatch}.{part}",
-                    tuple(names.of(microbatch, part)),
+                    tuple((device, renamed(text, workload.first_playing)) for device, text in ends),
                 )
 
 

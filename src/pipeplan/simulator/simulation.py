@@ -13,6 +13,7 @@ from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
+from pipeplan.files.folded import renamed
 from pipeplan.simulator.master_stage import master_stage
 from pipeplan.simulator.measured_times import LoggedComparison, MeasuredComparison
 from pipeplan.simulator.metrics import (
@@ -245,8 +246,9 @@ class Simulation(Displayed):
         return self.starts[task] + (0 if loop is None else loop.later_ns(item, task - self.graph.offsets[item]))
 
     def label(self, task: int) -> str:
-        """A written task as an action's text, with the number it has in the whole run."""
-        return self.workload.label(*self._named(task))
+        """A written task as an action's text, with the number it has in the whole run; of alike ones the first's."""
+        text = self.workload.label(*self._named(task))
+        return renamed(text, self.workload.first_playing) if self.workload.players else text
 
     def microbatch_text(self, task: int) -> str:
         """The end of that text: its micro-batch, and its part where it has one."""
@@ -406,9 +408,10 @@ def _loop(loop: LoopCut, num_written: int) -> dict[str, object]:
 
 def _path(simulation: Simulation) -> dict[str, object]:
     on_device, transfers = simulation.path_times()
+    first = simulation.workload.first_playing
     return {
         "transfer_ns": transfers,
-        "device_ns": {str(device): time for device, time in sorted(on_device.items())},
+        "device_ns": {str(first(device)): time for device, time in sorted(on_device.items())},
         "actions": [simulation.label(step.task) for step in simulation.critical_path],
     }
 

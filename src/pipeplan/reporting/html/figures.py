@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
 
 from pipeplan.reporting.html.source import ShownPlan
 from pipeplan.reporting.html.tables import ReportTable, TableCell, TableRow, alike, count, ns, share, size, text
@@ -25,14 +26,14 @@ _MOST_BLOCKS = 6
 def waits_table(shown: ShownPlan) -> ReportTable:
     """What each device waits for."""
     simulation, rates = shown.simulation, shown.simulation.rates
-    idle = rates.idle_ns
+    idle, first = rates.idle_ns, simulation.workload.first_playing
     rows = [
         (
             ns(rates.busy_ns[device]),
             ns(idle[device]),
             share(idle[device] / (rates.makespan_ns or 1)),
             *(ns(waits.by_cause[cause]) for cause in CAUSES),
-            text(_whom(waits.by_device)),
+            text(_whom({first(other): time for other, time in waits.by_device.items()})),
         )
         for device, waits in enumerate(shown.waits)
     ]
@@ -151,12 +152,15 @@ def links_table(shown: ShownPlan) -> ReportTable | None:
     return ReportTable(
         f"Links: messages from a device to another{once}",
         ("from and to device", "messages", "bytes", "under way", "each"),
-        tuple(TableRow((text(_pairs([pairs[number] for number in numbers])), *cells)) for numbers, cells in rows),
+        tuple(
+            TableRow((text(_pairs(simulation.workload, [pairs[number] for number in numbers])), *cells))
+            for numbers, cells in rows
+        ),
     )
 
 
 def _messages(workload: Workload) -> dict[tuple[int, int], list[int]]:
-    """[from and to device] how many messages, and the bytes and ns of all."""
+    """[from and to device, or program] how many messages, and the bytes and ns of all."""
     sums: dict[tuple[int, int], list[int]] = {}
     for dependency in workload.dependencies:
         for hop in dependency.hops:
@@ -171,9 +175,22 @@ def _messages(workload: Workload) -> dict[tuple[int, int], list[int]]:
     return sums
 
 
-def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
-    shown = ", ".join(f"{source} to {target}" for source, target in pairs[:_MOST_BLOCKS])
-    return shown + (f" and {len(pairs) - _MOST_BLOCKS} more" if len(pairs) > _MOST_BLOCKS else "")
+def _pairs(workload: Workload, pairs: Sequence[tuple[int, int]]) -> str:
+    """Those of all players, as a plan of devices has them: what one dependency sends in each place, then the next."""
+    first = dict[tuple[int, int], int]()
+    for number, dependency in enumerate(workload.dependencies):
+        for hop in dependency.hops:
+            first.setdefault((hop.source_device, hop.target_device), number)
+    groups = (list(own) for _, own in groupby(pairs, first.__getitem__))
+    each = workload.players_each
+    all_pairs = ((pair, place) for own in groups for place in range(each) for pair in own)
+
+    def device(end: int, place: int) -> int:
+        return workload.players[end].device(place) if workload.players else end
+
+    named = (f"{device(pair[0], at)} to {device(pair[1], at)}" for pair, at in islice(all_pairs, _MOST_BLOCKS))
+    more = len(pairs) * each - _MOST_BLOCKS
+    return ", ".join(named) + (f" and {more} more" if more > 0 else "")
 
 
 def path_table(shown: ShownPlan) -> ReportTable:
