@@ -272,6 +272,8 @@ def test_layouts_whose_devices_share_stand_beside_strategies(
     found = json.loads(run(path, *asked, "--json").stdout)
     *_, last = found["points"]
     assert f"1 stage on {what}" in last["what"]
+    ways = {"context": "1xcontext2xshards1", "expert": "2xshards1 with experts over 2"}
+    assert set(last["configurations"].values()) == {ways[key]}
     assert any("layouts whose devices share sequences or experts" in note for note in found["notes"])
     run(path, *asked, "--point", last["number"], "-o", plan_path)
     plan = read_plan(str(plan_path))

@@ -774,7 +774,7 @@ def _stage_words(stage: Stage) -> tuple[str, str]:
 
 
 def _ways(workload: Workload) -> dict[str, str]:
-    """Every block's replicas and how each of them splits it, as 2xshards4 or 2xcontext2xshards4."""
+    """Every block's replicas and how each of them splits it: 2xshards4, 2xcontext2xshards4 with experts over 8."""
     return {
         block: f"{stage.replicas}x{stage.configurations[index] if stage.configurations else _uniform_way(stage)}"
         for stage in workload.stages
@@ -783,8 +783,9 @@ def _ways(workload: Workload) -> dict[str, str]:
 
 
 def _uniform_way(stage: Stage) -> str:
-    """How a replica splits all blocks of a stage alike."""
-    return (f"context{stage.context}x" if stage.context > 1 else "") + f"shards{stage.shards}"
+    """How a replica splits all blocks of a stage alike, and over how many of all its devices experts are."""
+    experts = f" with experts over {stage.expert}" if stage.expert > 1 else ""
+    return (f"context{stage.context}x" if stage.context > 1 else "") + f"shards{stage.shards}{experts}"
 
 
 def _price_per_hour(request: Request) -> float | None:
