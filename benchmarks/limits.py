@@ -264,6 +264,12 @@ ROWS = (
         30,
         signals=_ALL,
     ),
+    Row(
+        "`compare`, shared blocks (MLLM), 64 devices, 6 micro-batches",
+        "compare mllm64.json --microbatches 6",
+        2,
+        quick=True,
+    ),
     Row("`compare`, GPT-2 1.3B on 16 devices", "compare gpt2-1.3b.json --devices 16", 10, quick=True, signals=_ALL),
     Row("tuning, GPT-2 1.3B on 16 devices", "search gpt2-1.3b.json --devices 16 --scheduler rules", 10, quick=True),
     Row("100,000 micro-batches, shape V on 4 devices", "search v4.json --microbatches 100000", 10, quick=True),
@@ -313,6 +319,8 @@ ROWS = (
             "--placement v-shape",
             "--placement circular",
             "--placement bidirectional",
+            "--placement bidirectional-v-shape",
+            "--slices 2",
             "--vp 2",
             "--scheduler interleaved-1f1b",
             "--scheduler kfkb",
@@ -457,7 +465,10 @@ def seconds_of(row: Row) -> float:
 
 
 def page_table(page: str, rows: Sequence[Row], found: Mapping[str, Measured]) -> Iterator[str]:
-    """The table of a page with what was measured in it: rows that were not stay, with a star if they have one."""
+    """The table of a page with what was measured in it: rows that were not stay, with a star if they have one.
+
+    A new row that was not is empty.
+    """
     lines = Path(page).read_text().splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("| request | limit |"))
     old = list(itertools.takewhile(lambda line: line.startswith("|"), lines[begin:]))
@@ -466,7 +477,7 @@ def page_table(page: str, rows: Sequence[Row], found: Mapping[str, Measured]) ->
     for row in rows:
         line, measured = named.get(row.name), found.get(row.name)
         if measured is None:
-            yield from [] if line is None else [line]
+            yield f"| {row.name} | {row.limit} |  |  |  |  |" if line is None else line
             continue
         before = "" if line is None else line.strip("|").split("|")[2].strip()
         proved = " (proved)" * (line is not None and "(proved)" in line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 from pipeplan.examples import shape
@@ -33,8 +34,13 @@ def test_marks_come_in_order(tmp_path: Path) -> None:
 
 def test_the_page_has_the_rows_that_are_measured() -> None:
     """And their limits; what is measured takes a row's place, what is not stays as it is, stars included."""
+    lines = PAGE.read_text().splitlines()
+    table = takewhile(str.strip, lines[lines.index("| request | limit | before | until known | first | stop |") :])
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in [*table][2:]]
+    shown = [(name.removesuffix(" *").removesuffix(" (proved)"), int(limit)) for name, limit, *_ in cells]
+    assert shown == [(row.name, row.limit) for row in ROWS]
     whole = list(page_table(str(PAGE), ROWS, {}))
-    assert all(line in PAGE.read_text().splitlines() for line in whole)
+    assert all(line in lines for line in whole)
     named = {line.split(" | ")[0].removeprefix("| ") for line in whole[2:]}
     row = next(each for each in ROWS if each.name == "20,000 micro-batches")
     assert f"{row.name} (proved)" in named
@@ -47,6 +53,8 @@ def test_the_page_has_the_rows_that_are_measured() -> None:
         page_table(str(PAGE), ROWS, {starred.name: replace(measured, stops=[0.125, 0.25], ended="exit 1: no")})
     ) - {*whole}
     assert line.endswith("| 30 |  | 1.2, exit 1: no | 0.5 / 0.8 | 0.12, 0.25 |")
+    (line,) = set(page_table(str(PAGE), [*ROWS, Row("a new one", "search v4.json", 7)], {})) - {*whole}
+    assert line == "| a new one | 7 |  |  |  |  |"
 
 
 def test_rows_have_their_inputs() -> None:

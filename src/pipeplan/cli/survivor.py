@@ -35,11 +35,13 @@ def survived(died_of: Callable[[], str | None], tell: Callable[[str], None]) -> 
     while True:
         sys.stdout.flush()
         sys.stderr.flush()
-        child = os.fork()
+        parent, child = os.getpid(), os.fork()
         if not child:
             os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which hands it on
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != parent:  # it ended before the system had been asked to end this with it
+                    os._exit(1)
             return None
         code, told_to = _ended(child)
         if code in _ENDINGS:
