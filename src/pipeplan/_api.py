@@ -598,16 +598,18 @@ def evolve_kernels(
     """The graph level from a choice on: see :func:`pipeplan.planning.kernel_evolution.graph_level`, also for errors."""
     from pipeplan.planning.kernel_evolution import graph_level
     from pipeplan.runtime.profiling.build_profile import on_threads
+    from pipeplan.runtime.profiling.instruments import steady
     from pipeplan.runtime.profiling.whole_covers import WholeCovers
     from pipeplan.time_limit import Limit
 
     library, backends = asked.chosen(choice)
     with on_threads(asked.threads):
         how = {"seed": asked.seed, "repeats": asked.repeats, "warmup": 1}
-        benches = _group_benches(model, choice.profile, backends, "cpu", **how)
+        benches = _group_benches(model, choice.profile, backends, asked.device, **how)
         benches.described(choice.size)
         measure, limit = WholeCovers(benches, choice.size, asked.repeats).measure, Limit(asked.limit_s)
-        return graph_level(choice, library, measure, seed=asked.seed, over=lambda: limit.over, tell=tell)
+        with steady(benches.device):  # as for groups
+            return graph_level(choice, library, measure, seed=asked.seed, over=lambda: limit.over, tell=tell)
 
 
 def estimate_inference(

@@ -941,6 +941,7 @@ def choose_kernels(
     library: str | None = None,
     measure_limit: Duration = "10min",
     repeats: int = 5,
+    device: Literal["cpu", "cuda"] = "cpu",
     threads: int | None = None,
     backend_rules: str | Sequence[str] = (),
     sequence: int | None = None,
@@ -959,6 +960,7 @@ def choose_kernels(
         library: of whole graphs; by default that which was measured to be the quickest alone.
         measure_limit: no other cover is begun after this long.
         repeats: timed runs of each cover.
+        device: where they are timed, as in the profile.
         threads: for CPU operators; by default torch's choice.
         backend_rules: module with backends of your own, or several.
         sequence: length of sequences, as for the profile.

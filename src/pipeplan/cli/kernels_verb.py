@@ -12,7 +12,7 @@ import click
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say
-from pipeplan.cli.shared import DURATION, FILE, MODEL, NUMBER, SEED, SEQUENCE, Shown, granularity, limited
+from pipeplan.cli.shared import DURATION, FILE, MODEL, NUMBER, SEED, SEQUENCE, OneOf, Shown, granularity, limited
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--repeats", type=click.IntRange(1, 100_000), default=5, help="With --graph-level: timed runs of a cover."
+)
+@click.option(
+    "--device",
+    type=OneOf(["cpu", "cuda"]),
+    default="cpu",
+    help="With --graph-level: where to measure, as in the profile.",
 )
 @click.option("--threads", type=click.IntRange(1, 4096), help="Threads of CPU operators.  [default: torch's choice]")
 @click.option(
@@ -90,6 +96,7 @@ def kernels_command(
 
 _OF_GRAPH_LEVEL: dict[str, Any] = {
     **dict.fromkeys(("model", "library", "sequence", "grain", "threads")),
+    "device": "cpu",
     "backend_rules": (),
 }
 
@@ -114,10 +121,10 @@ def evolved(choice: KernelChoice, given: Mapping[str, Any], keep: Callable[[], N
     how = {name: given[name] for name in ("sequence", "grain")}
     model, _ = _api.load_where_even(given["model"], **how, shared=(), shards=(1,), meta=False)
     profile, size = choice.profile, choice.size
-    here = {"dtype": profile.source.dtype, "device": "cpu", "inference": profile.is_inference}
+    here = {"dtype": profile.source.dtype, "device": given["device"], "inference": profile.is_inference}
     if other := _api.goes_on(profile, model, [size], threads=given["threads"], **here):
         raise UsageError(f"--model {given['model']}: the profile is not of this model measured here: {other}")
-    names = ("library", "seed", "repeats", "threads")
+    names = ("library", "seed", "repeats", "threads", "device")
     limit, rules = given["measure_limit"] / 1e9, tuple(given["backend_rules"])
     asked = _api.EvolutionAsked(**{name: given[name] for name in names}, limit_s=limit, rules=rules)
     keep()  # a backend may take the process down

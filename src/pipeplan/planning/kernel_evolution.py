@@ -21,13 +21,17 @@ from pipeplan.search_constants import KERNELS_TURNS
 
 @dataclass(frozen=True, slots=True)
 class EvolutionAsked:
-    """Which library of whole graphs (None: the best of those that are known), how to measure, and for how long."""
+    """Which library of whole graphs (None: the best of those that are known), how and where to measure, for how long.
+
+    ``device`` is ``cpu`` or ``cuda``.
+    """
 
     library: str | None = None
     seed: int = 0
     repeats: int = 5
     threads: int | None = None
     limit_s: float = 600.0
+    device: str = "cpu"
     rules: tuple[str, ...] = ()
 
     def chosen(self, choice: KernelChoice) -> tuple[str, dict[str, Backend]]:
@@ -45,7 +49,7 @@ class EvolutionAsked:
         library = library_of(choice, [name for name, each in known.items() if each.whole], self.library)
         backends = {name: known[name] for name in choice.single}
         for name, each in backends.items():
-            reason = each.absence("cpu", training=not choice.profile.is_inference)
+            reason = each.absence(self.device, training=not choice.profile.is_inference)
             if reason is not None and (name == library or any(match.backend == name for match in choice.cover.matches)):
                 raise UsageError(f"--graph-level: backend {name}: {reason}")
         return library, backends

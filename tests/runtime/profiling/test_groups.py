@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +16,13 @@ from torch import nn
 
 import pipeplan
 from pipeplan.errors import ExecutionError
-from pipeplan.files import CostRow, Profile, parse
+from pipeplan.files import CostRow, Cover, Profile, parse
 from pipeplan.kernels.backend import known_backends
 from pipeplan.runtime.backends.building import BuiltGroup, GroupBuilder, GroupModule
 from pipeplan.runtime.backends.comparing import in_one, require_same
 from pipeplan.runtime.models.load import load_where_even
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel import device
 from pipeplan.runtime.profiling.benches import RowKey
 from pipeplan.runtime.profiling.forwards import ForwardBench
 from pipeplan.runtime.profiling.groups import GroupBenches
@@ -193,6 +196,66 @@ def test_what_is_wrong_or_fails_is_refused_and_nothing_is_lost(tmp_path: Path, m
     assert "resuming from profile.json" in again.stderr
     assert json.loads(again.stdout)["backends"] == {"same": 8}
     assert parse((tmp_path / "profile.json").read_text(), Profile) == found
+
+
+REMEMBERS = """
+import torch
+from pipeplan.kernels.backend import Backend
+from pipeplan.kernels.rules import PatternRule
+
+BACKENDS = (Backend("remembers", rule=PatternRule(), whole=True, trains=False),)
+CLOCK = [0]
+
+def build(name, module, inputs, training):
+    last = []
+    def call(*taken):
+        if not last or not all(map(torch.equal, last[0], taken)):
+            last[:] = [each.clone() for each in taken], module(*taken)
+        CLOCK[0] += 50_000_000 * (len(module.blocks) in (1, 10))
+        return last[1]
+    return call
+"""
+"""A library that takes 50 ms for any block alone and for all ten of them, and no time for some together."""
+
+
+@pytest.mark.slow
+def test_the_graph_level_measures_whole_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of its own: blocks in eager torch take 1 ms each. The operator level has no groups of some blocks."""
+    (tmp_path / "own_kernels.py").write_text(REMEMBERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    clock, forward = importlib.import_module("own_kernels").CLOCK, GroupModule.forward
+
+    def slow(module: GroupModule, *taken: torch.Tensor) -> object:
+        clock[0] += 1_000_000 * len(module.blocks)
+        return forward(module, *taken)
+
+    def now() -> int:
+        clock[0] += 1
+        return int(clock[0])
+
+    monkeypatch.setattr(GroupModule, "forward", slow)
+    monkeypatch.setattr(device, "time", SimpleNamespace(monotonic_ns=now))
+    own = ("--backend-rules", "own_kernels", "--sequence", "8", "--repeats", "2")
+    asked = ("profile", "gpt2-tiny", *own, "--inference", "--backends", "remembers", "--warmup", "0")
+    done = command(*asked, "-o", "profile.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    asked = ("kernels", "profile.json", *own, "--graph-level", "--model", "gpt2-tiny", "--json", "-o", "cover.json")
+    done = command(*asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said, cover = json.loads(done.stdout), parse((tmp_path / "cover.json").read_text(), Cover)
+    level = said["graph_level"]
+    assert {group["backend"] for group in said["cover"]} == {"eager"}
+    assert round(level["operator_level_ns"], -6) == 10_000_000
+    outside = [group for group in level["cover"] if group["backend"] == "eager"]
+    assert round(level["measured_ns"], -6) == 1_000_000 * len(outside) < 5_000_000
+    assert level["num_failed"] == 0
+    assert [(group.blocks, group.backend) for group in cover.cover] == [
+        (tuple(group["blocks"]), group["backend"]) for group in level["cover"]
+    ]
+    assert cover.predicted_ns == level["measured_ns"]
+    if not torch.cuda.is_available():
+        refused = command(*asked, "--device", "cuda", cwd=tmp_path)
+        assert (refused.returncode, "--device cuda: torch finds no CUDA device here" in refused.stderr) == (2, True)
 
 
 def test_what_a_limit_leaves_out_is_said_and_measured_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

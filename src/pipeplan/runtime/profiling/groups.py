@@ -25,7 +25,7 @@ from pipeplan.runtime.profiling.benches import Bench, RowKey
 from pipeplan.runtime.profiling.build_profile import BlockNode, block_graph_of
 from pipeplan.runtime.profiling.forwards import ForwardBench
 from pipeplan.runtime.profiling.instruments import saved_tensors, spread_of, steady, timed
-from pipeplan.runtime.profiling.measure import measured_source
+from pipeplan.runtime.profiling.measure import measured_source, require_device
 
 _HELD_BYTES = 1 << 30
 """With fewer bytes of values than this, those of another micro-batch size are held, too."""
@@ -101,8 +101,12 @@ class _WholeBackwardBench(Bench):
 def difference(
     profile: Profile, model: Model, sizes: Sequence[int], dtype: torch.dtype, *, device: str, inference: bool
 ) -> str:
-    """What a profile is of that is not this model measured here at these micro-batch sizes; empty where nothing is."""
-    here, own = measured_source(dtype, torch.device(device)), profile.source
+    """What a profile is of that is not this model measured here at these micro-batch sizes; empty where nothing is.
+
+    Raises:
+        UsageError: there is no such device here.
+    """
+    here, own = measured_source(dtype, require_device(device)), profile.source
     if profile.name != model.name or profile.is_inference != inference:
         return f"it is of {profile.name}, {profile.mode}"
     if (own.method, own.device, own.dtype) != (here.method, here.device, here.dtype):

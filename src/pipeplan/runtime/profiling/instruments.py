@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -70,18 +71,24 @@ def num_outliers(values: Sequence[int]) -> int:
     return sum(value > high + _FAR * (high - low) for value in values)
 
 
+_IS_STEADY: ContextVar[bool] = ContextVar("_IS_STEADY", default=False)
+
+
 @contextmanager
 def steady(device: torch.device) -> Iterator[None]:
     """No garbage collection but between rounds, and only of what came since, or since the caller's own freeze."""
-    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    inside = _IS_STEADY.get()  # then the count is not asked for, which goes through all that is frozen
+    was_enabled, was_frozen = gc.isenabled(), inside or gc.get_freeze_count() > 0
     gc.collect()
     if not was_frozen:
         gc.freeze()
     gc.disable()
+    token = _IS_STEADY.set(True)
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             yield
     finally:
+        _IS_STEADY.reset(token)
         if not was_frozen:
             gc.unfreeze()
         if was_enabled:

@@ -156,6 +156,11 @@ def require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device |
         raise UsageError(f"micro-batch sizes {list(sizes)}: give at least one, each 1 or more, with --microbatch")
     if runs.repeats < 1 or runs.warmup < 0:
         raise UsageError(f"--repeats {runs.repeats} and --warmup {runs.warmup}: at least 1 timed run and 0 before it")
+    return require_device(device)
+
+
+def require_device(device: torch.device | str) -> torch.device:
+    """The device to measure on. Raises UsageError where it is none, or torch has none such here."""
     try:
         found = torch.device(device)
     except RuntimeError:
