@@ -99,15 +99,52 @@ def test_groups_are_timed_within_runs(training: bool) -> None:
         assert len(times) == len(cover)
         assert all(forward > 0 for forward, _ in times)
         assert all((backward > 0) == training for _, backward in times)
+    parameters = [own for ids_ in (ids[:3], ids[3:]) for own in benches.wired(ids_).module.parameters()]
+    assert all(own.grad is None for own in parameters)
     if training:
         found = []
         for cut in (cover, ((ids, "eager"),)):
             steps, modules = covers._steps([covers._way(*each) for each in cut])
-            kept = [dict(module.named_parameters()) for module in modules]
+            covers._run(steps)
+            found.append([own.grad for module in modules for own in module.parameters()])
             for module in modules:
-                module.zero_grad = lambda set_to_none: None  # type: ignore[method-assign]  # to look at gradients
-            covers._run(steps, modules)
-            found.append([each.grad for own in kept for each in own.values()])
+                module.zero_grad()
         assert len(found[0]) == len(found[1]) > 0
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_timed_runs_add_to_the_gradients_of_the_run_before() -> None:
+    """But for the first, which is not counted; that which is compared with eager torch begins with none, too."""
+    had = list[bool]()
+
+    def watched(name: str, module: Any, inputs: Any, training: bool) -> Any:
+        def call(*taken: torch.Tensor) -> object:
+            had.append(any(own.grad is not None for own in module.parameters()))
+            return module(*taken)
+
+        return call
+
+    how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "seed": 0, "repeats": 2, "warmup": 0}
+    module = SimpleNamespace(build=watched)
+    builders = {
+        "eager": GroupBuilder.of("eager", known_backends()["eager"].module),
+        "watched": GroupBuilder("watched", module),  # type: ignore[arg-type]  # as a module
+    }
+    benches = GroupBenches(
+        zoo_model("gpt2-tiny", sequence=16),
+        training=True,
+        builders=builders,
+        tolerances=dict.fromkeys(builders, 1e-4),
+        **how,
+    )
+    benches.described(2)
+    covers = WholeCovers(benches, 2, repeats=2)
+    cover = [((id_,), "watched" if id_ == benches.order[1] else "eager") for id_ in benches.order]
+    covers._way(*cover[1])
+    for measure in (covers.times, covers.measure):
+        had.clear()
+        measure(cover)
+        assert had[:2] == [False, False]
+        assert len(had) >= 4
+        assert all(had[2:])

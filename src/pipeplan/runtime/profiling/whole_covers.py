@@ -48,8 +48,10 @@ class _GroupCall:
 class WholeCovers:
     """Times covers of a model at one micro-batch size. What is built once is built for all covers.
 
-    In training a run is forward and backward of all losses. What comes out of the model, and in training each
-    parameter's gradient, is as in eager torch, to so much of the largest number, or as much as a backend allows itself.
+    In training a run is forward and backward of all losses, and adds to the gradients of the run before, as a
+    micro-batch does: memory that is new in each run takes groups up to a third longer. What comes out of the model, and
+    in training each parameter's gradient, is as in eager torch, to so much of the largest number, or as much as a
+    backend allows itself.
     """
 
     benches: GroupBenches
@@ -66,8 +68,10 @@ class WholeCovers:
             ExecutionError: a backend cannot build or run a group, or the results are not eager torch's.
         """
         device = self.benches.device
-        run = self.runner(groups)
-        with _failures(), steady(device):
+        run, modules = self.runner(groups), self._modules(groups)
+        with _failures(), steady(device), _gradients_of(modules):
+            if self.benches.training:
+                run()
             return round(median(timed(run, device)[1] for _ in range(self.repeats)))
 
     def times(self, groups: Groups) -> list[tuple[int, int]]:
@@ -84,10 +88,10 @@ class WholeCovers:
         self._let_go(groups)
         with _failures():
             steps, modules = self._steps([self._way(*each) for each in groups])
-            run = partial(self._run, steps, modules)
+            run = partial(self._run, steps)
             self._require_eager(groups, steps, modules)
             spans: list[list[int]] = []
-            with steady(device):
+            with steady(device), _gradients_of(modules):
                 _, once = timed(run, device)
                 for _ in range(max(self.repeats, min(_MOST_RUNS, _TIMED_NS // max(1, once)))):
                     marks.clear()
@@ -118,7 +122,7 @@ class WholeCovers:
         with _failures():
             steps, modules = self._steps([self._way(*each) for each in groups])
             self._require_eager(groups, steps, modules)
-        return partial(self._run, steps, modules)
+        return partial(self._run, steps)
 
     def off_eager(self, groups: Groups) -> float:
         """The largest difference between what a cover gives and eager torch, relative to the largest number of each.
@@ -145,16 +149,17 @@ class WholeCovers:
 
     def _numbers(self, steps: Sequence[_GroupCall], modules: Sequence[GroupModule]) -> dict[Output | str, Tensor]:
         """The results of one run, and in training the gradients of each block's parameters, in one, by its id."""
-        gradients: dict[str, Tensor] = {}
-
-        def noted(step: _GroupCall, module: GroupModule) -> None:
-            for id_, block in zip(step.blocks, module.blocks, strict=True):
-                gradients.update((id_, own) for own in in_one(p.grad for p in block.parameters() if p.grad is not None))
-
         found: dict[Output | str, Tensor] = {}
-        found.update((each, tensor.detach()) for each, tensor in self._run(steps, modules, after=noted).items())
-        found.update(gradients)
+        with _gradients_of(modules):
+            found.update((each, tensor.detach()) for each, tensor in self._run(steps).items())
+            for step, module in zip(steps, modules, strict=True):
+                for id_, block in zip(step.blocks, module.blocks, strict=True):
+                    own = in_one(p.grad for p in block.parameters() if p.grad is not None)
+                    found.update((id_, gradients) for gradients in own)
         return found
+
+    def _modules(self, groups: Groups) -> list[GroupModule]:
+        return [self._way(*each)[0].module for each in groups]
 
     def _way(self, blocks: tuple[str, ...], backend: str) -> tuple[WiredGroup, BuiltGroup]:
         key = tuple(blocks), backend
@@ -178,17 +183,11 @@ class WholeCovers:
         ]
         return steps, [wired.module for wired, _ in ways]
 
-    def _run(
-        self,
-        steps: Sequence[_GroupCall],
-        modules: Sequence[GroupModule],
-        tick: Callable[[], None] = lambda: None,
-        after: Callable[[_GroupCall, GroupModule], None] = lambda step, module: None,
-    ) -> dict[Output, Tensor]:
-        """One run of all groups, to the model's ends; in training back again, whose gradients are let go.
+    def _run(self, steps: Sequence[_GroupCall], tick: Callable[[], None] = lambda: None) -> dict[Output, Tensor]:
+        """One run of all groups, to the model's ends; in training back again, which adds to gradients.
 
         It is cut between groups, so that ``tick`` is called before the first and after each, and in training after
-        backward of each again, the last first. In training ``after`` gets each group while its gradients are there.
+        backward of each again, the last first.
         """
         values: dict[Output | str, Tensor] = dict(self.benches.batch(self.size).items())
         back: list[tuple[BuiltGroup, list[Tensor], list[Tensor]]] = []
@@ -218,10 +217,6 @@ class WholeCovers:
                 with built.around():
                     torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
             tick()
-        if self.benches.training:
-            for step, module in zip(steps, modules, strict=True):
-                after(step, module)
-                module.zero_grad(set_to_none=True)
         return ends
 
 
@@ -237,6 +232,16 @@ class WholeRunner:
         if self._covers is None or self._covers.size != size:
             self._covers = WholeCovers(self.benches, size, self.benches.repeats)
         return self._covers.times(groups)
+
+
+@contextmanager
+def _gradients_of(modules: Sequence[GroupModule]) -> Iterator[None]:
+    """Runs whose gradients add up, to be let go of at the end; there are none at the beginning."""
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.zero_grad(set_to_none=True)
 
 
 @contextmanager
