@@ -24,6 +24,7 @@ import pytest
 from builders.profiles import profile_of
 from builders.requests import request_of
 from builders.shapes import shape_workload
+from pipeplan import time_limit
 from pipeplan.checker import check
 from pipeplan.costs import build_workload, late_inputs
 from pipeplan.errors import (
@@ -49,14 +50,21 @@ from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning import steps as planning_steps
 from pipeplan.planning import tuning, uniform_space
 from pipeplan.planning.bounds import request_bound, rows_bound
-from pipeplan.planning.candidates import PlacementCandidate, even_cuts, fitting_chain, placed, uniform_choices
+from pipeplan.planning.candidates import (
+    PlacementCandidate,
+    candidates,
+    even_cuts,
+    fitting_chain,
+    placed,
+    uniform_choices,
+)
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.planners import PLANNERS as PLANNERS_BY_NAME
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.serving import served
-from pipeplan.planning.steps import STEPS, EvenCut, LargerGroups, search_plan, without
-from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
+from pipeplan.planning.steps import STEPS, EvenCut, LargerGroups, search_of, search_plan, without
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
 from pipeplan.planning.tuning import tune
 from pipeplan.planning.uniform_space import longest_stages
 from pipeplan.planning.widths import EveryWidth
@@ -274,6 +282,81 @@ def test_steps_of_a_schedule_ask_for_the_time(step: ScheduleStep) -> None:
         if step.applies(state):
             step.run(state)
     assert calls.most <= MOST_CALLS
+
+
+PLAN_STEPS = [step for step in STEPS if isinstance(step, PlanStep)]
+
+
+def of_many_ways() -> Request:
+    """Blocks on one, two or four devices, whose replicas may divide what they keep, on devices of several levels."""
+    asked = Request.of(split(24, 10**5), devices=16, cluster=cluster(16, 10**8), mini_batch=32, time_limit=10.0)
+    return replace(asked, zero="auto")
+
+
+def from_a_plan() -> Request:
+    given: dict[str, Any] = {"num_microbatches": 8, "microbatch_size": 1}
+    start = search_plan(of(12, 8, **given, placement="one-to-one", deterministic=True, time_limit=0.05)).plan
+    return of(12, 8, **given, start=start, time_limit=10.0)
+
+
+def in_a_line(**others: Any) -> Request:
+    return of(24, 8, 10**9, num_microbatches=8, microbatch_size=2, placement="one-to-one", time_limit=10.0, **others)
+
+
+SUITED: dict[type[PlanStep], Callable[[], Request]] = {
+    planning_steps.StartPlan: from_a_plan,
+    LargerGroups: lambda: of(96, 48, num_microbatches=600, microbatch_size=1, time_limit=10.0),
+    planning_steps.KeepAll: lambda: Request.of(
+        split(24), devices=16, cluster=cluster(16, 2_000), mini_batch=32, time_limit=10.0
+    ),
+    planning_steps.DeviceOrders: lambda: Request.of(
+        split(24), cluster=cluster(16), mini_batch=32, positions=4, replicas=2, shards=2, time_limit=10.0
+    ),
+    planning_steps.ExchangeByActions: lambda: replace(of_many_ways(), zero=3),
+    planning_steps.SliceForwards: in_a_line,
+    planning_steps.LateInputs: lambda: Request.of(shape("mllm", 8), num_microbatches=6, time_limit=10.0),
+    planning_steps.ExplainShortage: lambda: of(24, 8, 500, mini_batch=8, time_limit=10.0),
+}
+"""Requests in which a step has something to do; the others have it in that :func:`of_many_ways`."""
+
+
+LITTLE = (planning_steps.EaseFirstLayers, planning_steps.LateInputs)
+"""Steps that have next to nothing to do in any request for which the clock can be counted here."""
+
+
+@pytest.mark.parametrize("step", PLAN_STEPS, ids=lambda step: step.name)
+def test_steps_of_a_search_ask_for_the_time(step: PlanStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each after what comes before it: the clock is their work, and so long a share of it is over that they end."""
+    asked = SUITED.get(type(step), of_many_ways)()
+    calls, questions = Calls(), [0]
+
+    def working() -> float:
+        questions[0] += 1
+        calls()
+        return 0.002 * questions[0] + calls.all / (2 * MOST_CALLS)
+
+    is_up = time_limit.time_is_up
+
+    def asking() -> bool:
+        working()
+        return is_up()
+
+    monkeypatch.setattr(time_limit, "time_is_up", asking)
+    search = search_of(asked, Limit(asked.time_limit, clock=working), explain=True)
+    search.open = candidates(asked, STEPS, 1, 1)
+    with search.budget.ended():
+        for each in (EvenCut(), planning_steps.LookAtCandidates(share=0.1)):
+            if each.name != step.name and type(step) is not planning_steps.StartPlan:
+                each.run(search)
+    search.finalists = search.done
+    questions[0] = 0
+    if isinstance(step, planning_steps.ExchangeByActions):  # of large requests, which take long
+        monkeypatch.setattr(planning_steps, "is_large", lambda _: True)
+    with search.budget.ended(), calls.counting():
+        if step.applies(search):
+            step.run(search)
+    assert calls.most <= MOST_CALLS
+    assert questions[0] > 0 or isinstance(step, LITTLE)
 
 
 @pytest.mark.parametrize("num_devices", [16, 64])

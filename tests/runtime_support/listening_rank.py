@@ -61,7 +61,10 @@ def listen_job(job: Report, context: RankContext) -> None:
 
     group = dist.new_group(backend="gloo")
     dist.barrier(group)
-    context.report({"event": "listening", "addresses": listening(), "on": os.environ["GLOO_SOCKET_IFNAME"]})
+    named = socket.gethostbyname(socket.gethostname())
+    context.report(
+        {"event": "listening", "addresses": listening(), "on": os.environ["GLOO_SOCKET_IFNAME"], "named": named}
+    )
 
 
 def full_job(job: Report, context: RankContext) -> None:

@@ -158,7 +158,13 @@ def device_preset(name: str) -> DevicePreset:
         raise UsageError(f"--device {name!r} is not a preset; {choose_from(name, PRESETS)}")
     table = read_table("devices", name)
     require_known(table, DevicePreset, f"{name}.json")
-    return TypeAdapter(DevicePreset).validate_python(table)
+    return _adapter().validate_python(table)
+
+
+@cache
+def _adapter() -> TypeAdapter[DevicePreset]:
+    """What reads presets: it takes longer to make than one is read in, and whoever asks for a device reads all."""
+    return TypeAdapter(DevicePreset)
 
 
 def peak_flops_per_s(device: str, dtype: str) -> int | None:
