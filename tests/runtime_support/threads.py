@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeplan.files import Plan
 from pipeplan.runtime.executor.channels import TransferError
 from pipeplan.runtime.executor.interpreter import Executor
-from pipeplan.runtime.executor.rank_program import Program, ProgramStep, programs_of
+from pipeplan.runtime.executor.rank_program import Program, ProgramStep, program_of, programs_of
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.status import Board, Cause, Progress
@@ -180,9 +180,14 @@ def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
 
 
 def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
-    """Run every rank's program once, in fp64; of a plan of inference as a run does it."""
+    """Run every rank's program once, in fp64; of a plan of inference as a run does it, of a folded one each its own."""
     run_as = model.shared_by(max(stage.context for stage in plan.stages))
-    programs = programs_of(plan, [block.id for block in model.blocks], run_as.edges, model.name)
+    asked = [block.id for block in model.blocks], run_as.edges, model.name
+    tied = [{block for block, _ in group} for group in model.tied]
+    if plan.players:
+        programs = tuple(program_of(plan, rank, *asked, tied=tied) for rank in range(plan.num_devices))
+    else:
+        programs = programs_of(plan, *asked)
     specs = travelling(programs[0], run_as, torch.float64)
     batch = model.mini_batch(plan.mini_batch, 0, seed, dtype=torch.float64)
     samples, mail = MiniBatch(batch, model.predictions(batch)), Mail()

@@ -201,17 +201,19 @@ def test_compare_and_frontier_say_it_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_eight_spares_of_512_cover_a_node() -> None:
-    """The plan for 504 devices, what it loses, and that with each of some nodes failed it still fits and checks."""
+    """The plan for 504 devices, what it loses, and that with each of some nodes failed it still fits and checks.
+
+    The mini-batch is one that 504 and 512 both divide: what is lost is the devices' share.
+    """
     cluster = in_tree(named_cluster("cluster-h100", 512), [4], [4.0])
-    asked: dict[str, Any] = {"mini_batch": 4032, "time_limit": 3, "deterministic": True, "scheduler": "1f1b"}
+    asked: dict[str, Any] = {"mini_batch": 32_256, "time_limit": 16, "deterministic": True, "scheduler": "1f1b"}
     result = pipeplan.search(line(72), cluster=cluster, spares=8, **asked)
     plan, spares = unfolded(result.plan), result.spares
     assert spares is not None
     assert spares.loss is not None
     assert spares.whole_ns is not None
-    assert spares.loss == pytest.approx(1 - spares.whole_ns / spares.time_ns)
+    assert spares.loss == pytest.approx(1 - spares.whole_ns / spares.time_ns) == pytest.approx(8 / 512, rel=0.01)
     assert (plan.num_devices, spares.failures[0].covered, spares.failures[0].by) == (504, True, tuple(range(504, 512)))
     assert check(result.plan, line(72), cluster).valid
     for node in (0, 31, 62):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeplan.files import read_plan, to_json
+from pipeplan.files import PlacedStage, read_plan, to_json
 from pipeplan.files.folded import folded_plan
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training.options import TrainOptions
-from runtime_support.plans import Unsplit
+from runtime_support.plans import Unsplit, placed_plan
+from runtime_support.threads import require_equal_to_unsplit
 from support.commands import pipeplan
 
 SEED = 3
@@ -27,6 +29,29 @@ SPLITS = {
     ),
 }
 """{model: how its profile and its plan say that blocks are split, or experts shared}"""
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "players"),
+    [
+        ("gpt2-tiny", {"shards": 2, "replicas": 2, "zero": 1}, 4),
+        ("gpt2-tiny", {"context": 2, "replicas": 2}, 4),
+        ("gpt2-experts-tiny", {"expert": 2, "replicas": 4}, 4),
+    ],
+    ids=str,
+)
+def test_eight_ranks_of_a_folded_plan_compute_what_one_would(name: str, sizes: dict[str, Any], players: int) -> None:
+    """As threads, each with the program that it unfolds for itself: the same without processes."""
+    model = load_model(name)
+    ids = [block.id for block in model.blocks]
+    cut = len(ids) // 2
+    stages = [
+        PlacedStage(blocks=tuple(own), devices=devices, microbatch_size=4, **sizes)
+        for own, devices in ((ids[:cut], (0, 1, 2, 3)), (ids[cut:], (4, 5, 6, 7)))
+    ]
+    folded = folded_plan(placed_plan(model, stages, num_microbatches=3, microbatch_size=4))
+    assert (folded.players_each, folded.num_devices) == (players, 8)
+    require_equal_to_unsplit(model, folded)
 
 
 @pytest.mark.slow
