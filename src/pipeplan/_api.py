@@ -291,6 +291,7 @@ def frontier(
     within: Limit | None = None,
     workers: int = 1,
     executor: Executor | str | None = None,
+    written: float = 0,
 ) -> FrontierResult:
     """Time against memory against devices; see :func:`pipeplan.planning.frontier.search_frontier`.
 
@@ -302,7 +303,7 @@ def frontier(
     """
     from pipeplan.planning.frontier import search_frontier
 
-    how: Any = {"mode": mode, "point": point, "progress": progress, "workers": workers}
+    how: Any = {"mode": mode, "point": point, "progress": progress, "workers": workers, "written": written}
     with _executor(executor, within) as known:
         how["executor"] = known
         if request.spares:

@@ -339,3 +339,22 @@ def test_frontiers_keep_no_tables_of_all_runs_of_very_many_blocks() -> None:
     (found, *_) = chains(request, GroupSplits(request.profile, request.cluster))
     assert isinstance(found.candidate, TooLargeError)
     assert "at most 2,000 blocks and not 2,001" in str(found.candidate)
+
+
+@pytest.mark.parametrize(("written", "kept"), [(0, 0.0), (1, 3.0), (math.inf, 6.0)])
+def test_plans_that_are_written_are_made_before_the_limit(written: float, kept: float) -> None:
+    """The first takes three seconds, and so is each of the others taken to; the counting has its own time."""
+    clock = Hand()
+    search = _FrontierSearch(Limit(60.0, clock=clock), iter(()), written=written)
+
+    def make() -> Any:
+        clock.now += 3.0
+
+    for memory, iteration in ((10, 20), (20, 10)):
+        search.keep(PlanPoint(split_model(), memory, 0, iteration, make, SimpleNamespace(), "1f1b"))  # type: ignore[arg-type]
+    assert len(search.best) == 2
+    assert clock.now == (3.0 if written else 0.0)
+    search.written = 0
+    search.limit.reserved, reserved = 0.0, search.limit.reserved
+    search.keep(search.best[0])
+    assert reserved - search.limit.reserved == kept

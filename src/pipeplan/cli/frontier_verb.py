@@ -214,7 +214,8 @@ def frontier_command(
     outputs = Outputs({"-o": output, "--svg": svg}, as_json=as_json)
     request = frontier_request(ctx)
     require_one_kind_of_workers(request, workers, executor)
-    how: Any = {"mode": mode, "point": point, "workers": workers or 1, "executor": executor}
+    written = float("inf") if output_all is not None else int(output is not None)
+    how: Any = {"mode": mode, "point": point, "workers": workers or 1, "executor": executor, "written": written}
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
     with outputs, limited(request.time_limit, "frontier") as limit:

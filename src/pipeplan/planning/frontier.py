@@ -397,12 +397,13 @@ def search_frontier(
     progress: Progress | None = None,
     workers: int = 1,
     executor: Executor | None = None,
+    written: float = 0,
 ) -> FrontierResult:
     """All strategies that no other one found beats in memory, time and devices, and the one that ``mode`` chooses.
 
     ``point`` chooses one of those that the mode shows instead, by its number. When time runs out, or at Ctrl-C, what
     was found until then. ``progress`` hears of the quickest so far. Searches for whole plans may have ``workers`` or an
-    ``executor``.
+    ``executor``, and leave time for the plans of as many points as are to be ``written``.
 
     Raises:
         UsageError: there are fewer points than ``point``.
@@ -410,7 +411,7 @@ def search_frontier(
     """
     with request.reserve_said():
         if request.splitting is None:
-            by = {"workers": workers, "executor": executor}
+            by: dict[str, Any] = {"workers": workers, "executor": executor, "written": written}
             found = _of_plans(request, within, progress, quickest=mode in ("min-time", "profile"), **by)
         else:
             found = _of_splits(request, request.splitting, within, progress)

@@ -159,6 +159,7 @@ def plan_frontier(
     progress: Progress | None = None,
     workers: int = 1,
     executor: Executor | None = None,
+    written: float = 0,
 ) -> PlanFrontier:
     """The frontier of a request's profile and mini-batch over its numbers of devices.
 
@@ -166,6 +167,7 @@ def plan_frontier(
     the time limit, that of ``within``, too, whatever is going on then: with what there is. Where the ``quickest`` are
     looked for, what promises least time comes first. ``progress`` hears what is tried, and of the quickest plan so far.
     The searches give candidates to ``workers`` or an ``executor``, as :func:`pipeplan.planning.steps.search_plan` says.
+    Where plans of up to so many points are to be ``written``, it ends early enough to make them within the limit.
 
     Raises:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
@@ -178,7 +180,7 @@ def plan_frontier(
         limit = Budget(math.inf, deterministic=True, whole=within)  # which only an interruption ends
     limit.wait(0.0, FIRST_SECONDS)
     with workers_of(workers, executor) as by:
-        found = _searched(request, limit, quickest, progress, searches=True, workers=by)
+        found = _searched(request, limit, quickest, progress, searches=True, workers=by, written=written)
     if not found.best:
         raise KeyboardInterrupt if limit.interrupted else _why(request, found)
     untried = _counted(found, min(_HOW.counting * request.time_limit, _HOW.most_counting)) if found.interrupted else 0
@@ -197,6 +199,7 @@ def _searched(
     *,
     searches: bool = False,
     workers: CandidateWorkers | None = None,
+    written: float = 0,
 ) -> _FrontierSearch:
     """Try everything in turn, until the time is up, less what counting what is left will take."""
     requests = request.by_devices
@@ -207,7 +210,7 @@ def _searched(
     partitions = in_turn([each for own in zip_longest(*streams) for each in own if each is not None])
     whole = [asked for asked in requests if _any_partition(asked) and not asked.recompute]
     rough = [asked.num_devices for asked in whole]
-    search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress, rough=rough)
+    search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress, rough=rough, written=written)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     with limit.hearing_interrupts(), limit.ended():
         if searches:
@@ -347,7 +350,11 @@ def _doubled(request: Request) -> Iterator[tuple[str, Request]]:
 
 @dataclass(slots=True)
 class _FrontierSearch:
-    """What has been found until the time is up; whether there was more to try, and the ``partitions`` that are left."""
+    """What has been found until the time is up; whether there was more to try, and the ``partitions`` that are left.
+
+    Of so many points, or all, plans are ``written`` afterwards; each is taken to be made in ``seconds_per_plan``, those
+    that the first one took.
+    """
 
     limit: Limit
     partitions: Iterator[PartitionTrial]
@@ -359,6 +366,8 @@ class _FrontierSearch:
     progress: Progress | None = None
     unsearched: bool = False
     notes: list[str] = field(default_factory=list)
+    written: float = 0
+    seconds_per_plan: float | None = None
 
     def search_all(self, requests: Sequence[Request], workers: CandidateWorkers | None) -> None:
         """Search on each number of devices, most first, until a share of the time is over."""
@@ -428,7 +437,17 @@ class _FrontierSearch:
         """Another point, if it belongs there; from now on there is something, and time for all that must follow."""
         self.best = _with(self.best, found)
         self.limit.wait_no_longer()
-        self.limit.reserved = min(_HOW.counting * self.limit.seconds, _HOW.most_counting)
+        counting = min(_HOW.counting * self.limit.seconds, _HOW.most_counting)
+        self.limit.reserved = counting
+        if not self.written:
+            return
+        if self.seconds_per_plan is None:
+            begun = self.limit.elapsed
+            with suppress(PipeplanError):  # which is said where it is written
+                _ = found.plan
+            self.seconds_per_plan = self.limit.elapsed - begun
+        making = self.seconds_per_plan * min(self.written, len(self.best))
+        self.limit.reserved = counting + min(making, self.limit.seconds / 2)
 
     def one_stage(self, request: Request) -> None:
         """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
