@@ -78,6 +78,7 @@ from pipeplan.schedule.state import ScheduleStep, SearchState, noted
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.schedule.steps import FirstSchedule, RepetendSearch, SlowClassics
 from pipeplan.search_constants import MOST_ENTRIES
+from pipeplan.simulator.simulation import simulate
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, time_is_up
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.samples import carried
@@ -1204,6 +1205,28 @@ def test_a_classic_schedule_of_a_very_long_run_has_a_plan_or_is_refused_at_once(
             search_plan(long_run("circular", "gpipe"))
 
     assert counted(refused).all < 1_000_000
+
+
+@pytest.mark.slow  # 5 s
+def test_a_hundred_thousand_microbatches_of_the_shape_v_take_little() -> None:
+    """The plan, and work for it, is as that of a thousand: searched, checked and simulated."""
+
+    def work(count: int) -> tuple[list[int], int, Plan]:
+        found = list[Plan]()
+        asked = Request.of(shape("v", 4), num_microbatches=count, deterministic=True)
+        calls = [counted(lambda: found.append(search_plan(asked).plan)).all]
+        (plan,) = found
+        calls.append(counted(lambda: check(plan, asked.profile).require("plan")).all)
+        calls.append(counted(lambda: simulate(plan)).all)
+        return calls, len(plan.model_dump_json()), plan
+
+    few, bytes_of_few, _ = work(1_000)
+    many, bytes_of_many, plan = work(100_000)
+    assert all(one <= 1.2 * other for one, other in zip(many, few, strict=True)), (few, many)
+    assert max(many) < 3_000_000, "some tenths of a second each"
+    assert bytes_of_many < min(20_000, 1.2 * bytes_of_few)
+    assert plan.num_microbatches == 100_000
+    assert plan.predicted.iteration_ns == plan.predicted.lower_bound_ns == simulate(plan).iteration_ns
 
 
 @pytest.mark.parametrize("seconds", [0.35, 5.0])

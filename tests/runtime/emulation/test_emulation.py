@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ from runtime_support.warm import warm_ranks
 RANK = (sys.executable, "-m", "runtime_support.emulation_rank")
 MS = 1_000_000
 COSTS = ShapeCosts(forward_ns=2 * MS, backward_ns=4 * MS, shared_forward_ns=MS, shared_backward_ns=MS, comm_ns=MS // 2)
+SHORT = ShapeCosts(forward_ns=MS // 20, backward_ns=MS // 20, comm_ns=0)
 SPLIT = ShapeCosts(forward_ns=2 * MS, input_grad_ns=2 * MS, weight_grad_ns=2 * MS)
 SHAPES = ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"]
 BLOCKS = [("b0", "b1"), ("b2",), ("b3",), ("b4", "end")]
@@ -52,7 +54,8 @@ PLANS = (
     *SHAPES,
     *("one device", "sizes", "replicas", "parts", "shards and replicas"),
     *("experts are exchanged", "late inputs beside exchanges"),
-    *("messages wait for their link", "gradients are summed", "a loop", "two programs for four devices"),
+    *("messages wait for their link", "gradients are summed", "a loop", "a thousand micro-batches"),
+    "two programs for four devices",
 )
 
 
@@ -74,6 +77,9 @@ def plans() -> dict[str, Plan]:
     found["messages wait for their link"] = with_busy_links(chain(3))
     found["gradients are summed"] = with_sums(chain(2))
     found["a loop"] = looped
+    found["a thousand micro-batches"] = thousand = looped_plans(shape_workload("v", 4, costs=SHORT), 20, 1_000)["1f1b"]
+    assert (check(thousand).valid, thousand.num_microbatches) == (True, 1_000)
+    assert thousand.loop is not None
     found["two programs for four devices"] = folded = plan_of_replicas(Replicas(shards=1, replicas=2))
     assert folded.players_each == 2
     assert tuple(found) == PLANS
@@ -399,3 +405,11 @@ def test_short_actions_are_stretched_on_real_ranks() -> None:
     last = max(end for _, _, end in outcome.result.timeline[0][0])
     assert last < outcome.result.steps[0].iteration_ns
     assert f"stretched {stretch:.3g} times)" in comparison_line(outcome)
+
+
+def test_exchanges_of_a_very_long_run_are_not_written_out() -> None:
+    """Each rank would: of a hundred thousand micro-batches that was all of its memory."""
+    stage = SimpleNamespace(block_groups=[()])
+    plan: Any = SimpleNamespace(stages=[stage], loop=(), num_microbatches=100_000, operations=[None] * 16)
+    with pytest.raises(UsageError, match=r"100,000 micro-batches the plan has 1,600,000 actions.*fewer --microbatches"):
+        emulation.emulate(plan, RunOptions(), SimpleNamespace(), lambda _: None)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import statistics
 
 import torch
 
+from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.folded import in_place_0, on_device
 from pipeplan.runtime.emulation.devices import EmulatedChannels, EmulatedRunner, Pace, specs_of
@@ -57,6 +58,9 @@ _TRIED_COPIES = 1_000
 
 _NO_SAMPLES = MiniBatch({}, 1)
 
+MOST_UNROLLED = 1_000_000
+"""Actions of a plan with a loop that each rank writes out where it must: about a gigabyte."""
+
 
 def emulate_job(job: Report, context: RankContext) -> None:
     """The job of a rank that emulates."""
@@ -67,9 +71,17 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_event: OnEve
     """Run the plan's programs as often as asked for; every rank of the process group calls this.
 
     ``on_event`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
-    UsageError, on every rank, where they were started with different plans or options.
+    UsageError, on every rank, where they were started with different plans or options, or where the plan has more
+    actions than can be written out, and must be.
     """
     if any(stage.block_groups for stage in plan.stages):
+        count = plan.num_microbatches * len(plan.operations)
+        if plan.loop is not None and count > MOST_UNROLLED:
+            raise UsageError(
+                f"--emulate goes through exchanges of state by actions one by one, and with {plan.num_microbatches:,} "
+                f"micro-batches the plan has {count:,} actions, of at most {MOST_UNROLLED:,} that are written out for "
+                "that; emulate a plan of fewer --microbatches, or one made with --zero-exchange inside"
+            )
         plan = plan.unrolled()  # a network goes through its exchanges one by one
     emulation = _Emulation(plan, options, progress)
     stretch = emulation.stretch(options.stretch)
