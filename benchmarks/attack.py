@@ -1,4 +1,5 @@
-"""Attacks: files and command lines that nobody meant, damaged plans, bounds tried in full, processes that fail.
+"""Attacks: files and command lines that nobody meant, damaged plans and checkpoints, bounds tried in full, processes
+that fail.
 
     python benchmarks/attack.py --state attack.jsonl                 # all of it; again: goes on where it stopped
     python benchmarks/attack.py --state attack.jsonl --only plans --count 100 --seed 1
@@ -39,6 +40,7 @@ from tables import machine, markdown, note
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from attack_bounds import Bounds
+from attack_checkpoints import Checkpoints
 from attack_faults import Faults
 from attack_inputs import Inputs
 from attack_part import WRONG, Ended, Part
@@ -53,6 +55,7 @@ PARTS: dict[str, type[Part]] = {
     "bounds": Bounds,
     "faults": Faults,
     "searches": Searches,
+    "checkpoints": Checkpoints,
 }
 WORKERS = 2
 

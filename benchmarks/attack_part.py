@@ -16,7 +16,8 @@ WRONG = {
     "exit": ("exit codes", "one that is none of those promised, or no message with it, or several"),
     "accepted": (
         "wrong acceptances",
-        "a damaged plan accepted that waits for ever, takes more memory or other times than it says",
+        "a damaged plan accepted that waits for ever, takes more memory or other times than it says; a damaged "
+        "checkpoint that is read as something else, or what it says is run",
     ),
     "bound": ("wrong bounds", "one above what can be reached"),
     "orphan": ("orphans", "a process that lives on"),

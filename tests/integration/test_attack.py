@@ -23,6 +23,7 @@ from support.paths import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 
 import attack_bounds
+import attack_checkpoints
 import attack_faults
 import attack_inputs
 import attack_plans
@@ -82,6 +83,39 @@ def test_damaged_plans(piece: int, parts: dict[str, Any]) -> None:
 def test_bounds(piece: int, parts: dict[str, Any]) -> None:
     found = ends(parts["bounds"], piece * PIECE["bounds"], PIECE["bounds"])
     assert set(found) == {"makespan", "period", "of everything", "frontier"}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> attack_checkpoints.Checkpoints:
+    part = attack_checkpoints.Checkpoints()
+    part.prepare(tmp_path_factory.mktemp("attack"))
+    return part
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_damaged_checkpoints(checkpoints: attack_checkpoints.Checkpoints) -> None:
+    found = ends(checkpoints, 0, 60)
+    assert sum(count for how, count in found.items() if "signed" in how) > 10
+    assert {how.partition(" refused")[0].partition(",")[0] for how in found} >= {"code", "link", "pipe", "flipped"}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_damage_that_is_read_is_noticed(
+    checkpoints: attack_checkpoints.Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flipped bit of a tensor, where nobody compares checksums."""
+    monkeypatch.setattr("pipeplan.runtime.training.checkpoint_folder.require_checksums", lambda *_: None)
+
+    def harmed(path: Path, _: object) -> None:
+        content = bytearray(path.read_bytes())
+        at = content.index(b"\x00\x00\xa0\x41")  # 20.0
+        content[at + 3] ^= 1
+        path.write_bytes(content)
+
+    monkeypatch.setattr(attack_checkpoints, "DAMAGES", [harmed])
+    monkeypatch.setattr(attack_checkpoints, "FILES", ["__0_0.distcp"] * 5)
+    monkeypatch.setattr(attack_checkpoints.Checkpoints, "_sign", lambda *_: False)
+    assert attacked(checkpoints, 0, 0).wrong == "accepted"
 
 
 @slow_but("part", ["faults", "searches"], lambda _: False, "searches".__eq__)
