@@ -42,6 +42,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 SOON_S = 10.0
 TIMEOUT_S = 3.0
 START_S = 8.0
+WHOLE_S = 90.0  # of all processors for a whole command, most of it imports of three processes; seen: 40
 STEPS = 12
 _SUBREAPER = 36
 _ABOVE = 200  # descriptors from here on are free in a new process
@@ -261,6 +262,37 @@ def status_of(pid: int, until: float) -> int | None:
     return None
 
 
+def used_ns(pids: Sequence[int]) -> tuple[int, int]:
+    """Ns that all threads of these processes have worked, and waited for a core while they could have."""
+    worked = waited = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended
+            for task in os.listdir(f"/proc/{pid}/task"):
+                run, wait, _ = Path(f"/proc/{pid}/task/{task}/schedstat").read_text().split()
+                worked, waited = worked + int(run), waited + int(wait)
+    return worked, waited
+
+
+def status_before_it_hangs(pid: int, still_s: float, worked_s: float = SOON_S) -> int | None:
+    """How a child ended; None once it hangs, however many others the machine works for.
+
+    It hangs when for ``still_s`` none of its processes has worked, or waited for a core, or all of them together have
+    worked ``worked_s``: those are seconds that a machine to itself would have taken at least.
+    """
+    still = worked = 0.0
+    last, before = time.monotonic(), used_ns([pid, *children(pid)])
+    while still <= still_s and worked <= worked_s:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+        now, used = time.monotonic(), used_ns([pid, *children(pid)])
+        run, wait = (max(0, new - old) / 1e9 for new, old in zip(used, before, strict=True))  # less where one ended
+        still, worked = still + max(0.0, now - last - run - wait), worked + run
+        last, before = now, used
+    return None
+
+
 # What is drawn -----------------------------------------------------------------------------------------------------
 
 
@@ -377,10 +409,9 @@ class Faults:
             return Ended("over before")
         happened = time.monotonic()
         _inflict(fault, victim, folder)
-        allowed = SOON_S + (START_S + 2.0 if fault.kind in ("stopped", "cut off") else 0.0)
-        if fault.kind == "slow" or (fault.kind == "disk full" and fault.verb != "train"):
-            allowed += 60.0  # it goes on to its end
-        code = status_of(pid, happened + allowed)
+        still = SOON_S + (START_S + 2.0 if fault.kind in ("stopped", "cut off") else 0.0)
+        goes_on = fault.kind == "slow" or (fault.kind == "disk full" and fault.verb != "train")  # to its end
+        code = status_before_it_hangs(pid, still, WHOLE_S if goes_on else still)
         what = f"{fault}, after {time.monotonic() - happened:.1f} s, exit {code}: {_text(folder, 'err')[-1500:]}"
         if code is None:
             return Ended("hang", "hang", what)
@@ -412,7 +443,7 @@ class Faults:
         if fault.verb == "train" and done:
             again = f"{again.replace(f'--steps {STEPS}', f'--steps {max(STEPS, done + 1)}')} --resume"
         (folder / "ready").unlink()
-        code = status_of(start(again, folder), time.monotonic() + 90)
+        code = status_before_it_hangs(start(again, folder), SOON_S, WHOLE_S)
         if code != 0:
             return f"{again} then ends with {code}: {_text(folder, 'err')[-1000:]}"
         if fault.verb == "train" and losses_of(folder)[: STEPS - done] != self.losses[done:]:

@@ -325,6 +325,20 @@ def test_forked_ranks_have_sessions_of_their_own_as_started_ones() -> None:
     rank.stdin.close()
 
 
+@pytest.mark.parametrize("working", [False, True])
+def test_hangs_are_counted_by_what_a_command_does(working: bool) -> None:
+    """One that stands still, or works for ever; not one that works for less, or that others keep from working."""
+    pid = os.fork()
+    if not pid:
+        while True:
+            time.sleep(0.0 if working else 60.0)
+    try:
+        assert attack_faults.status_before_it_hangs(pid, *((1e9, 0.2) if working else (0.2, 1e9))) is None
+    finally:
+        os.kill(pid, attack_faults.signal.SIGKILL)
+    assert attack_faults.status_before_it_hangs(pid, 10.0) == -9
+
+
 def launcher(binds: Callable[[int], object], folder: Path) -> int:
     """Start what stands for a command with two ranks, which are bound to its end in some way."""
     read, _ = os.pipe()
