@@ -377,6 +377,16 @@ def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals, a
     return process.returncode, err
 
 
+@pytest.mark.slow  # 6 s
+def test_a_second_interruption_is_answered_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "slow_models.py").write_text(MODULE)
+    code, err = stop(start(tmp_path, 10), tmp_path, signal.SIGINT, 5)
+    assert code == 130
+    assert "Traceback" not in err
+    assert err.count("interrupted while measuring block 'slow' at micro-batch size 1") == 1
+    assert sum(kept(tmp_path / "p.json.partial").values()) >= 2
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
