@@ -290,7 +290,7 @@ PLAN_STEPS = [step for step in STEPS if isinstance(step, PlanStep)]
 
 def of_many_ways() -> Request:
     """Blocks on one, two or four devices, whose replicas may divide what they keep, on devices of several levels."""
-    asked = Request.of(split(24, 10**5), devices=16, cluster=cluster(16, 10**8), mini_batch=32, time_limit=10.0)
+    asked = Request.of(split(12, 10**5), devices=8, cluster=cluster(8, 10**8), mini_batch=16, time_limit=10.0)
     return replace(asked, zero="auto")
 
 
@@ -328,6 +328,7 @@ LITTLE = (planning_steps.EaseFirstLayers, planning_steps.LateInputs)
 @pytest.mark.parametrize("step", PLAN_STEPS, ids=lambda step: step.name)
 def test_steps_of_a_search_ask_for_the_time(step: PlanStep, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each after what comes before it: the clock is their work, and so long a share of it is over that they end."""
+    load_solver()
     asked = SUITED.get(type(step), of_many_ways)()
     calls, questions = Calls(), [0]
 
