@@ -103,9 +103,13 @@ class WideGroups:
     def words_ns(self, said: ExpertMessages, apart: int) -> int:
         """Ns for words to go to experts and to come back, by the links that they pass."""
         each = (
-            dispatch_ns(said.bytes, said.experts_per_token, len(group), links, apart) for group, links in self._paths
+            sum(
+                dispatch_ns(size, said.experts_per_token, len(group), links, apart)
+                for size in (said.bytes + said.routing_bytes, said.bytes)
+            )
+            for group, links in self._paths
         )
-        return round(2 * (max if self.slowest else min)(each))
+        return round((max if self.slowest else min)(each))
 
     @cached_property
     def _prices(self) -> dict[str, Callable[[Exchange], int]]:

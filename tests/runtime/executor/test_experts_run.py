@@ -312,7 +312,7 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
 def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of words, and of keys and values where sequences are shared: as its actions take longer over slower links.
 
-    The plan is for float32, and runs here in float64. How words are to be taken is not in it.
+    With words goes which experts take them. The plan is for float32, and runs here in float64.
     """
     moved = Counter[int]()
     gather, route = ThreadGroup.gather, ThreadGroup.route
@@ -327,8 +327,7 @@ def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeyp
         return torch.stack([found[self._index] for found in gather(self, together)]).sum(0)
 
     def sent(self: ThreadGroup, rows: torch.Tensor, give: Sequence[int], get: Sequence[int]) -> torch.Tensor:
-        if rows.shape[1] == HIDDEN:
-            moved[self._name[self._index]] += (sum(give) - give[self._index]) * HIDDEN * rows.itemsize // 2
+        moved[self._name[self._index]] += (sum(give) - give[self._index]) * rows.shape[1] * rows.itemsize // 2
         return route(self, rows, give, get)
 
     monkeypatch.setattr(ThreadGroup, "gather", gathered)

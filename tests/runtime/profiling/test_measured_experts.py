@@ -47,8 +47,10 @@ def test_steps_of_inference_have_rows_of_shared_experts(name: str) -> None:
         assert {row.expert for row in block.phases} == ({1, 2} if block.operator == "moe" else {1})
         for row in (each for each in block.phases if each.expert == 2):
             words = row.microbatch_size * (1 if row.phase == "decode" else 4)
-            sent = 1.5 * words * HIDDEN * 4 * places_reached(2, 2)
-            assert row.forward_ns == pytest.approx(2e9 * sent, abs=1e9)
+            sent = (
+                1.5 * words * (2 * HIDDEN + 2 * 2) * 4 * places_reached(2, 2)
+            )  # there and back, and what is said of it
+            assert row.forward_ns == pytest.approx(1e9 * sent, abs=1e9)
     with pytest.raises(UsageError, match="cluster has 2 devices; give at most that"):
         pipeplan.profile(name, **(asked | {"expert": "4"}), cluster=cluster)
     with pytest.raises(UsageError, match="expert is for prefill and decode of inference; give context"):
@@ -182,11 +184,13 @@ def test_what_devices_send_each_other_takes_the_links_of_the_cluster() -> None:
         }
     for each in of_links["layers.0.moe"]:
         sent = 3 * SEQUENCE * HIDDEN * 4 / each.shards * (1.5 if each.expert == 4 else 1)
-        once = dispatch_ns(sent, 2, each.expert, LinkPath.in_cluster(links, each.expert))
-        assert once > 0
-        assert each.forward_ns == 1000 + round(2 * once)
-        assert (each.input_grad_ns, each.weight_grad_ns) == (2000 + round(2 * once), 3000)
-        assert each.backward_ns == 5000 + round(2 * once)
+        routing = sent * 2 * 2 / HIDDEN  # two numbers of each of a word's two experts go there
+        path = LinkPath.in_cluster(links, each.expert)
+        both = round(sum(dispatch_ns(size, 2, each.expert, path) for size in (sent + routing, sent)))
+        assert both > 0
+        assert each.forward_ns == 1000 + both
+        assert (each.input_grad_ns, each.weight_grad_ns) == (2000 + both, 3000)
+        assert each.backward_ns == 5000 + both
 
 
 @pytest.mark.parametrize(

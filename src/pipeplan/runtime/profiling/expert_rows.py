@@ -283,6 +283,7 @@ def said_of_experts(
         bytes=round(tokens),
         experts_per_token=spec.dimensions[TAKEN],
         words_ns=there,
+        routing_bytes=round(_routing_bytes(*own)),
         gathered_bytes=size,
         gathered_ns=gathered,
         shared_bytes=shared,
@@ -294,12 +295,26 @@ def _tokens_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> 
     return samples * spec.dimensions["sequence"] * spec.dimensions["hidden"] * width * spread.load
 
 
+def _routing_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> float:
+    """What goes along with words, one way: numbers of a device's experts, and by how much each of these counts."""
+    exact = width > 2 or spec.dimensions[EXPERTS] // spread.places <= _EXACT
+    numbers = 2 * spec.dimensions[TAKEN] * (width if exact else 4)
+    return samples * spec.dimensions["sequence"] * numbers * spread.load
+
+
+_EXACT = 256
+"""Whole numbers up to which bfloat16 has all: with more experts on a device they go in float32."""
+
+
 def _sent_ns(
     spec: BlockSpec, samples: int, width: int, spread: Spread, links: LinkPath, prices: Prices
 ) -> tuple[int, int, int]:
     """Ns for words to go and to come back, and for devices that split experts to gather so many bytes of them."""
     sent, taken = _tokens_bytes(spec, samples, width, spread), spec.dimensions[TAKEN]
-    there = round(2 * dispatch_ns(round(sent), taken, spread.size, links, spread.split))
+    routing = round(_routing_bytes(spec, samples, width, spread))
+    there = round(
+        sum(dispatch_ns(size, taken, spread.size, links, spread.split) for size in (round(sent) + routing, round(sent)))
+    )
     if spread.split == 1:
         return there, 0, 0
     size = round(sent * taken * spread.split)
