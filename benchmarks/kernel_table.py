@@ -451,6 +451,12 @@ def failures(state: TableState) -> Iterator[str]:
             yield f"* {key}: {name}: {why}"
         for text in dict.fromkeys(cell.get("told", ())):
             yield f"* {key}: {text}"
+        what, *of = key.split("/")
+        if what == "profile" and (path := state.profile(*of)).exists():
+            profile = json.loads(path.read_text())
+            for each in profile.get("refusals", ()):
+                if len(each["blocks"]) == len(profile["blocks"]):
+                    yield f"* {key}: the whole by {each['backend']}: {each['reason'][:200]}"
 
 
 def tables(state: TableState) -> Iterator[str]:
@@ -466,6 +472,8 @@ def tables(state: TableState) -> Iterator[str]:
             if ratios:
                 mean = f"{geometric_mean(ratios):.2f} over {len(ratios)} cells"
                 yield f"\ngeometric mean of best framework / {name}, {words}: {mean}"
+    yield "\nEach backend alone, ms (median)\n"
+    yield markdown(*alone_table(cells))
     yield "\nPredicted beside measured, groups by backend, and the proof\n"
     yield markdown(*predicted_table(cells))
     yield "\nBackends one at a time: measured ms (predicted)\n"
@@ -494,6 +502,15 @@ def whole_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], l
         first = [model, str(threads), str(batch), ms(own), f"{ms(alone[1])} ({alone[0]})", f"{own / alone[1]:.2f}"]
         rows.append([*first, *frames, f"{best[1] / own:.2f}", ms(without), f"{best[1] / without:.2f}"])
     return header, rows
+
+
+def alone_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
+    names = [name for name in ("eager", *BACKENDS) if any(f"alone: {name}" in cell["same"] for cell in cells.values())]
+    rows = [
+        [model, str(threads), str(batch), *(ms(measured(cell, f"alone: {name}")) for name in names)]
+        for (model, threads, batch), cell in cells.items()
+    ]
+    return ["network", "threads", "samples", *names], rows
 
 
 def predicted_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:

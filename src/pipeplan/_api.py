@@ -568,6 +568,13 @@ def goes_on(profile: Profile, model: Model, sizes: Sequence[int], *, threads: in
         return difference(profile, model, sizes, dtype, **how)
 
 
+def with_more_sizes(profile: Profile, made: Profile) -> Profile:
+    """Rows of two profiles: :func:`pipeplan.kernels.measuring.with_more_sizes`, also for errors."""
+    from pipeplan.kernels.measuring import with_more_sizes
+
+    return with_more_sizes(profile, made)
+
+
 def pending_group(path: str) -> str | None:
     """The group that a profile in the making says was being built or run; None where there is none, or no profile."""
     from pipeplan.errors import FileError

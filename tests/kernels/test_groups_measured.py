@@ -56,10 +56,9 @@ def test_what_another_version_of_a_library_took_is_measured_again() -> None:
     log, _ = run(chain(), Measuring())
     source = log.profile.source.model_copy(update={"versions": {"torch": "2", "of-pairs": "1"}})
     found = log.found.model_copy(update={"source": source})
-    backends = (BACKENDS[0], Backend("pairs", rule=Pairs(), packages={"of-pairs": ("", "")}))
     for versions in ({"of-pairs": "1"}, {}, {"other": "2"}):
-        assert renewed(found, backends, versions) == (found, ())
-    again, names = renewed(found, backends, {"of-pairs": "2"})
+        assert renewed(found, {"pairs": versions}) == (found, ())
+    again, names = renewed(found, {"eager": {}, "pairs": {"of-pairs": "2"}})
     assert names == ("pairs",)
     assert again.groups_by_backend == {}
     assert [block.costs for block in again.blocks] == [block.costs for block in chain().blocks]

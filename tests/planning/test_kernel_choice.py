@@ -11,7 +11,7 @@ import pytest
 
 import pipeplan
 from builders.profiles import profile_of
-from pipeplan.errors import FileError, InfeasibleError, SearchTimeoutError, UsageError
+from pipeplan.errors import ExecutionError, FileError, InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import BackendFusion, CostRow, Cover, Profile, parse, write_file
 from pipeplan.kernels.covers import algorithm_1
 from pipeplan.kernels.measuring import matches_of
@@ -157,15 +157,33 @@ def test_groups_that_are_wrong_are_refused() -> None:
 
 
 class Lucky:
-    """Whole models of which all blocks at once are quick the first time."""
+    """Whole models of which all blocks at once are quick the first time; the third of all may be interrupted."""
 
-    def __init__(self, ids: tuple[str, ...]) -> None:
-        self.once = {((ids, "fast"),)}
+    def __init__(self, ids: tuple[str, ...], *, interrupts: int = 0) -> None:
+        self.once, self.left = {((ids, "fast"),)}, interrupts
 
     def __call__(self, groups: Groups) -> int:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
         lucky = groups in self.once
         self.once.discard(tuple(groups))
         return 100 if lucky else 300
+
+
+class Ends:
+    """Whole models of which all blocks at once are quick the first time, and the second time end it."""
+
+    def __init__(self, ids: tuple[str, ...], error: BaseException) -> None:
+        self.whole, self.error, self.times = ((ids, "fast"),), error, 0
+
+    def __call__(self, groups: Groups) -> int:
+        if groups != self.whole:
+            return 300
+        self.times += 1
+        if self.times > 1:
+            raise self.error
+        return 100
 
 
 def test_the_graph_level_gives_operators_to_a_library_where_the_whole_gains() -> None:
@@ -189,6 +207,13 @@ def test_the_graph_level_gives_operators_to_a_library_where_the_whole_gains() ->
     found = graph_level(choice, library, Lucky(choice.graph.order), seed=3)
     assert (found.gain, found.found.ns) == (1.0, 300)
     assert found.groups == tuple((match.blocks, match.backend) for match in choice.cover.as_runs(choice.graph))
+    for error in (KeyboardInterrupt(), ExecutionError("it ran once")):
+        ended = graph_level(choice, library, Ends(choice.graph.order, error), seed=3)
+        assert (ended.gain, ended.found.ns) == (1.0, 300)
+        assert ended.found.interrupted is isinstance(error, KeyboardInterrupt)
+        assert len(ended.found.failures) == isinstance(error, ExecutionError)
+    ended = graph_level(choice, library, Lucky(choice.graph.order, interrupts=3), seed=3)
+    assert (ended.gain, ended.found.interrupted) == (1.0, True)  # measured again once
     never = graph_level(choice, library, lambda groups: 300 + (len(groups) == 1), seed=3)
     assert never.groups == tuple((match.blocks, match.backend) for match in choice.cover.as_runs(choice.graph))
     with pytest.raises(UsageError, match="no library of whole graphs that the profile has times of"):

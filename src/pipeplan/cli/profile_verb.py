@@ -484,8 +484,13 @@ def _measure(ctx: click.Context, outputs: Outputs) -> None:
     shown = Shown("measuring")
     try:
         with warnings_shown(), shown:
+            how: dict[str, Any] = {"progress": shown.update, "partial": partial, "on_mean": _tell}
             profile = None if asked is None else _earlier(given, _tell)
-            profile = profile or measured(given, _tell, progress=shown.update, partial=partial, on_mean=_tell)
+            if profile is None:
+                profile = measured(given, _tell, **how)
+            elif more := tuple(size for size in _sizes(given) if size not in profile.microbatch_sizes):
+                sizes = "batch" if given["inference"] else "microbatch"
+                profile = _api.with_more_sizes(profile, measured({**given, sizes: more}, _tell, **how))
     except KeyboardInterrupt:
         say(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
         ctx.exit(INTERRUPTED)
@@ -520,7 +525,10 @@ def backends_asked(given: Mapping[str, Any]) -> BackendsAsked | None:
 
 
 def _earlier(given: Mapping[str, Any], tell: Callable[[str], None]) -> Profile | None:
-    """The profile that an earlier command wrote where this one writes, if it is of the same model measured here."""
+    """The profile that an earlier command wrote where this one writes, if it is of the same model measured here.
+
+    It may have other micro-batch sizes.
+    """
     path = given["output"]
     if path == "-" or not Path(path).is_file():
         return None
@@ -528,11 +536,14 @@ def _earlier(given: Mapping[str, Any], tell: Callable[[str], None]) -> Profile |
         found = _api.read_profile(path)
         model, _ = _model(given, lambda remark: None)
         how = {name: given[name] for name in ("threads", "device", "dtype", "inference")}
-        why = _api.goes_on(found, model, _sizes(given), **how)
+        why = _api.goes_on(found, model, (), **how)
     except FileError as error:
         why = str(error)
-    tell(f"resuming from {path}: what it has is not measured again" if not why else f"{path} is measured anew: {why}")
-    return None if why else found
+    if why:
+        tell(f"{path} is measured anew: {why}")
+        return None
+    tell(f"resuming from {path}: what it has is not measured again")
+    return found
 
 
 def _sizes(given: Mapping[str, Any]) -> tuple[int, ...]:

@@ -77,16 +77,17 @@ def matches_of(profile: Profile, graph: OperatorDag, size: int) -> tuple[KernelM
     )
 
 
-def renewed(
-    profile: Profile, backends: Iterable[Backend], versions: Mapping[str, str]
-) -> tuple[Profile, tuple[str, ...]]:
-    """The profile without what backends took by other versions of their libraries than these; and their names."""
+def renewed(profile: Profile, versions: Mapping[str, Mapping[str, str]]) -> tuple[Profile, tuple[str, ...]]:
+    """The profile without what backends took by other versions of their libraries than these; and their names.
+
+    ``versions`` are {backend: {library: version}}.
+    """
     known = profile.source.versions
     old = {
-        each.name
-        for each in backends
-        for package in each.packages or ()
-        if package in known and versions.get(package, known[package]) != known[package]
+        name
+        for name, own in versions.items()
+        for library, version in own.items()
+        if known.get(library, version) != version
     }
     if not old:
         return profile, ()
@@ -103,6 +104,14 @@ def renewed(
         "whole_runs": tuple(run for run in profile.whole_runs if not run.backends & old),
     }
     return profile.model_copy(update=changed), tuple(sorted(old))
+
+
+def with_more_sizes(profile: Profile, made: Profile) -> Profile:
+    """A profile with what blocks take at more micro-batch sizes, of the same model, too."""
+    rows = {block.id: block.costs for block in made.blocks}
+    kept = {key: getattr(profile, key) for key in Profile.model_fields}
+    blocks = (block.model_copy(update={"costs": (*block.costs, *rows[block.id])}) for block in profile.blocks)
+    return Profile(**kept | {"blocks": tuple(blocks)})
 
 
 def candidates_of(

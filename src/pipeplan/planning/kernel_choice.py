@@ -96,7 +96,14 @@ class KernelChoice:
     def of_blocks(self) -> dict[str, dict[str, int | None]]:
         """{block: {backend: what the block alone takes by it, in ns; None where that does not run it}}"""
         own = {(match.blocks[0], match.backend): match.ns for match in self.matches if len(match.blocks) == 1}
-        return {id_: {name: own.get((id_, name)) for name in self.single} for id_ in self.graph.order}
+        names = (*self.single, *self.refused)
+        return {id_: {name: own.get((id_, name)) for name in names} for id_ in self.graph.order}
+
+    @property
+    def refused(self) -> list[str]:
+        """Backends of which every group at this size was refused."""
+        names = {each.backend for each in self.profile.refusals if each.microbatch_size == self.size}
+        return sorted(names - self.single.keys())
 
     @property
     def file(self) -> Cover:
@@ -123,7 +130,7 @@ class KernelChoice:
             "mode": self.profile.mode,
             "microbatch_size": self.size,
             "blocks": list(self.graph.order),
-            "backends": list(self.single),
+            "backends": [*self.single, *self.refused],
             "block_ns": self.of_blocks,
             "cover": [
                 {"blocks": list(match.blocks), "backend": match.backend, "ns": match.ns}
@@ -132,7 +139,7 @@ class KernelChoice:
             "predicted_ns": self.cover.total_ns,
             "num_changes": self.cover.num_changes,
             "change_ns": self.profile.backend_change_ns,
-            "single_ns": dict(self.single),
+            "single_ns": {**self.single, **dict.fromkeys(self.refused)},
             "ran": self.ran,
             "status": "optimal" if self.cover.proved else "feasible",
             "lower_bound_ns": self.lower_bound_ns,

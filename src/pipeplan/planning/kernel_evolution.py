@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import compress
 from statistics import median
 
-from pipeplan.errors import UsageError, choose_from
+from pipeplan.errors import ExecutionError, InfeasibleError, UsageError, choose_from
 from pipeplan.files.profile import EAGER
 from pipeplan.kernels.backend import Backend, known_backends
 from pipeplan.kernels.evolution import Evolution, Generation, Genes, given_to_library, open_operators
@@ -87,7 +87,8 @@ def graph_level(
     """Evolve the cheapest cover; its own time, and that of all by the library, are among the first that are measured.
 
     The best of many that were measured once was also the luckiest: it and the operator level's are measured again in
-    turns, and it is the answer only where it is then better by more than the noise.
+    turns, and it is the answer only where it is then better by more than the noise: once where it was interrupted, and
+    where that is interrupted, too, the operator level's is the answer.
 
     Raises:
         ExecutionError: the operator level's cover cannot run as a whole.
@@ -108,9 +109,16 @@ def graph_level(
 
     first = [tuple([False] * len(bits)), tuple([True] * len(bits))]
     found = Evolution(measured, seed, over=over, tell=tell).run(first)
-    if found.genes != first[0] and not found.interrupted:
-        turns = [(measured(first[0]), measured(found.genes)) for _ in range(KERNELS_TURNS)]
-        found.first_ns, found.ns = (round(median(each)) for each in zip(*turns, strict=True))
+    if found.genes != first[0]:
+        try:
+            turns = [
+                (measured(first[0]), measured(found.genes)) for _ in range(1 if found.interrupted else KERNELS_TURNS)
+            ]
+            found.first_ns, found.ns = (round(median(each)) for each in zip(*turns, strict=True))
+        except KeyboardInterrupt:
+            found.interrupted, found.ns = True, found.first_ns
+        except (ExecutionError, InfeasibleError) as error:
+            found.failures[found.genes], found.ns = str(error), found.first_ns
     if found.ns > found.first_ns * (1 - NOISE):
         found.genes, found.ns = first[0], found.first_ns
     return GraphLevel(library, seed, groups_of(found.genes), found.first_ns, found)

@@ -79,7 +79,7 @@ def with_backends(
     measure: MeasureGroup,
     run: RunWhole,
     asked: BackendsAsked,
-    versions: Mapping[str, str],
+    versions: Mapping[str, Mapping[str, str]],
     *,
     keep: Callable[[Profile], None],
     tell: Callable[[str], None],
@@ -95,16 +95,17 @@ def with_backends(
         measure: builds, compares and times one group.
         run: runs the whole model by a cover and times its groups.
         asked: what is asked, with the seconds that it may take.
-        versions: of the backends' libraries.
+        versions: {backend: {library: version}}
         keep: called with the profile so far, before each group.
         tell: called with what a reader must know.
         progress: called before each group with how many are done, how many there are, and which comes.
     """
     graph = OperatorDag(GraphOperator(b.id, b.kind, b.inputs, b.attributes, (b.alike,)) for b in blocks)
-    profile, old = renewed(profile, backends, versions)
+    profile, old = renewed(profile, versions)
     if old:
         tell(f"--backends {','.join(old)}: the profile has times of another version of it; they are measured again")
-    noted = profile.source.model_copy(update={"versions": {**profile.source.versions, **versions}})
+    here = {library: version for own in versions.values() for library, version in own.items()}
+    noted = profile.source.model_copy(update={"versions": {**profile.source.versions, **here}})
     log = KernelLog.of(profile.model_copy(update={"source": noted}))
     candidates = candidates_of(graph, backends, profile, sizes)
     limit = Limit(asked.limit_s if asked.limit_s is not None else float("inf"))

@@ -23,6 +23,7 @@ from pipeplan.runtime.backends.comparing import in_one, require_same
 from pipeplan.runtime.models.load import load_where_even
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import device
+from pipeplan.runtime.parallel.batch_norms import batch_norm
 from pipeplan.runtime.profiling.benches import RowKey
 from pipeplan.runtime.profiling.forwards import ForwardBench
 from pipeplan.runtime.profiling.groups import GroupBenches
@@ -97,15 +98,19 @@ def test_switches_of_eager_torch_run_forward_and_backward() -> None:
 
 
 class Mixed(nn.Module):
-    """A convolution, an attention and products: something for every backend."""
+    """A convolution, batch normalisation, an attention and products: something for every backend."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.mix, self.last = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 24), nn.Linear(8, 4)
+        self.norm = nn.BatchNorm2d(8)
+        self.conv, self.mix, self.last = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.Linear(8, 24), nn.Linear(8, 4)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """[sample, 3, rows, columns] to [sample, place, 4]."""
-        made = torch.relu(self.conv(images)).flatten(2).transpose(1, 2)
+        norm = self.norm
+        statistics = norm.weight, norm.bias, norm.running_mean, norm.running_var
+        made = batch_norm(self.conv(images), *statistics, self.training, 0.1, 1e-5, False)  # as captured models have it
+        made = torch.relu(made).flatten(2).transpose(1, 2)
         heads = (each.unflatten(2, (2, 4)).transpose(1, 2) for each in self.mix(made).chunk(3, dim=2))
         mixed = nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
         return torch.as_tensor(self.last(mixed))
@@ -125,10 +130,10 @@ def numbers(module: nn.Module, built: BuiltGroup, images: torch.Tensor, *, train
     return [made.detach(), *gradients]
 
 
-@pytest.mark.parametrize("name", sorted(known_backends().keys() - {"inductor"}))
+@slow_but("name", sorted(known_backends()), lambda name: name != "inductor")
 @pytest.mark.parametrize("training", [False, True])
 def test_every_builder_runs_what_eager_torch_runs(name: str, *, training: bool) -> None:
-    """But for inductor, which compiles for seconds: test_inductor_agrees_with_eager_torch."""
+    """Inductor, which compiles for seconds, among the slow tests."""
     backend = known_backends()[name]
     device = "cuda" if torch.cuda.is_available() and "cuda" in backend.devices else "cpu"
     if (reason := backend.absence(device, training=training)) is not None:
@@ -191,7 +196,9 @@ def test_what_is_wrong_or_fails_is_refused_and_nothing_is_lost(tmp_path: Path, m
     assert {each.backend for each in found.refusals} == {"wrong", "raises"}
     cover = json.loads(command("kernels", "profile.json", "--json", cwd=tmp_path).stdout)
     assert {id_ for group in cover["cover"] for id_ in group["blocks"]} == set(cover["blocks"])
-    assert cover["single_ns"]["same"] is None
+    assert cover["single_ns"].keys() == {*cover["backends"]} == {"eager", "same", "wrong", "raises"}
+    assert cover["single_ns"]["eager"] > 0
+    assert cover["single_ns"]["same"] is cover["single_ns"]["wrong"] is cover["single_ns"]["raises"] is None
     again = command(*PROFILE, *names, "-o", "profile.json", "--json", cwd=tmp_path)
     assert "resuming from profile.json" in again.stderr
     assert json.loads(again.stdout)["backends"] == {"same": 8}
@@ -221,9 +228,9 @@ def build(name, module, inputs, training):
 @pytest.mark.slow
 def test_the_graph_level_measures_whole_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of its own: blocks in eager torch take 1 ms each. The operator level has no groups of some blocks."""
-    (tmp_path / "own_kernels.py").write_text(REMEMBERS)
+    (tmp_path / "remembering_kernels.py").write_text(REMEMBERS)
     monkeypatch.syspath_prepend(str(tmp_path))
-    clock, forward = importlib.import_module("own_kernels").CLOCK, GroupModule.forward
+    clock, forward = importlib.import_module("remembering_kernels").CLOCK, GroupModule.forward
 
     def slow(module: GroupModule, *taken: torch.Tensor) -> object:
         clock[0] += 1_000_000 * len(module.blocks)
@@ -235,7 +242,7 @@ def test_the_graph_level_measures_whole_models(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(GroupModule, "forward", slow)
     monkeypatch.setattr(device, "time", SimpleNamespace(monotonic_ns=now))
-    own = ("--backend-rules", "own_kernels", "--sequence", "8", "--repeats", "2")
+    own = ("--backend-rules", "remembering_kernels", "--sequence", "8", "--repeats", "2")
     asked = ("profile", "gpt2-tiny", *own, "--inference", "--backends", "remembers", "--warmup", "0")
     done = command(*asked, "-o", "profile.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -256,6 +263,46 @@ def test_the_graph_level_measures_whole_models(tmp_path: Path, monkeypatch: pyte
     if not torch.cuda.is_available():
         refused = command(*asked, "--device", "cuda", cwd=tmp_path)
         assert (refused.returncode, "--device cuda: torch finds no CUDA device here" in refused.stderr) == (2, True)
+
+
+ABSENT = """
+from pipeplan.kernels.backend import Backend
+from pipeplan.kernels.rules import PatternRule
+
+BACKENDS = (Backend("absent", rule=PatternRule(), packages={"no-such-library": ("1", "")}),)
+
+def build(name, module, inputs, training):
+    raise AssertionError("it is not installed")
+"""
+
+
+def test_a_backend_that_is_not_installed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "absent_kernels.py").write_text(ABSENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = (*PROFILE, "--backends", "absent", "--backend-rules", "absent_kernels", "-o", "profile.json")
+    done = command(*asked, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    said = "--backends absent: left out: no-such-library is not installed; pip install no-such-library"
+    assert said in " ".join(done.stderr.split())
+    assert parse((tmp_path / "profile.json").read_text(), Profile).groups_by_backend == {}
+
+
+@pytest.mark.slow
+def test_more_sizes_are_measured_beside_those_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_backends(tmp_path, monkeypatch)
+    asked = (*PROFILE, "--backends", "same", "--backend-rules", "own_kernels", "-o", "profile.json", "--batch")
+    assert command(*asked, "2", cwd=tmp_path).returncode == 0
+    first = parse((tmp_path / "profile.json").read_text(), Profile)
+    done = command(*asked, "1", cwd=tmp_path)
+    assert (done.returncode, "resuming from profile.json" in done.stderr) == (0, True)
+    both = parse((tmp_path / "profile.json").read_text(), Profile)
+    assert first.microbatch_sizes == (2,)
+    assert both.microbatch_sizes == (1, 2)
+    rows = [row for block in both.blocks for row in block.costs] + [row for each in both.fusions for row in each.costs]
+    old = [row for block in first.blocks for row in block.costs] + [row for each in first.fusions for row in each.costs]
+    assert [row for row in rows if row.microbatch_size == 2] == old
+    assert {row.backend for row in rows if row.microbatch_size == 1} == {"eager", "same"}
+    assert [run for run in both.whole_runs if run.microbatch_size == 2] == list(first.whole_runs)
 
 
 def test_what_a_limit_leaves_out_is_said_and_measured_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,8 @@ def batch_norm(
         )
     if not training and (running_mean is None or running_var is None):
         running_mean, running_var = input.new_zeros(input.shape[1]), input.new_ones(input.shape[1])
-    momentum = 0.0 if _again.get() else momentum
+    if training and not torch.compiler.is_compiling():  # a compiler cannot ask, and no stage that recomputes has one
+        momentum = 0.0 if _again.get() else momentum
     given = input, weight, bias, running_mean, running_var
     return torch.batch_norm(*given, training, momentum, eps, cudnn_enabled)
 

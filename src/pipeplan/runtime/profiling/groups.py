@@ -242,9 +242,9 @@ class GroupBenches:
         return self._of_size(size).batch
 
     @property
-    def versions(self) -> dict[str, str]:
-        """{library: version} of what builds groups, beside torch."""
-        return {name: version for each in self._builders.values() for name, version in each.versions.items()}
+    def versions(self) -> dict[str, Mapping[str, str]]:
+        """{backend: {library: version}} of what builds groups, beside torch."""
+        return {name: each.versions for name, each in self._builders.items()}
 
     def built(self, wired: WiredGroup, size: int, backend: str) -> BuiltGroup:
         """The group as a backend runs it, compiled for what it takes. Raises ExecutionError where that fails."""
