@@ -10,7 +10,8 @@ that wrote, and gives the same command again. Then one process looks for the che
 and of all but TorchScript, each by runs of the whole network as ``profile`` does, and runs the network by these, by
 each backend that can run all of it, and by each framework as it comes (step ``whole``): in rounds, one after the other,
 so that what disturbs the machine for seconds disturbs all of them. Step ``graph`` has the graph level from the same
-covers on.
+covers on, and ``level`` from those without any group of the whole network, for where that is the best cover there is
+nothing left to evolve.
 
 A framework as it comes is the network's own module in eager torch, compiled by ``torch.compile``, exported to ONNX
 Runtime, or read by OpenVINO, in float32, called with tensors and giving tensors. Outputs are compared with eager
@@ -50,7 +51,7 @@ BACKENDS = (
 FRAMEWORKS = ("eager", "inductor", "onnxruntime", "openvino")
 SATURATED = 5
 """Generations without a better cover after which a graph level ends."""
-STEPS = ("profile", "log", "whole", "graph")
+STEPS = ("profile", "log", "whole", "graph", "level")
 
 
 class TableState:
@@ -368,6 +369,12 @@ def whole_child(profile: Any, model: str, threads: int, batch: int, given: argpa
     return {**facts, **said, "times_ns": times, "clock": given.clock}
 
 
+def without_whole(profile: Any) -> Any:
+    """A profile without groups of all blocks, and without whole runs, most of which are of these."""
+    kept = tuple(each for each in profile.fusions if len(each.blocks) < len(profile.blocks))
+    return profile.model_copy(update={"fusions": kept, "whole_runs": ()})
+
+
 def graph_child(profile: Any, model: str, threads: int, batch: int, seconds: float) -> dict[str, Any]:
     """The graph level with its curve, from the cheapest cover on."""
     from pipeplan import _api
@@ -399,7 +406,8 @@ def run_child(state: TableState, key: str, given: argparse.Namespace) -> None:
         if what == "whole":
             found = whole_child(profile, model, int(threads), int(batch), given)
         else:
-            found = graph_child(profile, model, int(threads), int(batch), given.graph_seconds)
+            own = without_whole(profile) if what == "level" else profile
+            found = graph_child(own, model, int(threads), int(batch), given.graph_seconds)
     (state.folder / "child.json").write_text(json.dumps(found))
 
 
@@ -480,8 +488,9 @@ def tables(state: TableState) -> Iterator[str]:
     yield markdown(*added_table(cells))
     yield "\nMeasuring\n"
     yield markdown(*measuring_table(state))
-    yield "\nGraph level\n"
-    yield markdown(*graph_table(state))
+    for step, words in (("graph", "Graph level"), ("level", "Graph level without groups of the whole network")):
+        yield f"\n{words}\n"
+        yield markdown(*graph_table(state, step))
     yield f"\nall steps together: {sum(cell.get('seconds', 0.0) for cell in state.known.values()) / 60:.0f} min\n"
     yield from failures(state)
 
@@ -563,13 +572,13 @@ def left_out(text: str) -> str:
     return str(text.count(" at micro-batch size ") + (int(more[1]) if more else 0))
 
 
-def graph_table(state: TableState) -> tuple[list[str], list[list[str]]]:
+def graph_table(state: TableState, step: str) -> tuple[list[str], list[list[str]]]:
     header = ["network", "threads", "samples", "library", "open operators", "operator level", "graph level", "gain"]
     header += ["covers measured", "refused", "ended by", "best by generation (s)"]
     rows = []
     for key, found in state.known.items():
         what, *of = key.split("/")
-        if what == "graph" and "failed" not in found:
+        if what == step and "failed" not in found:
             curve = found["curve"]
             points = zip(curve, found["at_s"], strict=True)
             line = ", ".join(f"{ms(each['best_ns'])} ({at:.0f})" for each, at in points)

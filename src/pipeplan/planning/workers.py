@@ -23,7 +23,7 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.reduction import DupFd
 from tempfile import TemporaryFile
 from threading import Lock, Thread
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar, cast
 
 from pipeplan.errors import UsageError
 from pipeplan.search_constants import (
@@ -364,7 +364,11 @@ def processes(
         # Threads of a progress line, and of the solver, do not survive a fork.
         context = get_context("spawn")
         with deaf():  # so that what keeps account of their semaphores outlives a terminal, too
-            return ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(begin, given))
+            executor: Any = ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(begin, given))
+        # All begin with the first work: one that began later would come to a list that a thread of the executor goes
+        # through as another one ends.
+        executor._safe_to_dynamically_spawn_children = False
+        return cast("ProcessPoolExecutor", executor)
 
     def ended(executor: Executor) -> None:
         assert isinstance(executor, ProcessPoolExecutor)
