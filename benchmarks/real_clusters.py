@@ -6,8 +6,9 @@ stages, micro-batch, ZeRO level; 1F1B, interleaved and zero-bubble schedules), c
 simulated; ``frontier --plans``; and published configurations of the same model on as many devices of the same kind. All
 have the same costs, estimated with what predicts published runs.
 On demand: the command line, as processes, from the profile to a written plan, and ``check`` and ``simulate`` of what it
-wrote with its profile and its cluster (``commands``); two workers beside one; and, in deterministic time, the search
-without each of its steps, and without all that give stages devices of their own.
+wrote with its profile and its cluster (``commands``); the same search with a node's devices spare (``spares``); two
+workers beside one; and, in deterministic time, the search without each of its steps, and without all that give stages
+devices of their own.
 
     python benchmarks/real_clusters.py --state FOLDER [--only PARTS] [--limit 60] [--parts search,grid]
     python benchmarks/real_clusters.py --state FOLDER --only llama3-70b-64 --parts workers,steps
@@ -43,6 +44,7 @@ from tables import machine, markdown, note
 
 import pipeplan
 from pipeplan.checker import check
+from pipeplan.costs.devices import peak_flops_per_s
 from pipeplan.costs.throughput import Yardstick
 from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.files import Plan, read_cluster, read_plan, read_profile
@@ -65,6 +67,9 @@ TOKENS = 4 * 2**20
 
 MANY, MANY_TOKENS = 4096, 16 * 2**20
 """From so many devices on a step has so many tokens."""
+
+NODE = 8
+"""Devices of one, which fail together."""
 
 SAMPLED = 50
 """One in so many cells that are not simulated is, to see that its bound holds."""
@@ -526,6 +531,38 @@ def commands(state: State, case: Case) -> dict[str, Any]:
     return found | (kept if found["search"]["code"] == 0 else {})
 
 
+def counted_share(state: State, case: Case, iteration_ns: int) -> float | None:
+    """The share of all devices' peak that an iteration reaches, counting 6 N + 6 L h s a token.
+
+    N are all parameters, embedding and head included. None where a token meets only some of them.
+    """
+    profile = read_profile(str(state.profile(case)))
+    peak = peak_flops_per_s(profile.source.device, profile.source.dtype)
+    if peak is None or any(block.expert_parameters for block in profile.blocks):
+        return None
+    twice = sum(each.parameters * (len(each.blocks) - 1) for each in profile.tied)
+    flops = 6 * (sum(block.parameters for block in profile.blocks) - twice)
+    for block in profile.blocks:
+        if block.operator == "attention":
+            flops += 6 * block.dimensions["hidden"] * MODELS[case.model].sequence
+    tokens = case.samples * MODELS[case.model].sequence
+    return flops * tokens / (case.devices * peak * iteration_ns / 1e9)
+
+
+def spares(state: State, case: Case) -> dict[str, Any]:
+    """The search for all devices but a node's, in half of the limit, and what these spare ones lose and cover."""
+    found = pipeplan.search(
+        state.profile(case),
+        cluster=state.cluster(case),
+        mini_batch=case.samples,
+        time_limit=state.limit,
+        spares=NODE,
+        within=state.within,
+    )
+    assert found.spares is not None
+    return found.spares.figures() | {"said": found.spares.said}
+
+
 def _process(command: Sequence[str]) -> dict[str, Any]:
     """What a process took and held, how it ended, and what it marked when, in seconds from its start."""
     most, begun = 0, time.monotonic()
@@ -572,7 +609,7 @@ def _held(process: int, what: str = "VmRSS") -> int:
 
 
 PARTS = ("search", "grid", "frontier", "published")
-"""What is done unless others are asked for; beside these there are ``commands``, ``workers`` and ``steps``."""
+"""What is done unless others are asked for; beside these are ``commands``, ``spares``, ``workers`` and ``steps``."""
 
 OFF = {
     **{step.name: (step.name,) for step in STEPS if not step.needed and not isinstance(step, ScheduleStep)},
@@ -632,6 +669,7 @@ def work(state: State, cases: Iterable[Case], parts: Sequence[str]) -> None:
             "frontier": partial(front, state, case),
             "published": partial(published, state, case),
             "commands": partial(commands, state, case),
+            "spares": partial(spares, state, case),
             "workers": partial(by_workers, state, case),
             "steps": partial(steps, state, case),
         }
@@ -643,6 +681,9 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
     """What is known, as Markdown."""
     rows, grids, others = [], [], []
     for case in cases:
+        if left := state.known(case, "spares"):
+            said = "; ".join(left["said"])
+            others.append((case.name, said, *_beside(left["whole_iteration_ns"], left["iteration_ns"])))
         found = state.known(case, "search")
         if found is None:
             continue
@@ -715,19 +756,29 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
     if grids:
         counts = "cells", "simulated", "no schedule", "above", "of these simulated", "bounds that do not hold", "left"
         yield markdown(("case", "search, s", "best cell, s", "cell", "search is", *counts), grids)
-    if asked := [(case.name, *_commands(known)) for case in cases if (known := state.known(case, "commands"))]:
+    if asked := [
+        (case.name, *_commands(state, case, known)) for case in cases if (known := state.known(case, "commands"))
+    ]:
         yield markdown(COMMANDS, asked)
     if others:
         yield markdown(("case", "beside", "its iteration, s", "search, s", "search is"), others)
 
 
 COMMANDS = (
-    *("case", "iteration, s", "first plan, s", "`search`, s", "its work, s", "its memory, GB"),
+    *(
+        "case",
+        "iteration, s",
+        "of peak by 6 N + 6 L h s",
+        "first plan, s",
+        "`search`, s",
+        "its work, s",
+        "its memory, GB",
+    ),
     *("plan, kB", "`check`, s", "memory, GB", "`simulate`, s", "memory, GB"),
 )
 
 
-def _commands(known: Mapping[str, Any]) -> Iterator[str]:
+def _commands(state: State, case: Case, known: Mapping[str, Any]) -> Iterator[str]:
     """The cells of a case's commands, or how one failed."""
     for each in (known["search"], known.get("check"), known.get("simulate")):
         if each and each["code"]:
@@ -735,6 +786,8 @@ def _commands(known: Mapping[str, Any]) -> Iterator[str]:
             return
     search = known["search"]
     yield f"{known['iteration_ns'] / 1e9:.2f}"
+    share = counted_share(state, case, known["iteration_ns"])
+    yield "" if share is None else f"{share:.1%}"
     yield from (f"{each:.1f}" for each in (search["marks"]["made"], search["seconds"], search["work_s"]))
     yield f"{search['memory_bytes'] / 1e9:.2f}"
     yield f"{known['plan_bytes'] / 1000:.0f}"

@@ -16,6 +16,7 @@ from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, FailureDom
 from pipeplan.files.folded import unfolded
 from pipeplan.simulator.failures import _elsewhere, failures, renumbered
 from pipeplan.simulator.simulation import simulate
+from pipeplan.simulator.spares import Spares
 
 DOMAINS = (("node", 2), ("rack", 4), ("power", 6))
 
@@ -55,11 +56,17 @@ def found() -> pipeplan.Result:
     return searched(nodes(10), 2, replicas=2)
 
 
-def moved(plan: Plan, cluster: Cluster, failed: int, spare: int) -> Plan:
+MORE_IDLE = {"predicted.bubble_rate", "predicted.bubble_rate_steady"}
+"""What a plan says of all devices: it has more of them once some of their numbers are higher."""
+
+
+def moved(plan: Plan, cluster: Cluster, failed: int, spare: int, size: int = 2) -> Plan:
     """The plan with one node's devices instead of another's."""
     where = list(range(cluster.num_devices))
-    for place in range(2):
-        where[2 * failed + place], where[2 * spare + place] = 2 * spare + place, 2 * failed + place
+    for one, other in zip(
+        range(size * failed, size * (failed + 1)), range(size * spare, size * (spare + 1)), strict=True
+    ):
+        where[one], where[other] = other, one
     return renumbered(plan, cluster, where)
 
 
@@ -72,8 +79,7 @@ def test_whichever_node_fails_the_same_plan_goes_on(found: pipeplan.Result) -> N
         other = moved(plan, cluster, node, 4)
         assert {d for stage in other.stages for d in stage.devices} == set(range(10)) - {2 * node, 2 * node + 1}
         report = check(other, line(), cluster)
-        more_idle = {"predicted.bubble_rate", "predicted.bubble_rate_steady"}
-        assert {problem.place for problem in report.problems} <= more_idle, report.problems
+        assert {problem.place for problem in report.problems} <= MORE_IDLE, report.problems
         assert simulate(other).iteration_ns == plan.predicted.iteration_ns
 
 
@@ -93,7 +99,7 @@ def test_what_failures_leave_of_it(found: pipeplan.Result) -> None:
         assert failure.kept == kept
     said = found.spares.said
     assert re.fullmatch(
-        r"2 of 10 devices are spare: .* an iteration on the others, .* on all: .*half of the limit\)", said[0]
+        r"2 of 10 devices are spare: .* an iteration on the others, .* found for all: .*half of the limit\)", said[0]
     )
     assert said[1].startswith(
         "a failed node (2 devices) is covered: with devices 8-9 for 0-1 the same plan goes on in "
@@ -130,6 +136,18 @@ def test_the_loss_is_that_of_two_searches(found: pipeplan.Result) -> None:
     figures: Any = found.figures()["spares"]
     assert (figures["devices"], figures["of"], figures["planned_for"], figures["seconds_each"]) == (2, 10, 8, 1.0)
     assert figures["failures"][0]["taken_over_by"] == [8, 9]
+
+
+def test_what_a_search_finds_less_for_all_devices_is_no_gain() -> None:
+    """The plan for fewer runs on all as well, with some idle."""
+    short = Spares(devices=2, whole=10, time_ns=100, whole_ns=125, seconds=0.1)
+    assert short.loss == 0
+    assert short.said == (
+        "2 of 10 devices are spare: 100ns an iteration on the others, 125ns found for all: nothing is lost"
+        " (each searched for 0.1 s, half of the limit)",
+    )
+    assert replace(short, whole_ns=75).loss == 0.25
+    assert "25.0% of the throughput is lost" in replace(short, whole_ns=75).said[0]
 
 
 def test_spares_that_fail_too_take_over_nothing() -> None:
@@ -204,22 +222,25 @@ def test_compare_and_frontier_say_it_too() -> None:
 def test_eight_spares_of_512_cover_a_node() -> None:
     """The plan for 504 devices, what it loses, and that with each of some nodes failed it still fits and checks.
 
-    The mini-batch is one that 504 and 512 both divide: what is lost is the devices' share.
+    The mini-batch is one that 504 and 512 both divide: what is lost is the devices' share. A device has room for all
+    72 blocks, and not for a byte more.
     """
     cluster = in_tree(named_cluster("cluster-h100", 512), [4], [4.0])
+
+    kind = cluster.devices[0].model_copy(update={"memory_bytes": cluster.reserve_bytes[0] + 72 * 2 * 10**7})
+    snug = cluster.model_copy(update={"devices": (kind,)})
     asked: dict[str, Any] = {"mini_batch": 32_256, "time_limit": 16, "deterministic": True, "scheduler": "1f1b"}
-    result = pipeplan.search(line(72), cluster=cluster, spares=8, **asked)
+    result = pipeplan.search(line(72), cluster=snug, spares=8, **asked)
     plan, spares = unfolded(result.plan), result.spares
     assert spares is not None
     assert spares.loss is not None
     assert spares.whole_ns is not None
     assert spares.loss == pytest.approx(1 - spares.whole_ns / spares.time_ns) == pytest.approx(8 / 512, rel=0.01)
     assert (plan.num_devices, spares.failures[0].covered, spares.failures[0].by) == (504, True, tuple(range(504, 512)))
-    assert check(result.plan, line(72), cluster).valid
+    assert check(result.plan, line(72), snug).valid
     for node in (0, 31, 62):
-        where = list(range(512))
-        for place in range(8):
-            where[8 * node + place], where[504 + place] = 504 + place, 8 * node + place
-        other = renumbered(plan, cluster, where)
-        peaks = simulate(other, profile=line(72), cluster=cluster).memory
-        assert all(memory.peak_bytes <= (limit or 0) for memory, limit in zip(peaks, cluster.usable_bytes, strict=True))
+        other = moved(plan, snug, node, 63, size=8)
+        assert {d for stage in other.stages for d in stage.devices} == {*range(512)} - {*range(8 * node, 8 * node + 8)}
+        assert {problem.place for problem in check(other, line(72), snug).problems} <= MORE_IDLE
+        narrow = tuple(replace(device, memory_bytes=(device.memory_bytes or 0) - 1) for device in other.devices)
+        assert "memory" in {problem.rule for problem in check(other.model_copy(update={"devices": narrow})).problems}

@@ -13,8 +13,8 @@ from pipeplan.units import format_ns
 class Spares:
     """So many ``devices`` are spare of ``whole`` ones: what the plan for the others takes, and one for all.
 
-    Each was searched for ``seconds`` at most. ``whole_ns`` is None where nothing was found for all, and ``why`` says
-    why. ``failures`` are of the domains of the cluster, smallest first.
+    Each was searched for ``seconds`` at most. ``whole_ns`` is what was found for all, None where nothing was, and
+    ``why`` says why. ``failures`` are of the domains of the cluster, smallest first.
     """
 
     devices: int
@@ -27,8 +27,12 @@ class Spares:
 
     @property
     def loss(self) -> float | None:
-        """What part of the throughput of all devices the spare ones cost; negative where less was found for all."""
-        return None if self.whole_ns is None else 1 - self.whole_ns / self.time_ns
+        """What part of the throughput of all devices the spare ones cost.
+
+        At least 0: the plan for the others runs on all of them, too, with so many idle. So where a search found less
+        for all than for fewer, because their number divides the mini-batch worse or its time was short, all have that.
+        """
+        return None if self.whole_ns is None else max(0.0, 1 - self.whole_ns / self.time_ns)
 
     def figures(self) -> dict[str, object]:
         """The object ``spares`` of ``search --json``, and of the others'."""
@@ -54,11 +58,9 @@ class Spares:
         )
         if self.loss is None:
             return f"{planned}; what all would take is not known: {self.why}"
-        lost = f"{self.loss:.1%} of the throughput"
-        if self.loss <= 0:
-            lost = "nothing is lost" + "; their number divides the mini-batch worse" * (self.loss < 0)
+        lost = f"{self.loss:.1%} of the throughput is lost" if self.loss else "nothing is lost"
         each = f"each searched for {self.seconds:.3g} s, half of the limit"
-        return f"{planned}, {format_ns(self.whole_ns or 0)} on all: {lost} ({each})"
+        return f"{planned}, {format_ns(self.whole_ns or 0)} found for all: {lost} ({each})"
 
     def _failure_said(self, failure: DomainFailure) -> str:
         name = f"a failed {failure.domain}" + (f" ({failure.devices} devices)" if failure.devices > 1 else "")
