@@ -13,8 +13,9 @@ from pipeplan.costs import build_workload, stages
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, LinkLevel, PlacedStage, Placement, Plan, Profile, Recipe
 from pipeplan.files.folded import folded_workload
 from pipeplan.files.profile import Edge, Source, TiedParameter
+from pipeplan.schedule.search import first_look
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 
 Pair = tuple[Plan, Plan, Profile, Cluster]
@@ -110,10 +111,13 @@ def two_levels(count: int, node: int) -> Cluster:
     return Cluster(name="two", source=Source(method="estimated"), devices=kinds, levels=(inner, outer))
 
 
-def plans_of(seed: int, monkeypatch: pytest.MonkeyPatch, idle: int = 0, *, shared: bool = False) -> Pair:
+def plans_of(
+    seed: int, monkeypatch: pytest.MonkeyPatch, idle: int = 0, *, shared: bool = False, looped: bool = False
+) -> Pair:
     """A random case, in one random order of its actions, and so many devices more that run nothing.
 
-    Where it is ``shared`` devices share sequences or experts.
+    Where it is ``shared`` devices share sequences or experts; where it is ``looped`` orders are a schedule's, of so
+    many micro-batches that both plans are written with a loop.
     """
     draw = Random(seed)
     profile = alike_profile(draw, tied=seed % 3 == 0, shared=shared)
@@ -123,7 +127,7 @@ def plans_of(seed: int, monkeypatch: pytest.MonkeyPatch, idle: int = 0, *, share
     cluster = two_levels(placement.num_devices, node)
     monkeypatch.setattr(stages, "FOLD_FROM", 0)
     size = 8 * draw.choice([1, 2])
-    count = draw.randint(2, 4)
+    count = draw.randint(30, 40) if looped else draw.randint(2, 4)
 
     def workload(least: int) -> Workload:
         return build_workload(
@@ -139,13 +143,21 @@ def plans_of(seed: int, monkeypatch: pytest.MonkeyPatch, idle: int = 0, *, share
     graph = task_graph(workload(2))
     alike = graph.workload
     assert alike.players, "the case has devices that are alike"
-    orders = random_orders(graph, draw)[: len(alike.devices)]
+    orders = _in_turn(graph) if looped else random_orders(graph, draw)[: len(alike.devices)]
     plain = task_graph(workload(0))
     program_of = {device: number for number, own in enumerate(alike.players) for device in own.devices}
     on_devices = [orders[program_of[device]] for device in range(placement.num_devices)]
     both = ((graph, orders), (plain, on_devices))
-    on_programs, devices = (assembled(each, with_links(each, own), profile) for each, own in both)
+    on_programs, devices = (assembled(each, with_links(each, own), profile, looped=looped) for each, own in both)
     return on_programs, devices, profile, cluster
+
+
+def _in_turn(graph: TaskGraph) -> Orders:
+    """What repeats: each device takes what may begin first, no more than a few micro-batches at once."""
+    found = first_look(graph.workload, names=("1f1b", "interleaved-1f1b"))
+    assert found is not None
+    assert found.loop is None
+    return found.orders[: len(graph.workload.devices)]
 
 
 @dataclass(frozen=True)

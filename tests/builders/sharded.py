@@ -12,9 +12,11 @@ from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, LinkLevel, PlacedStage, Placement, Plan, Profile, Recipe
 from pipeplan.files.profile import Source
 from pipeplan.planning.build_plan import assemble
+from pipeplan.search_constants import MOST_REPEATED
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
+from pipeplan.workload.steady_state.loop import shortened
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 
 Pairs = list[tuple[int, int]]
 
@@ -99,10 +101,15 @@ def random_sharded(random: Random, *, late: bool = False) -> tuple[Profile, Plac
     return profile, placed(*stages)
 
 
-def assembled(graph: TaskGraph, orders: Orders, profile: Profile) -> Plan:
-    """The plan of these orders."""
+def assembled(graph: TaskGraph, orders: Orders, profile: Profile, *, looped: bool = False) -> Plan:
+    """The plan of these orders, which repeat where it is ``looped``: then it says a few of its rounds, and how often."""
     bound = weak_iteration_bound(graph.workload)
-    return assemble(graph, orders, bound, Fraction(0), "by hand", recipe=profile.recipe)
+    run = shortened(graph, orders, earliest_starts(graph, orders), MOST_REPEATED) if looped else None
+    assert (run is not None) == looped
+    if run is not None:
+        graph, orders = run.graph, run.orders
+    loop = None if run is None else run.loop
+    return assemble(graph, orders, bound, Fraction(0), "by hand", loop=loop, recipe=profile.recipe)
 
 
 def random_plan(seed: int, contention: float = 0.0, *, late: bool = False) -> tuple[Plan, Profile]:

@@ -28,17 +28,19 @@ _CASES = range(10)
 
 
 @pytest.mark.parametrize(
-    ("seed", "idle", "shared"),
+    ("seed", "idle", "shared", "looped"),
     [
-        *((seed, 0, False) for seed in _CASES),
-        *((seed, idle, False) for seed, idle in ((0, 16), (1, 16), (2, 32), (3, 16))),
-        *((seed, 0, True) for seed in _CASES),
+        *((seed, 0, False, False) for seed in _CASES),
+        *((seed, idle, False, False) for seed, idle in ((0, 16), (1, 16), (2, 32), (3, 16))),
+        *((seed, 0, True, False) for seed in _CASES),
+        *((seed, 0, bool(seed % 2), True) for seed in _CASES),
     ],
 )
 def test_a_folded_plan_is_its_unfolded_form(
-    seed: int, idle: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+    seed: int, idle: int, shared: bool, looped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folded, devices, profile, cluster = plans_of(seed, monkeypatch, idle, shared=shared)
+    folded, devices, profile, cluster = plans_of(seed, monkeypatch, idle, shared=shared, looped=looped)
+    assert (folded.loop is not None) == (devices.loop is not None) == looped
     assert len(folded.devices) < len(devices.devices) == folded.num_devices
     assert unfolded(folded) == devices
     assert folded_plan(devices) == folded

@@ -43,16 +43,25 @@ def _own(program: Program) -> Program:
     )
 
 
-@pytest.mark.parametrize(("seed", "shared"), [*((seed, False) for seed in range(6)), *((s, True) for s in range(6))])
-def test_a_rank_unfolds_its_own_program(seed: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    folded, devices, profile, _ = plans_of(seed, monkeypatch, shared=shared)
+@pytest.mark.parametrize(
+    ("seed", "shared", "looped"),
+    [
+        *((seed, False, False) for seed in range(6)),
+        *((seed, True, False) for seed in range(6)),
+        *((seed, bool(seed % 2), True) for seed in range(2)),
+    ],
+)
+def test_a_rank_unfolds_its_own_program(seed: int, shared: bool, looped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    folded, devices, profile, _ = plans_of(seed, monkeypatch, shared=shared, looped=looped)
     tied = [each.blocks for each in profile.tied]
     expected = programs_of(devices, _BLOCKS, _EDGES, "alike")
-    assert [*map(tuple, device_programs(folded))] == [*map(tuple, devices.programs)]
+    assert [*map(tuple, device_programs(folded))] == [*map(tuple, devices.whole_programs)]
     for rank in Random(seed).sample(range(folded.num_devices), 3):
         found, whole = program_of(folded, rank, _BLOCKS, _EDGES, "alike", tied=tied), expected[rank]
         assert _own(found) == _own(whole)
-        assert [at for at, own in enumerate(on_device(folded, rank).programs) if own] == [rank]
+        alone = on_device(folded, rank)
+        assert [at for at, own in enumerate(alone.programs) if own] == [rank]
+        assert alone.loop == devices.loop
         assert found.lines == {line for line in whole.lines if rank in line}
         near = {rank}.union(*found.edges)  # whose messages it makes or takes
         assert {stage: {r: p for r, p in own.items() if r in near} for stage, own in whole.pieces.items()} == {

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeplan.files import PlacedStage, read_plan, to_json
+from pipeplan import estimate
+from pipeplan.cli.profile_verb import LoadFactor
+from pipeplan.files import PlacedStage, Plan, read_plan, to_json
 from pipeplan.files.folded import folded_plan
 from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import Unsplit, placed_plan
 from runtime_support.threads import require_equal_to_unsplit
 from support.commands import pipeplan
 
 SEED = 3
+HOW = "--seed", str(SEED), "--dtype", "float64", "--lr", "1e-3", "--weight-decay", "0"
+OPTIONS = partial(TrainOptions, seed=SEED, dtype="float64", learning_rate=1e-3, weight_decay=0.0)
 
 SPLITS = {
     "gpt2-tiny": (
@@ -43,15 +50,48 @@ SPLITS = {
 def test_eight_ranks_of_a_folded_plan_compute_what_one_would(name: str, sizes: dict[str, Any], players: int) -> None:
     """As threads, each with the program that it unfolds for itself: the same without processes."""
     model = load_model(name)
+    folded = _on_eight(model, **sizes)
+    assert (folded.players_each, folded.num_devices) == (players, 8)
+    require_equal_to_unsplit(model, folded)
+
+
+def _on_eight(model: Model, **sizes: Any) -> Plan:
+    """A folded plan of two stages on four devices each."""
     ids = [block.id for block in model.blocks]
     cut = len(ids) // 2
     stages = [
         PlacedStage(blocks=tuple(own), devices=devices, microbatch_size=4, **sizes)
         for own, devices in ((ids[:cut], (0, 1, 2, 3)), (ids[cut:], (4, 5, 6, 7)))
     ]
-    folded = folded_plan(placed_plan(model, stages, num_microbatches=3, microbatch_size=4))
-    assert (folded.players_each, folded.num_devices) == (players, 8)
-    require_equal_to_unsplit(model, folded)
+    return folded_plan(placed_plan(model, stages, num_microbatches=3, microbatch_size=4))
+
+
+@pytest.mark.slow
+def test_eight_processes_rehearse_a_folded_plan_and_count_its_load(tmp_path: Path) -> None:
+    """Sequences and experts are shared; what ``run --json`` says of these is what ``profile --load-factor`` reads."""
+    name, path, counted = "gpt2-experts-tiny", tmp_path / "plan.json", tmp_path / "run.json"
+    model = load_model(name, seed=SEED)
+    plan = _on_eight(model, expert=2, context=2, replicas=2)
+    assert (plan.players_each, plan.num_devices) == (4, 8)
+    path.write_text(to_json(plan))
+    done = pipeplan("run", path, "--model", name, *HOW, "--local", "--steps", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    counted.write_text(done.stdout)
+    said = json.loads(done.stdout)
+    unsplit = Unsplit(model, OPTIONS(name))
+    expected = [unsplit.step(step, plan.mini_batch) for step in range(2)]
+    assert [step["loss"] for step in said["steps"]] == pytest.approx(expected, rel=1e-9)
+    uneven = [block["tokens_per_rank"] for block in said["experts"]["blocks"]]
+    assert all(len(own) in (2, 4, 8) and max(own) > min(own) for own in uneven)
+    load = LoadFactor().convert(str(counted), None, None)
+    assert load == said["experts"]["load_factor"] > 1
+    even, fullest = (
+        estimate(name, device="h100-80gb", microbatch=(1,), expert=(2,), load_factor=each).blocks[2]
+        for each in (1.0, load)
+    )
+    (own,), (more,) = ([row for row in each.costs if row.expert == 2] for each in (even, fullest))
+    assert own.forward_ns < more.forward_ns
+    assert more.activation_bytes == math.ceil(load * own.activation_bytes)
 
 
 @pytest.mark.slow
@@ -67,11 +107,9 @@ def test_eight_processes_train_a_folded_plan_as_one_would(model: str, tmp_path: 
     folded = folded_plan(read_plan(str(plan)))
     assert folded.players_each >= 2
     plan.write_text(to_json(folded))
-    how = "--seed", str(SEED), "--dtype", "float64", "--lr", "1e-3", "--weight-decay", "0"
-    done = pipeplan("run", plan, "--model", model, *how, "--local", "--steps", "2", "--trace", trace, "--json")
+    done = pipeplan("run", plan, "--model", model, *HOW, "--local", "--steps", "2", "--trace", trace, "--json")
     assert done.returncode == 0, done.stderr
-    options = TrainOptions(model, seed=SEED, dtype="float64", learning_rate=1e-3, weight_decay=0.0)
-    unsplit = Unsplit(load_model(model, seed=SEED), options)
+    unsplit = Unsplit(load_model(model, seed=SEED), OPTIONS(model))
     expected = [unsplit.step(step, folded.mini_batch) for step in range(2)]
     assert [step["loss"] for step in json.loads(done.stdout)["steps"]] == pytest.approx(expected, rel=1e-9)
     beside = pipeplan("simulate", plan, "--measured", trace, "--json")
