@@ -102,7 +102,7 @@ def random_sharded(random: Random, *, late: bool = False) -> tuple[Profile, Plac
 
 
 def assembled(graph: TaskGraph, orders: Orders, profile: Profile, *, looped: bool = False) -> Plan:
-    """The plan of these orders, which repeat where it is ``looped``: then it says a few of its rounds, and how often."""
+    """The plan of these orders, which repeat where it is ``looped``: it says one of its rounds, and how often."""
     bound = weak_iteration_bound(graph.workload)
     run = shortened(graph, orders, earliest_starts(graph, orders), MOST_REPEATED) if looped else None
     assert (run is not None) == looped
