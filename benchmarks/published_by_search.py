@@ -3,9 +3,14 @@
     python benchmarks/published_by_search.py                     # the table of docs/benchmarks/published-runs.md
     python benchmarks/published_by_search.py --only ID ...       # some of its runs
     python benchmarks/published_by_search.py --json
+    python benchmarks/published_by_search.py --open 60 [--processor] [--only ID ...]   # a table of real-jobs.md there
 
-Beside each stands what ``published_runs.py`` prints of the run: its plan as published. Links are those of the run's own
-cluster; memory has no limit, so that nothing but what was published is recomputed.
+With ``--open SECONDS`` nothing is fixed but the model, the samples and the devices: a search of so many seconds beside
+one with the published sizes, both in the memory of the device, with rates fitted to the runs of all other sources and
+links that reach them (dense models). With ``--processor`` seconds are of the process's own work.
+
+Without it, beside each stands what ``published_runs.py`` prints of the run: its plan as published. Links are those of
+the run's own cluster; memory has no limit, so that nothing but what was published is recomputed.
 """
 
 from __future__ import annotations
@@ -13,17 +18,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from published_runs import RUNS, percent
 from tables import markdown
 
 import pipeplan
-from pipeplan.costs.uniform.judging import Judged, judge, read_runs
+from pipeplan.costs.devices import device_preset
+from pipeplan.costs.uniform.judging import Judged, fit_device, judge, read_runs
 from pipeplan.costs.uniform.words import Transformer, UniformLayout
 from pipeplan.planning.uniform import planned
+from pipeplan.time_limit import Limit, WorkClock
 
 KINDS = {
     "dgxc-2504-llama31-70b-bf16-64": "TP 4, PP 4, VP 5, CP 2, messages overlapped",
@@ -51,7 +60,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(KINDS), metavar="ID")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--open", type=float, metavar="SECONDS")
+    parser.add_argument("--processor", action="store_true")
     given = parser.parse_args()
+    if given.open is not None:
+        beside = list(opened(given.only, given.open, processor=given.processor))
+        head = ["run", "measured, s", "its sizes, s", "search, s", "search is", "bound, s", "plan"]
+        print(
+            json.dumps(list(map(asdict, beside)), indent=1) if given.json else markdown(head, [e.row() for e in beside])
+        )
+        return
     found = list(compared(given.only))
     if given.json:
         print(json.dumps([each.figures() for each in found], indent=1))
@@ -110,38 +128,99 @@ def searched_s(run: Judged, cluster: pipeplan.Cluster, seconds: float = 15.0) ->
     """The iteration of what is found with the run's sizes, on what is estimated of its model."""
     layout = run.known.layout
     experts = int(layout.expert * layout.expert_tensor)
-    profile = pipeplan.estimate(
-        configuration(run.known.model, tied=bool(run.known.model.tied) and layout.zero < 2),
-        device=run.known.device,
-        sequence=int(run.known.model.sequence),
+    profile = estimated(
+        run,
+        cluster,
         microbatch=int(layout.microbatch),
         shards=int(layout.tensor),
         context=int(layout.context),
         expert=max(1, experts),
         etp=int(layout.expert_tensor) if experts > 1 else 1,
+    )
+    asked: dict[str, Any] = {"memory": "10TB", "mini_batch": int(layout.global_batch), "time_limit": seconds}
+    return pipeplan.search(profile, cluster=cluster, **asked, **sizes(layout)).plan.predicted.iteration_ns / 1e9
+
+
+def estimated(run: Judged, cluster: pipeplan.Cluster, **how: Any) -> pipeplan.Profile:
+    """The run's model as its device runs it, in its formats and with its attention."""
+    layout = run.known.layout
+    return pipeplan.estimate(
+        configuration(run.known.model, tied=bool(run.known.model.tied) and layout.zero < 2),
+        device=run.known.device,
+        sequence=int(run.known.model.sequence),
         precision=layout.recipe,
         gradient_dtype="bf16" if layout.gradient_bytes == 2 and layout.recipe != "fp16-mixed" else None,
-        overlap_tensor=bool(layout.overlap_tensor and layout.tensor > 1),
+        overlap_tensor=bool(layout.overlap_tensor and how["shards"] != 1),
         attention=layout.attention,
         cluster=cluster,
+        **how,
     )
-    return (
-        pipeplan.search(
-            profile,
-            cluster=cluster,
-            memory="10TB",
-            mini_batch=int(layout.global_batch),
-            microbatch_size=int(layout.microbatch * layout.data),
-            time_limit=seconds,
-            **sizes(layout),
-        ).plan.predicted.iteration_ns
-        / 1e9
-    )
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Seconds of an iteration: measured, of the published sizes, of a search with all open, and that one's bound."""
+
+    id: str
+    measured_s: float
+    published_s: float
+    searched_s: float
+    bound_s: float
+    plan: str
+    notes: str
+
+    def row(self) -> list[str]:
+        """As the table has it."""
+        times = (self.measured_s, self.published_s, self.searched_s)
+        longer = percent(self.searched_s / self.published_s - 1)
+        return [self.id, *(f"{each:.3f}" for each in times), longer, f"{self.bound_s:.3f}", self.plan]
+
+
+def opened(ids: list[str], seconds: float, *, processor: bool) -> Iterator[Opened]:
+    """Dense runs by their ids: their sizes, and all open, by what all other sources' runs reached of the device."""
+    rows = read_runs(RUNS)
+    judged = {each.id: each for each in judge(rows) if each.error is not None and each.is_dense}
+    for id_ in ids:
+        if id_ not in judged:
+            sys.exit(f"no run {id_!r} of a dense model that is said in {RUNS}")
+        run = judged[id_]
+        others = [row for row in rows if row["source"] != run.source]
+        fit = fit_device(others, run.known.device)
+        known = run.known.at(fit.shares)
+        layout, preset = known.layout, device_preset(known.device)
+        cluster = planned(id_, known.model, layout, known.machine).cluster
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+            json.dump(others, file)
+            file.flush()
+            how: dict[str, Any] = {"microbatch": (1, 2), "shards": (1, 2, 4, 8), "calibrate": Path(file.name)}
+            profile = estimated(run, cluster, **how)
+        asked: dict[str, Any] = {
+            "cluster": cluster,
+            "memory": f"{preset.memory_bytes - preset.reserve_bytes}B",
+            "mini_batch": int(layout.global_batch),
+            "time_limit": seconds,
+        }
+        results = []
+        for fixed in (sizes(layout), {}):
+            within = Limit(seconds, clock=WorkClock()) if processor else None
+            results.append(pipeplan.search(profile, within=within, **asked, **fixed))
+        theirs, ours = (each.plan.predicted.iteration_ns / 1e9 for each in results)
+        bound = results[1].lower_bound_ns / 1e9
+        yield Opened(id_, run.measured.step_s, theirs, ours, bound, said(results[1].plan), fit.notes)
+
+
+def said(plan: pipeplan.Plan) -> str:
+    """The sizes of a plan's stages, its schedule, and how many stages each position has."""
+    kinds = dict.fromkeys((each.shards, each.context, each.replicas, each.zero) for each in plan.stages)
+    sizes = " and ".join(f"tp {shards} cp {context} dp {dp} ZeRO {zero}" for shards, context, dp, zero in kinds)
+    positions = len({each.devices for each in plan.stages})
+    return f"{sizes}, {len(plan.stages)} stages on {positions} positions, {plan.provenance.scheduler}"
 
 
 def sizes(layout: UniformLayout) -> dict[str, Any]:
     """A layout as ``search`` is asked for it."""
     found: dict[str, Any] = {"tp": int(layout.tensor), "pp": int(layout.pipeline), "dp": int(layout.data)}
+    found["microbatch_size"] = int(layout.microbatch * layout.data)
     found["cp"] = int(layout.context)
     if layout.context > 1:
         found["cp_exchange"] = "ring" if layout.ring else "gathered"

@@ -168,6 +168,24 @@ PUBLISHED = (
         128,
     ),
     Published("gpt3-175b-64-a100", "korthikanti-175B-selective+sp", "--tp 8 --pp 8 --vp 3 --microbatch-size 1", 64),
+    *(
+        Published(f"llama3-8b-{devices}-h100", run, f"--tp 1 --pp 1 --cp 2 --dp {replicas} {size} --zero 1", samples)
+        for devices, replicas, samples in ((8, 4, 128), (64, 32, 1024))
+        for run in (f"dgxc-2504-llama31-8b-bf16-{devices}",)
+        for size in (f"--microbatch-size {replicas}",)
+    ),
+    Published(
+        "llama3-70b-512-h100",
+        "dgxc-2504-llama31-70b-bf16-512",
+        "--tp 4 --pp 4 --cp 2 --dp 16 --vp 5 --microbatch-size 16 --zero 1 --scheduler interleaved-1f1b",
+        1024,
+    ),
+    Published(
+        "llama3-405b-512-h100",
+        "dgxc-2504-llama31-405b-bf16-512",
+        "--tp 8 --pp 8 --cp 2 --dp 4 --vp 8 --microbatch-size 4 --zero 1 --scheduler interleaved-1f1b",
+        256,
+    ),
     Published(
         "llama3-405b-16384-h100",
         "the Llama 3 paper's table 4: 400 TFLOP/s each",
@@ -191,7 +209,9 @@ PUBLISHED = (
         for replicas in (devices // width,)
     ),
 )
-"""The last eight with more replicas than were run. How many virtual stages Meta's run had was not published."""
+"""The last eight with more replicas than were run. How many virtual stages Meta's run had was not published. Runs of
+dgxc's other releases in the same layouts (2501, 2505) differ in what was measured alone.
+"""
 
 
 class State:
@@ -419,9 +439,13 @@ def _cell(each: BoundedChoice) -> str:
     choice = each.choice
     assert choice.usual is not None
     zero = f" zero {choice.zero.level}" if choice.zero.level else ""
+    zero += f" in groups of {choice.zero.group}" if zero and choice.zero.group != choice.copies else ""
     turns = f" vp {choice.per_position}" if choice.per_position > 1 else ""
     size = choice.batch.microbatch_size // choice.replicas
-    split = f"tp {choice.shards}{_context(choice.context, choice.expert)} dp {choice.replicas} pp {choice.positions}"
+    exchange = f" {choice.exchange}" if choice.exchange else ""
+    exchange += f" etp {choice.expert_shards}" if choice.expert_shards > 1 else ""
+    beside = _context(choice.context, choice.expert)
+    split = f"tp {choice.shards}{beside}{exchange} dp {choice.replicas} pp {choice.positions}"
     return f"{split}{turns}{zero} mb {size} {choice.usual.name}"
 
 

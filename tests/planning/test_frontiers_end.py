@@ -19,10 +19,10 @@ from pipeplan.examples import model
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning import frontier as frontiers
 from pipeplan.planning import infeasibility, sharding_frontier
-from pipeplan.planning.candidates import even_cuts
+from pipeplan.planning.candidates import even_cuts, uniform_choices
 from pipeplan.planning.frontier import _tracked, _words
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
-from pipeplan.planning.plan_frontier import PlanPoint, _counted, _FrontierSearch, _point, chains, changes_that_do
+from pipeplan.planning.plan_frontier import PlanPoint, _counted, _FrontierSearch, _point, _why, chains, changes_that_do
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS
@@ -30,6 +30,7 @@ from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.sharding import bounds, operators, tracking
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
+from pipeplan.units import MAX_BYTES, format_bytes, rounded_up
 
 
 class Hand:
@@ -358,3 +359,16 @@ def test_plans_that_are_written_are_made_before_the_limit(written: float, kept: 
     search.limit.reserved, reserved = 0.0, search.limit.reserved
     search.keep(search.best[0])
     assert reserved - search.limit.reserved == kept
+
+
+def test_a_frontier_that_ran_out_of_time_says_what_the_leanest_layout_needs() -> None:
+    """By its closed form, where that is more than the limit; else only that there was no time."""
+    profile = model("gpt2-124m", microbatch_sizes=(1, 2), shards=(1, 2))
+    asked = Request.of(profile, devices=2, mini_batch=4, memory_bytes=10**9, device_counts=(1, 2))
+    found = _FrontierSearch(Limit(0.0, clock=Hand()), iter(()), interrupted=True)
+    least = min(each.least_bytes for each in uniform_choices(asked.within(MAX_BYTES)))
+    for limit, needs in ((10**9, True), (MAX_BYTES, False)):
+        error = _why(asked.within(limit), found)
+        assert isinstance(error, SearchTimeoutError)
+        assert (f"needs about {format_bytes(rounded_up(int(least)))} " in str(error)) == needs
+        assert "raise --time-limit" in str(error)

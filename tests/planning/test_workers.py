@@ -329,7 +329,6 @@ def test_a_dask_cluster_of_which_one_process_is_killed_gives_the_same_plan() -> 
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
-        executor = client.get_executor(pure=False)
         killed: list[int] = []
 
         class Killing(Counting):
@@ -339,7 +338,8 @@ def test_a_dask_cluster_of_which_one_process_is_killed_gives_the_same_plan() -> 
                     os.kill(killed[0], signal.SIGKILL)
                 return super().submit(work, *items, **named)
 
-        found = search_plan(request, executor=Killing(executor))
+        with workers.named_executor(f"dask:{cluster.scheduler_address}") as executor:
+            found = search_plan(request, executor=Killing(executor))
     assert killed
     assert (found.plan, found.candidates, found.notes) == (alone.plan, alone.candidates, alone.notes)
 

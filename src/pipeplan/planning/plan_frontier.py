@@ -24,8 +24,16 @@ from itertools import chain, islice, zip_longest
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
+from pipeplan.planning.alternatives import choice_words
 from pipeplan.planning.block_splits import split_stages
-from pipeplan.planning.candidates import PlacementCandidate, any_stages, own_placement, placed, uniform_layouts
+from pipeplan.planning.candidates import (
+    PlacementCandidate,
+    any_stages,
+    longest_choices,
+    own_placement,
+    placed,
+    uniform_layouts,
+)
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, unproved
 from pipeplan.planning.partition_trials import (
@@ -41,6 +49,7 @@ from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, least_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS, num_left, plan_of, run_search, search_of
 from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
+from pipeplan.planning.uniform_space import BoundedChoice
 from pipeplan.planning.workers import CandidateWorkers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress
@@ -248,8 +257,10 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
             f"no plan was found in {found.limit.elapsed:.1f} s, but there may be one; raise --time-limit"
         )
     error = next(iter(found.failures.values()), nothing)
-    if limit is None or found.interrupted:
+    if limit is None:
         return error
+    if found.interrupted:
+        return _with_closed_form(request, limit, error, Limit(_HOW.explaining, clock=found.limit.clock))
     time = Limit(max(_HOW.explaining, found.limit.left()), clock=found.limit.clock)
     with time.hearing_interrupts():
         able = _searched(request.within(MAX_BYTES), Limit.part_of(time, time.seconds / 3), quickest=False)
@@ -271,6 +282,25 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
         f"no plan was found for {devices} of {format_bytes(limit)}: {' or '.join(enough)} would do; "
         f"{unproved(in_time=not able.interrupted)}; " + ", or ".join(ways),
         raised,
+    )
+
+
+def _with_closed_form(request: Request, limit: int, error: PipeplanError, time: Limit) -> PipeplanError:
+    """The error of a frontier that was not over, with what the leanest layout needs where that is more than there is.
+
+    Of the table of layouts, as far as there is time, most devices first.
+    """
+    leanest: list[BoundedChoice] = []
+    with time.ended():
+        for asked in sorted(request.within(MAX_BYTES).by_devices, key=lambda each: -each.num_devices):
+            leanest += sorted(longest_choices(asked), key=lambda each: each.least_bytes)[:1]
+    least = min(leanest, key=lambda each: each.least_bytes, default=None)
+    if least is None or least.least_bytes <= limit or not isinstance(error, InfeasibleError | SearchTimeoutError):
+        return error
+    needs = format_bytes(rounded_up(int(least.least_bytes)))
+    return type(error)(
+        f"{error}; by closed form {choice_words(least.choice)} needs about {needs} with all recomputed that may be, "
+        "the least of the longest pipelines alike in all stages: there was no time to try it"
     )
 
 
