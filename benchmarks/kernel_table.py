@@ -79,7 +79,8 @@ class TableState:
 def profile_step(state: TableState, given: argparse.Namespace, of: tuple[str, int, int], seconds: float) -> None:
     """Measure groups for as long as there is time, going on where an earlier call ended."""
     key = "/".join(map(str, ("profile", *of)))
-    before = state.known.get(key, {"seconds": 0.0, "compile_s": 0.0, "backends_s": 0.0, "commands": 0, "done": False})
+    nothing = {"seconds": 0.0, "compile_s": 0.0, "backends_s": 0.0, "whole_s": 0.0, "commands": 0, "done": False}
+    before = state.known.get(key, nothing)
     command = measuring(state, given, of, seconds, state.profile(*of))
     begun = time.monotonic()
     ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
@@ -87,11 +88,13 @@ def profile_step(state: TableState, given: argparse.Namespace, of: tuple[str, in
         raise SystemExit(f"{' '.join(command)}: {ran.stderr}")
     said = re.search(r"backends took ([\d.]+) ?(\S+) to compile, of ([\d.]+) s", ran.stderr)
     unit = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+    whole = re.search(r"runs of the whole model took ([\d.]+) s", ran.stderr)
     left = re.search(r"--measure-limit was over; not measured: (.*)", ran.stderr)
     found = {
         "seconds": before["seconds"] + time.monotonic() - begun,
         "compile_s": before["compile_s"] + (float(said[1]) * unit[said[2]] if said else 0.0),
         "backends_s": before["backends_s"] + (float(said[3]) if said else 0.0),
+        "whole_s": before["whole_s"] + (float(whole[1]) if whole else 0.0),
         "commands": before["commands"] + 1,
         "done": left is None,
         "left": left[1] if left else "",
@@ -231,18 +234,18 @@ def as_measured_alone(choice: Any) -> int:
     return changes + sum(alone)
 
 
-def proofs(choice: Any) -> dict[str, Any]:
-    """Algorithm 1 and CP-SAT on the rows of a profile, the latter not knowing the former's answer."""
+def proofs(choice: Any, matches: Sequence[Any]) -> dict[str, Any]:
+    """Algorithm 1 and CP-SAT on some of the rows of a profile, the latter not knowing the former's answer."""
     from pipeplan.kernels.covers import algorithm_1
     from pipeplan.schedule.cpsat.cover import exact_cover
     from pipeplan.schedule.cpsat.solver import Budget
 
     change = choice.profile.backend_change_ns
     begun = time.process_time()
-    first = algorithm_1(choice.graph, choice.matches, change)
+    first = algorithm_1(choice.graph, matches, change)
     quick = time.process_time() - begun
     begun = time.monotonic()
-    best, bound = exact_cover(choice.graph, choice.matches, change, Budget(20.0))
+    best, bound = exact_cover(choice.graph, matches, change, Budget(20.0))
     return {
         "algorithm_1_ns": first.total_ns,
         "algorithm_1_s": quick,
@@ -251,7 +254,8 @@ def proofs(choice: Any) -> dict[str, Any]:
         "bound_ns": bound,
         "proof_s": time.monotonic() - begun,
         "operators": len(choice.graph),
-        "matches": len(choice.matches),
+        "matches": len(matches),
+        "groups": len(best.matches),
         "change_ns": change,
     }
 
@@ -279,7 +283,9 @@ def chosen_ways(found: CoverWays) -> dict[str, Any]:
         if run is not None:
             alone = cover_of(choice.graph, run, 0)
         found.ways[f"alone: {name}"] = groups_of(choice, alone), alone.total_ns
-    return {**proofs(choice), "alone_ns": as_measured_alone(choice), "shares": found.shares, "told": found.told}
+    parts = [match for match in choice.matches if len(match.blocks) < len(choice.graph)]
+    shown = {**proofs(choice, choice.matches), "parts": proofs(choice, parts)}
+    return {**shown, "alone_ns": as_measured_alone(choice), "shares": found.shares, "told": found.told}
 
 
 def frameworks(
@@ -385,6 +391,7 @@ def graph_child(profile: Any, model: str, threads: int, batch: int, seconds: flo
     asked, begun, at = _api.EvolutionAsked(threads=threads, limit_s=seconds), time.monotonic(), list[float]()
     level = _api.evolve_kernels(choice, found, asked, lambda each: at.append(time.monotonic() - begun))
     figures = {name: each for name, each in level.figures().items() if name != "cover"}
+    figures["groups"] = Counter(each["backend"] for each in level.figures()["cover"])
     cover = choice.cover.as_runs(choice.graph)
     return {**figures, "at_s": at, "open": len(open_operators(choice.graph, cover, level.library))}
 
@@ -498,7 +505,12 @@ def tables(state: TableState) -> Iterator[str]:
 def whole_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
     names = ["eager", "inductor", "onnxruntime", "openvino"]
     header = ["network", "threads", "samples", "cover", "best backend alone", "cover / it"]
-    header += [f"{name} as it comes" for name in names] + ["best framework / cover", "without torchscript", "/ it"]
+    header += [f"{name} as it comes" for name in names] + [
+        "best framework / cover",
+        "without torchscript",
+        "/ it",
+        "runs",
+    ]
     rows = []
     for (model, threads, batch), cell in cells.items():
         own, alone, best = measured(cell, "cover"), best_of(cell, "alone: "), best_of(cell, "as it comes: ")
@@ -509,8 +521,14 @@ def whole_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], l
         assert without is not None
         frames = [ms(measured(cell, f"as it comes: {name}")) for name in names]
         first = [model, str(threads), str(batch), ms(own), f"{ms(alone[1])} ({alone[0]})", f"{own / alone[1]:.2f}"]
-        rows.append([*first, *frames, f"{best[1] / own:.2f}", ms(without), f"{best[1] / without:.2f}"])
+        rows.append([*first, *frames, f"{best[1] / own:.2f}", ms(without), f"{best[1] / without:.2f}", runs_of(cell)])
     return header, rows
+
+
+def runs_of(cell: Mapping[str, Any]) -> str:
+    """How often the cover ran in how many rounds."""
+    rounds = cell["times_ns"][cell["same"].get("cover", "cover")]
+    return f"{sum(map(len, rounds))} in {len(rounds)}"
 
 
 def alone_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
@@ -525,18 +543,26 @@ def alone_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], l
 def predicted_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
     header = ["network", "threads", "samples", "predicted", "measured", "off", "groups alone add up to", "off"]
     header += ["off eager at most", "groups", "groups by backend", "operators by backend", "without torchscript"]
-    header += ["Algorithm 1 over CP-SAT", "its s", "proof s"]
+    header += ["a change, us", "Algorithm 1 over CP-SAT", "its s", "proof s"]
+    header += [f"{each} without the whole" for each in ("rows", "groups", "Algorithm 1 over CP-SAT")]
     rows = []
     for (model, threads, batch), cell in cells.items():
         said, own, alone = cell["predicted_ns"]["cover"], measured(cell, "cover"), cell["alone_ns"]
         assert own is not None
-        over = f"{cell['algorithm_1_ns'] / cell['optimum_ns'] - 1:.2%}" + ("" if cell["proved"] else " (not proved)")
+        parts = cell["parts"]
         row = [model, str(threads), str(batch), ms(said), ms(own), f"{said / own - 1:+.1%}"]
         row += [ms(alone), f"{alone / own - 1:+.1%}", f"{cell['off'][cell['same']['cover']]:.0e}"]
         row += [str(sum(cell["shares"]["cover"]["groups"].values())), shares_text(cell, "cover", "groups")]
         row += [shares_text(cell, "cover", "operators"), shares_text(cell, "without torchscript", "groups")]
-        rows.append([*row, over, f"{cell['algorithm_1_s']:.2f}", f"{cell['proof_s']:.1f}"])
+        row += [f"{cell['change_ns'] / 1e3:.1f}" if cell["change_ns"] else "-", over_proof(cell)]
+        row += [f"{cell['algorithm_1_s']:.2f}", f"{cell['proof_s']:.1f}"]
+        rows.append([*row, str(parts["matches"]), str(parts["groups"]), over_proof(parts)])
     return header, rows
+
+
+def over_proof(found: Mapping[str, Any]) -> str:
+    """Algorithm 1's cover over CP-SAT's best."""
+    return f"{found['algorithm_1_ns'] / found['optimum_ns'] - 1:.2%}" + ("" if found["proved"] else " (not proved)")
 
 
 def added_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
@@ -552,16 +578,20 @@ def added_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], l
 
 
 def measuring_table(state: TableState) -> tuple[list[str], list[list[str]]]:
-    header = ["network", "threads", "samples", "s from nothing", "of it groups", "compiling in these", "the rest"]
-    header += ["s from the log", "of it measuring", "the same command again, s", "commands", "groups left out"]
+    header = ["network", "threads", "samples", "s from nothing", "of it groups", "compiling in these"]
+    header += ["runs of the whole", "the rest", "s from the log", "the same command again, s", "commands"]
+    header += ["groups left out"]
     rows = []
     for key, found in state.known.items():
         what, *of = key.split("/")
         if what == "profile":
-            groups, compiling = (found[name] / found["seconds"] for name in ("backends_s", "compile_s"))
-            row = [*of, f"{found['seconds']:.0f}", f"{groups:.0%}", f"{compiling:.0%}", f"{1 - groups:.0%}"]
+            groups, compiling, whole = (
+                found[name] / found["seconds"] for name in ("backends_s", "compile_s", "whole_s")
+            )
+            row = [*of, f"{found['seconds']:.0f}", f"{groups:.0%}", f"{compiling:.0%}", f"{whole:.0%}"]
+            row.append(f"{1 - groups - whole:.0%}")
             log = state.known.get("/".join(("log", *of)))
-            row += [f"{log['choosing_s']:.1f}", "0%", f"{log['again_s']:.0f}"] if log else ["-"] * 3
+            row += [f"{log['choosing_s']:.1f}", f"{log['again_s']:.0f}"] if log else ["-"] * 2
             rows.append([*row, str(found["commands"]), left_out(found["left"])])
     return header, rows
 
@@ -574,7 +604,7 @@ def left_out(text: str) -> str:
 
 def graph_table(state: TableState, step: str) -> tuple[list[str], list[list[str]]]:
     header = ["network", "threads", "samples", "library", "open operators", "operator level", "graph level", "gain"]
-    header += ["covers measured", "refused", "ended by", "best by generation (s)"]
+    header += ["covers measured", "refused", "its groups", "ended by", "best by generation (s)"]
     rows = []
     for key, found in state.known.items():
         what, *of = key.split("/")
@@ -584,6 +614,7 @@ def graph_table(state: TableState, step: str) -> tuple[list[str], list[list[str]
             line = ", ".join(f"{ms(each['best_ns'])} ({at:.0f})" for each, at in points)
             row = [*of, found["library"], str(found["open"]), ms(found["operator_level_ns"]), ms(found["measured_ns"])]
             row += [f"{found['gain']:.2f}", str(curve[-1]["measured"]), str(found["num_failed"])]
+            row.append(", ".join(f"{count} by {name}" for name, count in found.get("groups", {}).items()))
             rows.append([*row, ended(found), line])
     return header, rows
 

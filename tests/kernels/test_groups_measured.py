@@ -71,10 +71,21 @@ def test_what_compiles_slowly_comes_after_what_is_as_dear() -> None:
     profile, rule = chain(), Pairs()
     backends = Backend("slow", rule=rule, compiles_slowly=True), Backend("quick", rule=rule)
     found = candidates_of(OperatorDag.of(profile), backends, profile, [1])
-    assert [each.eager_ns for each in found] == sorted((each.eager_ns for each in found), reverse=True)
-    for one in found:
-        alike = [each.backend for each in found if each.eager_ns == one.eager_ns]
-        assert alike == sorted(alike)  # quick, slow
+    for of_one in (True, False):
+        own = [each for each in found if (len(each.groups[0]) == 1) is of_one]
+        assert [each.eager_ns for each in own] == sorted((each.eager_ns for each in own), reverse=True)
+        for one in own:
+            alike = [each.backend for each in own if each.eager_ns == one.eager_ns]
+            assert alike == sorted(alike)  # quick, slow
+
+
+def test_groups_and_blocks_are_measured_in_turn() -> None:
+    profile, backends = chain(), (Backend("all", rule=Pairs(), whole=True),)
+    found = candidates_of(OperatorDag.of(profile), backends, profile, [1])
+    sizes = [len(each.groups[0]) > 1 for each in found]
+    both = 2 * min(sizes.count(True), sizes.count(False))
+    assert both > 2
+    assert sizes[:both] == [True, False] * (both // 2)
 
 
 def test_alike_groups_are_measured_once_and_what_is_dearest_first() -> None:
@@ -147,4 +158,8 @@ def test_what_is_left_when_time_is_over_is_said() -> None:
     candidates = candidates_of(OperatorDag.of(profile), BACKENDS, profile, [1])
     left = measured_groups(KernelLog.of(profile), candidates, measure, over=lambda: len(measure.asked) == 2)
     assert len(left) == len(candidates) - 2
-    assert min(each.eager_ns for each in candidates[:2]) >= max(each.eager_ns for each in left)
+    for of_one in (True, False):
+        measured, others = (
+            [each.eager_ns for each in own if (len(each.groups[0]) == 1) is of_one] for own in (candidates[:2], left)
+        )
+        assert min(measured) >= max(others)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from statistics import median
 from typing import Protocol
 
@@ -117,7 +118,11 @@ def with_more_sizes(profile: Profile, made: Profile) -> Profile:
 def candidates_of(
     graph: OperatorDag, backends: Sequence[Backend], profile: Profile, sizes: Sequence[int]
 ) -> list[GroupCandidate]:
-    """All that is to be measured, what eager torch takes longest for first; of equal ones what compiles slowly last."""
+    """All that is to be measured: groups and blocks in turn, of each what eager torch takes longest for first.
+
+    Of equal ones what compiles slowly is last. The largest groups are all of nearly the whole model: were they all
+    first, a limit would leave no block that can be in a cover beside another backend's.
+    """
     found, slow = [], {backend.name for backend in backends if backend.compiles_slowly}
     for size in sizes:
         eager = {block.id: plain_row(block.costs, size) for block in profile.blocks}
@@ -128,7 +133,10 @@ def candidates_of(
             for groups in alike.values():
                 rows = [row for group in groups for id_ in group if (row := eager[id_]) is not None]
                 found.append(GroupCandidate(tuple(groups), backend.name, size, sum(map(row_ns, rows))))
-    return sorted(found, key=lambda each: (-each.eager_ns, each.backend in slow))
+    found.sort(key=lambda each: (-each.eager_ns, each.backend in slow))
+    several = [each for each in found if len(each.groups[0]) > 1]
+    single = [each for each in found if len(each.groups[0]) == 1]
+    return [each for pair in zip_longest(several, single) for each in pair if each is not None]
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GraphOperator:
-    """One operator: its ``kind`` such as ``attention`` or ``conv2d``, what it takes, and attributes.
+    """One operator: its ``kind`` such as ``attention`` or ``convolution``, what it takes, and attributes.
 
     ``inputs`` are ids of operators, in the order of its arguments; what comes from outside of the model is not among
     them. ``alike`` is equal for operators that cost the same; by default kind and attributes say so.

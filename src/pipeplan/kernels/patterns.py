@@ -2,8 +2,8 @@
 
 As in section 2.3 of the thesis, which extends Relay's: ::
 
-    conv = is_op("conv2d")(wildcard(), wildcard()).has_attr({"layout": "NCHW"})
-    is_op("relu")(is_op("add")(conv, wildcard()))
+    conv = is_op("convolution")(wildcard()).has_attr({"channels": 512})
+    is_op("elementwise")(is_op("norm")(conv))
 
 The last operator of a pattern is its root. A group that matches has the operators that are named; a ``wildcard()``
 stands for whatever is taken there, from another group or from outside of the model.

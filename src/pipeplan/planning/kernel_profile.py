@@ -116,9 +116,11 @@ def with_backends(
         tell(f"backends took {format_ns(log.compile_ns)} to compile, of {limit.elapsed:.1f} s, which no time includes")
     if left:
         tell(_left_out(left))
-    found = log.found
+    alone_s, found = limit.elapsed, log.found
     for size in sizes:
         found = WholeRuns(graph, size, run, left=lambda: limit.seconds - limit.elapsed, **how).settled(found)
+    if found.whole_runs != profile.whole_runs:
+        tell(f"runs of the whole model took {limit.elapsed - alone_s:.1f} s, with what was compiled again for them")
     return found
 
 

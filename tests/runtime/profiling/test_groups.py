@@ -18,6 +18,8 @@ import pipeplan
 from pipeplan.errors import ExecutionError
 from pipeplan.files import CostRow, Cover, Profile, parse
 from pipeplan.kernels.backend import known_backends
+from pipeplan.kernels.operators import GraphOperator, OperatorDag
+from pipeplan.kernels.patterns import is_op, wildcard
 from pipeplan.runtime.backends.building import BuiltGroup, GroupBuilder, GroupModule
 from pipeplan.runtime.backends.comparing import in_one, require_same
 from pipeplan.runtime.models.load import load_where_even
@@ -84,6 +86,32 @@ def test_blocks_are_described_by_what_they_call() -> None:
     assert found["layer0.ffn"].alike == found["layer1.ffn"].alike != found["layer1.attention"].alike
 
 
+def test_alike_blocks_of_a_group_have_parameters_of_their_own() -> None:
+    own = benches("eager", training=False)
+    alike = [each.id for each in own.described(1) if each.kind == "attention"]
+    assert len(alike) > 1
+    first, second, *_ = own.wired(alike).module.blocks
+    again, *_ = own.wired(alike[1:]).module.blocks
+    wanted = model().build(alike[1], 0)
+    differ = 0
+    for name, one in first.named_parameters():
+        two = second.get_parameter(name)
+        assert torch.equal(two, wanted.get_parameter(name))
+        assert torch.equal(two, again.get_parameter(name))
+        differ += not torch.equal(one, two)
+    assert differ, "a library would compute both at once"
+
+
+def test_patterns_of_the_page_match_what_is_captured() -> None:
+    found, _ = load_where_even("dcgan", sequence=None, grain="operator", shared=(), shards=(1,), meta=False)
+    how = {"dtype": torch.float32, "device": "cpu", "seed": 0, "repeats": 1, "warmup": 0, "training": False}
+    blocks = GroupBenches(found, builders={}, tolerances={}, **how).described(1)  # type: ignore[arg-type]
+    graph = OperatorDag(GraphOperator(b.id, b.kind, b.inputs, b.attributes, (b.alike,)) for b in blocks)
+    norm = is_op("norm")(is_op("convolution")(wildcard()).has_attr({"channels": 512}))
+    relu = is_op("elementwise")(norm).has_attr({"calls": lambda names: "relu" in names})
+    assert [*relu.matches(graph)] == [("layers.0.grow", "layers.0.norm", "layers.0.active")]
+
+
 def test_switches_of_eager_torch_run_forward_and_backward() -> None:
     measured = benches("onednn-off", "attention-math", "channels-last", training=True)
     for backend in ("onednn-off", "attention-math"):
@@ -145,6 +173,10 @@ def test_every_builder_runs_what_eager_torch_runs(name: str, *, training: bool) 
     wanted = numbers(plain, BuiltGroup(plain), images.detach(), training=training)
     found = numbers(group, built, images.detach(), training=training)
     require_same(wanted, found, backend.tolerance, torch.float32)
+    group.zero_grad()
+    if GroupBuilder.of(name, backend.module).is_deterministic and device == "cpu":
+        again = numbers(group, built, images.detach(), training=training)
+        assert all(map(torch.equal, found, again)), "bit for bit"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -369,8 +401,6 @@ def test_inductor_agrees_with_eager_torch(*, training: bool) -> None:
 
 def test_shapes_that_differ_are_refused() -> None:
     measured = benches("eager", training=False)
-    builder = measured._builders["eager"]
-    assert builder.is_deterministic
 
     class Shorter:
         @staticmethod

@@ -17,7 +17,7 @@ from pipeplan.runtime.profiling.whole_covers import WholeCovers
 
 
 def wrong(name: str, module: Any, inputs: Any, training: bool) -> Any:
-    return lambda *taken: module(*taken) * 2
+    return lambda *taken: module(*taken).flip(-1) * 2
 
 
 class Crooked(torch.autograd.Function):

@@ -13,4 +13,4 @@ class _Compiles(PatternRule):
         return True
 
 
-BACKENDS = (Backend("inductor", rule=_Compiles(), whole=True, compiles_slowly=True),)
+BACKENDS = (Backend("inductor", rule=_Compiles(), whole=True, modules=True, compiles_slowly=True),)

@@ -28,7 +28,7 @@ from pipeplan.runtime.profiling.instruments import saved_tensors, spread_of, ste
 from pipeplan.runtime.profiling.measure import measured_source, require_device
 
 _HELD_BYTES = 1 << 30
-"""With fewer bytes of values than this, those of another micro-batch size are held, too."""
+"""With fewer bytes of values than this, those of another micro-batch size are held, too; so much of built blocks."""
 
 _PASSING_BYTES = 64 << 20
 """At most so much passes the caches between two runs: the parameters of the rest of the model."""
@@ -185,6 +185,7 @@ class GroupBenches:
         self._builders, self._tolerances = builders, tolerances
         self._nodes = {node.spec.id: node for node in block_graph_of(model, dtype).blocks}
         self._modules: dict[str, nn.Module] = {}
+        self._held = 0
         self._values: dict[int, _BlockValues] = {}
         self._calls: dict[str, frozenset[str]] = {}
         self._readers: dict[tuple[str, int], set[str]] = {}
@@ -283,10 +284,29 @@ class GroupBenches:
                     found.outputs[id_] = self._run(node, found)
         return self._values[size]
 
+    def _built(self, id_: str) -> nn.Module:
+        return self._model.build(id_, self._seed, dtype=self._dtype, device=self._device)
+
+    def _copied(self, node: BlockNode) -> nn.Module:
+        """A block as its like has run, so that it has what a first run makes, with parameters of its own.
+
+        Alike blocks with equal parameters a library would merge: of queries, keys and values it computed one. Built
+        blocks are kept up to some bytes.
+        """
+        id_, like = node.spec.id, self._modules[node.kind]
+        if id_ in self._modules:
+            return copy.deepcopy(self._modules[id_])
+        own = copy.deepcopy(like)
+        own.load_state_dict(self._built(id_).state_dict())
+        self._held += sum(each.nbytes for each in own.parameters())
+        if self._held <= _HELD_BYTES:
+            self._modules[id_] = copy.deepcopy(own)
+        return own
+
     def _run(self, node: BlockNode, values: _BlockValues) -> tuple[Tensor, ...]:
         id_ = node.spec.id
         if id_ not in self._modules:
-            self._modules[id_] = self._model.build(id_, self._seed, dtype=self._dtype, device=self._device)
+            self._modules[id_] = self._built(id_)
         inputs = [values.outputs[self._nodes[source].kind][index] for source, index in node.spec.inputs]
         calls = _CalledNames()
         with torch.no_grad(), calls:
@@ -339,10 +359,10 @@ class GroupBenches:
             for index in node.roots
             if not (readers := self._readers.get((node.spec.id, index))) or not readers <= inside.keys()
         ]
-        modules = [copy.deepcopy(self._modules[node.kind]) for node in nodes]
+        modules = [self._copied(node) for node in nodes]
         whole = len(nodes) == len(self._nodes)
         module = GroupModule(modules, calls, [(inside[id_], index) for id_, index in given], whole=whole)
-        module.train(self._modules[nodes[0].kind].training)
+        module.train(modules[0].training)
         return WiredGroup(tuple(blocks), module, tuple(outside), tuple(names), tuple(given))
 
     def _bench(self, blocks: Sequence[str], size: int, values: _BlockValues) -> tuple[GroupModule, Bench]:
