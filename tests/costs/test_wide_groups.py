@@ -98,7 +98,12 @@ def rows(table: MessageTable, work: int, *, moe: bool = False, size: int = 1) ->
     for shards, expert in itertools.product((1, 2), (8, 16)) if moe else ():
         said = RowMessages(
             expert=ExpertMessages(
-                bytes=40 * KB, experts_per_token=2, words_ns=20, shared_bytes=8 * KB * (shards - 1), shared_ns=7
+                bytes=40 * KB,
+                experts_per_token=2,
+                words_ns=20,
+                routing_bytes=4 * KB,
+                shared_bytes=8 * KB * (shards - 1),
+                shared_ns=7,
             )
         )
         yield made(table, said, work // shards, {"shards": shards, "expert": expert, "microbatch_size": size})
@@ -175,13 +180,15 @@ def test_eight_shards_and_two_parts_of_sequences_on_two_nodes(own: int, crowd: i
 
 
 def test_sixteen_that_share_experts_on_two_nodes() -> None:
-    """A token goes once to the other node where one of its two experts is there, and once to each device in there."""
+    """A token goes once to the other node where one of its two experts is there, and once to each device in there.
+
+    There it goes with what says which experts take it, and comes back without.
+    """
     profile = chain(moe=True)
     before, after = (row_of(each, expert=16) for each in (profile, with_best_places(profile, nodes(2))))
     crossing = math.fsum(len({a // 8, b // 8} - {0}) for a in range(16) for b in range(16)) / 256
     inside = math.fsum(len({a, b} - {0}) for a in range(16) for b in range(16)) / 256
-    between, within = 40 * KB * crossing, 40 * KB * inside / (INSIDE / 1e9)
-    words = round(2 * (max(between, within) + 1000))
+    words = round(sum(max(size * crossing, size * inside / (INSIDE / 1e9)) + 1000 for size in (44 * KB, 40 * KB)))
     assert after.forward_ns - before.forward_ns == words - 20
     assert after.input_grad_ns - (before.input_grad_ns or 0) == words - 20
     assert after.weight_grad_ns == before.weight_grad_ns
@@ -371,6 +378,12 @@ def test_plans_of_shared_experts_are_checked_where_they_lie() -> None:
     plan = planned(cluster, profile, shards=1, replicas=16, expert=16, mini_batch=16)
     assert {stage.expert for stage in plan.stages} == {16}
     assert check(plan, profile, cluster).valid
+    routed = tuple(
+        each.model_copy(update={"expert": each.expert and each.expert.model_copy(update={"routing_bytes": 8 * KB})})
+        for each in profile.messages
+    )
+    problems = check(plan, profile.model_copy(update={"messages": routed}), cluster).problems
+    assert any("duration" in str(each) for each in problems), "not only the fingerprint"
     alone = planned(
         Cluster.of("flat", 16, levels=[("all", 16, 0, INSIDE)]),
         profile,

@@ -130,11 +130,12 @@ class RankGroup:
     def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Give each rank its piece, and get theirs, in the order of their shares."""
         numbered = sorted(range(len(pieces)), key=self._order.__getitem__)  # the group's order of ranks
-        own = torch.stack([pieces[place].detach() for place in numbered])
+        own = self._carried(torch.stack([pieces[place].detach() for place in numbered]))
         found = torch.empty_like(own)
         with self._waiting():
             dist.all_to_all_single(found, own, group=self.group)
-        return [found[place] for place in self._order]
+        came = found.to(pieces[0].device)
+        return [came[place] for place in self._order]
 
     def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
         """Give each rank so many of the rows, one rank's after another's, and get so many of each, in their order."""

@@ -204,10 +204,16 @@ def _heard(listen: Callable[[int, Report], None], rank: int, report: Report) -> 
         raise RankError(Cause.RAISED, f"rank {rank}: nobody reads standard output any more") from None
 
 
+_ALL_CONNECTED = 64
+"""Of more ranks gloo connects two when one first has something for the other, and not each with all as it starts."""
+
+
 @contextlib.contextmanager
 def _process_group(store: Store, progress: Progress, world_size: int, timeout: timedelta) -> Iterator[None]:
     """The default group, on gloo: for agreeing and reporting, beside the groups that carry tensors."""
     progress.begin(Phase.CONNECTING)
+    if world_size > _ALL_CONNECTED:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     with lost_others(progress):
         dist.init_process_group(
             "gloo",

@@ -1,10 +1,11 @@
 """Experts that devices share: words go to the devices of their experts, and what those make of them comes back.
 
 Of ``count`` devices each has equally many whole experts, the first ones on the first device, and words of its own, for
-which it knows which experts they have chosen. A word goes once to each device that has some of its experts, with the
-numbers of these and by how much each counts; there the outputs of its experts are added up, and one row comes back. So
-there are two exchanges each way (dispatch and combine, GShard section 3.2, Lepikhin et al. 2021), whose sizes depend on
-what words choose: how many rows there will be is exchanged first. No word is dropped, unless experts have a capacity.
+which it knows which experts they have chosen. A word goes once to each device that has some of its experts, in one row
+with the numbers of these and by how much each counts; there the outputs of its experts are added up, and one row comes
+back. So there are two exchanges each way (dispatch and combine, GShard section 3.2, Lepikhin et al. 2021), whose sizes
+depend on what words choose: how many rows there will be is exchanged first. No word is dropped, unless experts have a
+capacity.
 """
 
 from __future__ import annotations
@@ -89,18 +90,28 @@ def routed(
         rows = parts.everyones(rows)
         lengths, rows = rows[:, devices.index, 0].tolist(), rows.sum(0)
     _note(chosen, kept, num_experts, rows[:, 1], devices.index)
-    exact = own <= 2 / torch.finfo(words.dtype).eps  # else the numbers of experts would be rounded
-    numbered = words.dtype if exact else torch.float32
-    routing = torch.cat((slots.to(numbered), (shares[word] * meant).to(numbered)), dim=1)
-    came, how = devices.routed(words[word], give, get), devices.routed(routing, give, get)
+    digits = _digits(slots, own, words.dtype)
+    came = devices.routed(torch.cat((words[word], *digits, shares[word] * meant), dim=1), give, get)
     if parts.count > 1:
         same = [len(came)] * parts.count
-        came, how = (parts.routed(each.repeat(parts.count, 1), same, lengths) for each in (came, how))
-    slots, shares = how[:, :each].detach().long(), how[:, each:].to(words.dtype)
+        came = parts.routed(came.repeat(parts.count, 1), same, lengths)
+    came, *found, shares = torch.split(came, [words.shape[1], *[each] * (len(digits) + 1)], dim=1)
+    slots = torch.stack([digit.detach().long() * DIGIT**place for place, digit in enumerate(found)]).sum(0)
     made = _weighted(came, slots, shares, own, experts, before=before)
     if parts.count > 1:
         made = parts.routed(made, lengths, same).view(parts.count, same[0], words.shape[1]).sum(0)
     return torch.zeros_like(given).index_add(0, word, devices.routed(made, get, give))
+
+
+DIGIT = 256
+"""Whole numbers up to which every format has all; bfloat16 no further."""
+
+
+def _digits(numbers: Tensor, most: int, dtype: torch.dtype) -> list[Tensor]:
+    """Numbers of at most so much in a format that may round larger ones: one digit of them, or two, the lower first."""
+    if most <= DIGIT or dtype.itemsize > 2:
+        return [numbers.to(dtype)]
+    return [(numbers % DIGIT).to(dtype), (numbers // DIGIT).to(dtype)]
 
 
 def under_load(chosen: Tensor, load: float) -> Tensor:

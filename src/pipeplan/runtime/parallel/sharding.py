@@ -317,8 +317,8 @@ class Shards:
         return _mapped(share, partial(exchange, cut=taken, joined=given), partial(exchange, cut=given, joined=taken))
 
     def everyones(self, counts: Tensor) -> Tensor:
-        """[device, ...] what every device counts."""
-        return torch.stack(self._collectives.gather(counts))
+        """[device, ...] what every device counts: a message from each to each, as rows to route are, and not a ring."""
+        return torch.stack(self._collectives.exchange([counts] * self.count))
 
     def routed(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
         """Give each device so many of the rows, and get so many of each; gradients go back the same way."""

@@ -27,6 +27,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow
 from pipeplan.files.row_messages import ExpertMessages
 from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel.experts import DIGIT
 from pipeplan.runtime.profiling.build_profile import (
     AnyShare,
     BlockGraph,
@@ -297,13 +298,9 @@ def _tokens_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> 
 
 def _routing_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> float:
     """What goes along with words, one way: numbers of a device's experts, and by how much each of these counts."""
-    exact = width > 2 or spec.dimensions[EXPERTS] // spread.places <= _EXACT
-    numbers = 2 * spec.dimensions[TAKEN] * (width if exact else 4)
+    one_digit = width > 2 or spec.dimensions[EXPERTS] // spread.places <= DIGIT
+    numbers = (2 if one_digit else 3) * spec.dimensions[TAKEN] * width
     return samples * spec.dimensions["sequence"] * numbers * spread.load
-
-
-_EXACT = 256
-"""Whole numbers up to which bfloat16 has all: with more experts on a device they go in float32."""
 
 
 def _sent_ns(
