@@ -12,12 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import yaml
+from torch.distributed import HashStore, ProcessGroupGloo
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import get_args_parser
 
@@ -29,11 +32,13 @@ from pipeplan.planning.build_plan import provenance_of
 from pipeplan.runtime.launch import worker
 from pipeplan.runtime.launch.job import RankContext, RunOptions, job_of, run_job
 from pipeplan.runtime.launch.launchers import Launched, apart, first_host, join, order_of
+from pipeplan.runtime.launch.status import Progress
 from pipeplan.runtime.launch.stopping import SIGNALS
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.parallel.device import require_own_devices
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from runtime_support.plans import model_plan
+from runtime_support.threads import board_of_one
 from runtime_support.warm import start_warm
 from support.marks import slow_but
 from support.paths import ROOT
@@ -412,3 +417,36 @@ def test_a_rank_asks_the_store_as_often_among_many_as_among_few(
     store.here, store.asked = 0, 0
     assert worker._machines(store, 0, num_ranks) == found
     assert store.asked == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="sockets are counted in /proc")
+def test_many_ranks_connect_as_they_first_need_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few connect each with all; of more each opens as many sockets, however many there are."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    begun = list[str | None]()
+    monkeypatch.setattr(
+        worker.dist, "init_process_group", lambda *_, **__: begun.append(os.environ.get("TORCH_GLOO_LAZY_INIT"))
+    )
+    store, kept, opened = HashStore(), list[ProcessGroupGloo](), dict[int, list[float]]()
+    for world_size in (64, 65):
+        progress = Progress(board_of_one(), 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.dist, "barrier", lambda: None)
+            patch.setattr(worker.dist, "destroy_process_group", lambda: None)
+            with worker._process_group(store, progress, world_size, timedelta(seconds=9)):
+                pass
+        opened[world_size] = [_sockets_of(ranks, kept) / ranks for ranks in (4, 16)]
+    assert begun == [None, "1"]
+    assert opened[64] == [opened[64][0], opened[64][0] + 12]
+    assert opened[65][0] == opened[65][1] < opened[64][0]
+
+
+def _sockets_of(ranks: int, kept: list[ProcessGroupGloo]) -> int:
+    """How many a group of threads opens that has done nothing yet; all ``kept`` ones stay as they are."""
+    store, before = HashStore(), len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(ranks) as pool:
+        made = [pool.submit(ProcessGroupGloo, store, rank, ranks, timedelta(seconds=30)) for rank in range(ranks)]
+        kept += [each.result() for each in made]
+    return len(os.listdir("/proc/self/fd")) - before
