@@ -99,6 +99,12 @@ def goes_with(hop: Hop, microbatches: Collection[int], period: int) -> bool:
     return period % hop.every == 0 and going == set(microbatches)
 
 
+@lru_cache(maxsize=64)
+def _longer(slots: Slots, samples: int) -> Slots:
+    """The same actions with those of so many samples more."""
+    return replace(slots, count=slots.count + samples // slots.stride)
+
+
 @dataclass(frozen=True)
 class Facts:
     """Operations are numbered as in the plan, and the actions of each by their samples; lists are [operation].
@@ -172,8 +178,9 @@ class Facts:
 
     def repeated(self, slots: Slots) -> Slots:
         """The actions of an operation, or the messages of a hop, with all that a loop runs."""
-        skipped = 0 if self.loop is None else self.loop.skipped * self.plan.microbatch_size
-        return replace(slots, count=slots.count + skipped // slots.stride)
+        if self.loop is None:
+            return slots
+        return _longer(slots, self.loop.skipped * self.plan.microbatch_size)
 
     @property
     def skipped_ns(self) -> int:
@@ -279,7 +286,7 @@ def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
         left, begun = overlap(plan, dependency)
         lag = dependency.lag_ns - left - begun
         if pair not in slowest or slowest[pair].lag_ns < lag:
-            part_ns = max((hop.part.duration_ns for hop in dependency.hops), default=0)
+            part_ns = max((hop.part_ns for hop in dependency.hops), default=0)
             slowest[pair] = Wait(pair[1], lag, part_ns, number, dependency.needs, begun > 0, dependency.later)
     waits: list[list[Wait]] = [[] for _ in position]
     for (target, _), wait in slowest.items():

@@ -1472,12 +1472,16 @@ class _Between(NamedTuple):
 
     def cut(self, edges: Sequence[Edge], slices: int, known: _Known) -> int:
         """Of how many slices a message brings each device one: those that its receiver's blocks all take."""
+        if slices == 1:
+            return 1
         blocks = {edges[0].source} if self.back else {edge.target for edge in edges}
         kept = all(_is_divided(block, self.receiver, known) for block in blocks)
         return slices if kept and not edges[0].broadcast else 1
 
     def held(self, edges: Sequence[Edge], known: _Known) -> int:
         """Into how many slices its sender's devices divide a tensor."""
+        if self.sender.shards == 1:
+            return 1
         blocks = {edge.target for edge in edges} if self.back else {edges[0].source}
         divided = any(_is_divided(block, self.sender, known) for block in blocks)
         return self.sender.shards if divided and not edges[0].broadcast else 1

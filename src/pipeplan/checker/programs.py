@@ -132,6 +132,17 @@ class Programs:
         items = self.items[ids]
         return list(zip(items.tolist(), (ids - self.firsts[items]).tolist(), strict=True))
 
+    def all_places(self, devices: IntArray, items: IntArray) -> IntArray:
+        """:meth:`places_of` of many devices, and of an operation or hop of each, one after the other."""
+        every = int(self.firsts[-1])
+        ids, places = (np.concatenate(each) for each in zip(*self._sorted, strict=True))
+        ids += np.repeat(np.arange(len(self.ids)) * every, [len(own) for own in self.ids])
+        begins = np.searchsorted(ids, devices * every + self.firsts[items])
+        counts = self.firsts[items + 1] - self.firsts[items]
+        inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        found: IntArray = places[np.repeat(begins, counts) + inside]
+        return found
+
     @cached_property
     def _sorted(self) -> list[tuple[IntArray, IntArray]]:
         """[device] ids in order of their numbers, and their places."""
@@ -366,8 +377,10 @@ def check_waits(facts: Facts, programs: Programs, findings: Findings) -> None:
 
 
 def _check_sides(facts: Facts, messages: Messages, programs: Programs, inside: _Inside, findings: Findings) -> None:
-    base = len(facts.ids)
+    base, right = len(facts.ids), _between_alike(facts, messages, programs)
     for number, (_, _, dependency, hop) in enumerate(messages.hops):
+        if number in right:
+            continue
         source, target = facts.position[dependency.source], facts.position[dependency.target]
         if _is_between(facts, messages, programs, number, (source, target)):
             continue
@@ -390,6 +403,25 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, inside: _
                     place = _place(facts, hop.target_device, received)
                     text = f"{facts.label(target, n)} needs it before, at [{receiver[target, n]}]"
                     findings.add("transfer-order", place, text)
+
+
+def _between_alike(facts: Facts, messages: Messages, programs: Programs) -> set[int]:
+    """The hops that are right as :func:`_is_between` says, of those between operations with the same samples as they
+    have; all at once."""
+    numbers, rows = list[int](), list[tuple[int, int, int, int]]()
+    for number, (_, _, dependency, hop) in enumerate(messages.hops):
+        ends = facts.position[dependency.source], facts.position[dependency.target]
+        if not dependency.later and all(messages.slots[number] == facts.slots[own] for own in ends):
+            numbers.append(number)
+            rows.append((hop.source_device, hop.target_device, *ends))
+    if not rows:
+        return set()
+    hops, (senders, receivers, sources, targets) = np.array(numbers), np.array(rows).T
+    items = len(facts.ids) + hops
+    wrong = programs.all_places(senders, items) < programs.all_places(senders, sources)
+    wrong |= programs.all_places(receivers, targets) < programs.all_places(receivers, items)
+    counts = np.diff(programs.firsts)[items]
+    return set(hops.tolist()) - set(np.repeat(hops, counts)[wrong].tolist())
 
 
 def _is_between(facts: Facts, messages: Messages, programs: Programs, number: int, ends: tuple[int, int]) -> bool:

@@ -49,7 +49,8 @@ def with_buckets(
             like = operation.stage if shared.profile.tied else _likeness(shared, stage, operation)
             if like not in known:
                 known[like] = _buckets(shared, stage, apart, operation)
-            found[operation.stage] = replace(stage, buckets=known[like])
+            if known[like]:
+                found[operation.stage] = replace(stage, buckets=known[like])
     return found
 
 

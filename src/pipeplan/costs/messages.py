@@ -96,6 +96,8 @@ class Crossings:
 
 def _slices(edge: Edge, blocks: Sequence[Block], stage: Stage, of: Callable[[Iterable[bool]], bool]) -> int:
     """Into how many slices a stage's devices divide a tensor, where ``of`` its blocks do; 1 if it is whole."""
+    if stage.shards == 1:
+        return 1
     divided = not edge.broadcast and of(places_divided(block, stage.shards) > 1 for block in blocks)
     return stage.shards if divided else 1
 

@@ -783,8 +783,17 @@ class Hop(Element):
     @property
     def part(self) -> Hop:
         """The message of one part."""
-        half = -(-self.occupancy_ns // 2)
-        return replace(self, bytes=-(-self.bytes // 2), occupancy_ns=half)
+        return replace(self, bytes=-(-self.bytes // 2), occupancy_ns=self.part_occupancy_ns)
+
+    @property
+    def part_occupancy_ns(self) -> int:
+        """How long the message of one part occupies the link."""
+        return -(-self.occupancy_ns // 2)
+
+    @property
+    def part_ns(self) -> int:
+        """Time of the message of one part, as :attr:`duration_ns`."""
+        return self.latency_ns + self.part_occupancy_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

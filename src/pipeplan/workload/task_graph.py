@@ -127,8 +127,12 @@ class TaskGraph:
         """When the last task of each of the first so many operations and transfers ends, in ns; 0 where it has none."""
         workload = self.workload
         for item in range(count):
-            begin, end = self.offsets[item : item + 2]
-            whole = begin + 2 * workload.slots[item].num_parted
+            begin, end = self.offsets[item], self.offsets[item + 1]
+            parted = workload.slots[item].num_parted
+            if end > begin and not parted:
+                yield max(starts[begin:end]) + workload.durations[item]
+                continue
+            whole = begin + 2 * parted
             last = max(starts[whole:end], default=-workload.durations[item]) + workload.durations[item]
             part = workload.part_durations[item]
             yield max(last, max(starts[begin:whole], default=-part) + part)

@@ -407,7 +407,7 @@ class Workload:
     def part_durations(self) -> tuple[int, ...]:
         """[item] ns that one of two parts of a micro-batch takes, where it runs in parts."""
         compute = tuple(operation.part_ns or 0 for operation in self.operations)
-        return compute + tuple(transfer.hop.part.occupancy_ns for transfer in self.transfers)
+        return compute + tuple(transfer.hop.part_occupancy_ns for transfer in self.transfers)
 
     @lasting
     def resources(self) -> tuple[tuple[int, ...], ...]:
@@ -689,7 +689,7 @@ class Workload:
     def part_lags(self) -> dict[tuple[int, int], int]:
         """{(operation, operation): lag in ns} of the edges between them where both run a micro-batch in parts."""
         return {
-            (source, target): max((hop.part.duration_ns for hop in self._free_hops(dependency)), default=0)
+            (source, target): max((hop.part_ns for hop in self._free_hops(dependency)), default=0)
             for source, target, dependency in self._ends
             if self.slots[source].num_parted and self.slots[target].num_parted
         }
