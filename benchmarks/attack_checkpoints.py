@@ -95,7 +95,40 @@ def code(path: Path, rng: Random) -> None:
     path.write_bytes(rng.choice([named, named[:-1] + whole, pickle.PROTO + b"\x02" + named]))
 
 
-DAMAGES = (flipped, cut_off, longer, random_bytes, gone, of_another_step, swapped, link, pipe, a_folder, code)
+def other_facts(path: Path, rng: Random) -> None:
+    """What is there beside tensors says something of another kind; some bits are others of what is no such file."""
+    import torch
+
+    try:
+        facts = torch.load(path, weights_only=True)
+        assert isinstance(facts, dict)
+    except Exception:  # of tensors, or damaged before
+        flipped(path, rng)
+        return
+    values: tuple[object, ...] = (
+        None,
+        -1,
+        10**30,
+        1.5,
+        "",
+        "x",
+        [],
+        [1],
+        {},
+        {1: 2},
+        {"a": 1},
+        (1, 2, 3),
+        ([{}], {}),
+        ([1], {}),
+    )
+    facts[rng.choice([*facts, "more"])] = rng.choice(values)
+    torch.save(rng.choice([facts, facts, [facts], None]), path)
+
+
+DAMAGES = (
+    *(flipped, cut_off, longer, random_bytes, gone, of_another_step, swapped, link, pipe, a_folder, code),
+    other_facts,
+)
 
 
 @dataclass
@@ -208,7 +241,7 @@ def _read(folder: Path, step: int) -> object:
     path = kept.of(step)
     with undamaged(kept, step):
         require_checksums(path)
-        rest, names = rest_of(path, "rest.pt"), [*metadata_of(path).state_dict_metadata]
+        rest, names = rest_of(path, "rest.pt", step), [*metadata_of(path).state_dict_metadata]
         room = {name: torch.zeros(_SIZE) for name in ("parameters/a", "parameters/b")}
         load(room, storage_reader=PlainReader(path), no_dist=True)
     return rest, sorted(names), {name: tensor.tolist() for name, tensor in room.items()}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path, PosixPath
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import _get_layout
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.training.checkpoint import Checkpoints, TrainingState
 from pipeplan.runtime.training.checkpoint_folder import (
     CheckpointFolder,
     DamagedFileError,
@@ -34,6 +36,7 @@ from pipeplan.runtime.training.checkpoint_folder import (
     undamaged,
     write_checksums,
 )
+from pipeplan.runtime.training.master_copies import LossScale
 from runtime_support.killed_rank import killed_after
 
 # in one process there is no process group
@@ -60,7 +63,7 @@ def read(folder: CheckpointFolder, step: int) -> float:
     """All of a checkpoint; the sum of its tensor."""
     path, room = folder.of(step), torch.zeros(500)
     with undamaged(folder, step):
-        rest, metadata = rest_of(path, REST), metadata_of(path)
+        rest, metadata = rest_of(path, REST, step), metadata_of(path)
         load({"parameters/a": room}, storage_reader=PlainReader(path), no_dist=True)
     assert rest["step"] == step
     assert set(metadata.state_dict_metadata) == {"parameters/a"}
@@ -79,6 +82,20 @@ def write_less(path: Path) -> None:
     torch.save({"step": 20, "identity": {}}, path)
 
 
+def write_as_of_another_step(path: Path) -> None:
+    path.write_bytes((path.parent.parent / "step-00000010" / REST).read_bytes())
+
+
+def write_facts(**facts: object) -> Callable[[Path], None]:
+    """Some facts that training does not write, or all of them ``instead``."""
+
+    def harm(path: Path) -> None:
+        whole = {"step": 20, "identity": {}, "schedule": None, "numbers": {}} | facts
+        torch.save(facts.get("instead", whole), path)
+
+    return harm
+
+
 def test_a_whole_one_is_read(folder: CheckpointFolder) -> None:
     assert read(folder, 10) == read(folder, 20) == 500
 
@@ -90,6 +107,16 @@ def test_a_whole_one_is_read(folder: CheckpointFolder) -> None:
         (REST, cut, r"rest\.pt: RuntimeError: PytorchStreamReader"),
         (REST, overwrite, r"rest\.pt: it is not what was written"),
         (REST, write_less, r"rest\.pt: it has no numbers, schedule"),
+        (REST, write_as_of_another_step, r"rest\.pt: it is of step 10"),
+        (REST, write_facts(instead=[1]), r"rest\.pt: it is no table of facts"),
+        (REST, write_facts(step="20"), r"rest\.pt: its step is not what training writes"),
+        (
+            REST,
+            write_facts(identity=[], numbers={"a": 1}),
+            r"rest\.pt: its identity, numbers are not what training writes",
+        ),
+        (REST, write_facts(schedule=(1, 2, 3)), r"rest\.pt: its schedule is not what training writes"),
+        (REST, write_facts(schedule=([1], {})), r"rest\.pt: its schedule is not what training writes"),
         (".metadata", Path.unlink, r"\.metadata: it is not there"),
         (".metadata", cut, r"\.metadata: it is not what was written"),
         (TENSORS, Path.unlink, r"__0_0\.distcp: it is not there"),
@@ -107,6 +134,42 @@ def test_damage_is_told_with_the_one_before(
     before = "the one before is step-00000010: remove this folder to go on from it"
     assert re.fullmatch(rf"{folder.of(20)} is damaged \({told}[^\n]*\); {before}", text), text
     assert read(folder, 10) == 500
+
+
+@pytest.mark.parametrize(
+    "facts", [{}, {"schedule": None}, {"schedule": ([{}], {"base_lrs": 1})}, {"scale": {"value": 1.0}}]
+)
+def test_facts_that_do_not_fit_are_refused(
+    facts: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of optimizer, schedule and loss scale; their checksums are right."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.param_groups[0]["params"] = []
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scale = LossScale(value=4.0) if "scale" in facts else None
+    held = TrainingState([], {"a": torch.ones(3)}, optimizer, schedule, {}, scale)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    folder, ranks = CheckpointFolder(str(tmp_path)), MagicMock(gather=lambda value: [value])
+    path = folder.begin(20)
+    save({"buffers/a": torch.ones(3)}, storage_writer=FileSystemWriter(path), no_dist=True)
+    settings = [{key: value for key, value in optimizer.param_groups[0].items() if key != "params"}]
+    right = {
+        "step": 20,
+        "identity": {},
+        "schedule": (settings, schedule.state_dict()),
+        "numbers": {},
+        "checksums": True,
+    }
+    torch.save(right | facts, path / REST)
+    write_checksums(path, {})
+    folder.publish(20)
+    checkpoints = Checkpoints(folder, held, ranks, MagicMock(rank=0))
+    if not facts:
+        assert checkpoints._load(20) == 20
+        return
+    with pytest.raises(UsageError, match=r"is damaged \(rest\.pt: optimizer and schedule cannot be put where it says"):
+        checkpoints._load(20)
 
 
 def test_damage_of_the_only_one(folder: CheckpointFolder) -> None:

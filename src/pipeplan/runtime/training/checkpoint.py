@@ -189,7 +189,7 @@ class Checkpoints:
         path = self._folder.of(step)
         self._require_unchanged(step)
         with undamaged(self._folder, step):
-            rest, metadata = rest_of(path, REST), metadata_of(path)
+            rest, metadata = rest_of(path, REST, step), metadata_of(path)
         require_identity(path, rest["identity"], self._held.identity)
         kept = {
             name: tensor
@@ -201,8 +201,13 @@ class Checkpoints:
         pieces = self._pieces(states, all_held=True)
         with undamaged(self._folder, step), lost_others(self._progress):
             load(_first_of(pieces), storage_reader=PlainReader(path), planner=ChunkLoadPlanner(pieces))
-        self._restore(path, rest, states)
-        return int(rest["step"])
+        try:
+            self._restore(path, rest, states)
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # of facts that are others
+            first = f"{type(error).__name__}: {error}".partition("\n")[0]
+            what = f"{REST}: optimizer and schedule cannot be put where it says: {first}"
+            raise UsageError(unusable(self._folder, step, what)) from error
+        return step
 
     def _require_unchanged(self, step: int) -> None:
         """Have the ranks read all files between them, and compare them with their checksums. Raises UsageError."""
@@ -240,7 +245,7 @@ class Checkpoints:
     def _restore(self, path: Path, rest: Mapping[str, Any], states: Sequence[Mapping[str, Tensor]]) -> None:
         """Put optimizer and schedule where they were; torch's optimizers move states to their parameters' device."""
         if self._held.scale is not None:
-            self._held.scale.load(rest["scale"])
+            self._held.scale.load(rest.get("scale"))
         optimizer, schedule = self._held.optimizer, self._held.schedule
         if optimizer is None or schedule is None:
             return

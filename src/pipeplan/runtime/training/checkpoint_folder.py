@@ -20,7 +20,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path, PosixPath
 from pickle import BUILD, UnpicklingError
@@ -158,7 +158,6 @@ def _sync(folder: Path) -> None:
 
 
 _INDEX = ".metadata"
-_FACTS = {"step", "identity", "schedule", "numbers"}
 _REASON = re.compile(r"WeightsUnpickler error: *(.+)")
 
 
@@ -178,13 +177,37 @@ def undamaged(folder: CheckpointFolder, step: int) -> Iterator[None]:
         raise UsageError(unusable(folder, step, f"rank {rank} cannot read tensors: {_brief(reason)}")) from error
 
 
-def rest_of(path: Path, name: str) -> dict[str, Any]:
-    """What a checkpoint has beside tensors, from its file of this name."""
+def rest_of(path: Path, name: str, step: int | None = None) -> dict[str, Any]:
+    """What a checkpoint has beside tensors, from its file of this name; it must be of a ``step`` that is given."""
     with _reading(name):
         found: dict[str, Any] = torch.load(_plain_file(path / name), weights_only=True)
-        if missing := _FACTS - set(found):
+        if not isinstance(found, dict):
+            raise ValueError("it is no table of facts")
+        if missing := {*_FACTS} - set(found):
             raise ValueError(f"it has no {', '.join(sorted(missing))}")
+        if wrong := [fact for fact, right in _FACTS.items() if not right(found[fact])]:
+            raise ValueError(f"its {', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not what training writes")
+        if step not in (None, found["step"]):
+            raise ValueError(f"it is of step {found['step']}")
     return found
+
+
+def _is_schedule(value: object) -> bool:
+    """Whether it is what an optimizer is set to, group by group, and where its schedule is."""
+    if value is None:
+        return True
+    if not (isinstance(value, tuple) and list(map(type, value)) == [list, dict]):
+        return False
+    return all(isinstance(group, dict) for group in value[0])
+
+
+_FACTS: dict[str, Callable[[object], bool]] = {
+    "step": lambda value: type(value) is int,
+    "identity": lambda value: isinstance(value, dict) and all(isinstance(fact, str) for fact in value),
+    "schedule": _is_schedule,
+    "numbers": lambda value: isinstance(value, dict) and all(isinstance(own, dict) for own in value.values()),
+}
+"""{what a checkpoint has beside tensors: whether a value can be that}"""
 
 
 def _plain_file(path: Path) -> Path:

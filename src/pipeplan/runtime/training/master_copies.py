@@ -8,7 +8,7 @@ copies of its rows alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -92,6 +92,8 @@ class LossScale:
         """What a checkpoint keeps of it."""
         return asdict(self)
 
-    def load(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
+    def load(self, state: Mapping[str, float] | None) -> None:
+        """Go on from a checkpoint. Raises ValueError where that has no scale."""
+        if state is None:
+            raise ValueError("it has no loss scale")
         self.value, self.good = state["value"], int(state["good"])
