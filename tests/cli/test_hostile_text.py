@@ -17,6 +17,7 @@ import pytest
 
 from builders.profiles import joined
 from pipeplan.cli.output import say_for_now
+from pipeplan.cli.profile_verb import _partial_path
 from pipeplan.files import (
     Block,
     Cluster,
@@ -264,6 +265,18 @@ def test_what_is_wrong_with_a_long_name_is_said() -> None:
     assert len(done.stderr) < 2100
     assert "x...x" in done.stderr
     assert done.stderr.endswith("cannot be read: File name too long\n")
+
+
+def test_names_longer_than_files_have_them(tmp_path: Path) -> None:
+    """A model is no file then; and what is kept beside a profile has as long a name as there may be."""
+    done = pipeplan("profile", "x" * 300, "-o", tmp_path / "out.json")
+    assert done.returncode == 2
+    assert "is neither in the zoo nor well known" in done.stderr
+    for output in ("y" * 250, "ü" * 125):
+        partial = _partial_path(str(tmp_path / output))
+        assert partial is not None
+        partial.touch()
+        assert partial.name.endswith(".partial")
 
 
 def test_rich_is_asked_in_one_place() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import pipeplan
 from builders.profiles import profile_of
-from pipeplan.errors import ExecutionError, FileError, InfeasibleError, SearchTimeoutError, UsageError
+from pipeplan.errors import ExecutionError, FileError, InfeasibleError, SearchTimeoutError, SumError, UsageError
 from pipeplan.files import BackendFusion, CostRow, Cover, Profile, parse, write_file
 from pipeplan.kernels.covers import algorithm_1
 from pipeplan.kernels.measuring import matches_of
@@ -21,6 +21,7 @@ from pipeplan.planning.kernel_choice import choose_kernels
 from pipeplan.planning.kernel_evolution import EvolutionAsked, graph_level, library_of
 from pipeplan.schedule.cpsat.cover import exact_cover
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.units import MAX_NS
 from support.commands import pipeplan as command
 
 SLOW, FAST = 100, 60
@@ -104,6 +105,13 @@ def test_a_proof_that_there_is_no_time_for_leaves_the_cover_that_is_known() -> N
     assert exact_cover(graph, matches, 30, Budget(0.0), known) == (known, 0)
     with pytest.raises(SearchTimeoutError):
         exact_cover(graph, matches, 30, Budget(0.0))
+
+
+def test_a_cover_that_takes_longer_than_a_file_can_say_is_refused() -> None:
+    choice = choose_kernels(profile_of([row(MAX_NS // 2)] * 2))
+    assert choice.cover.total_ns > MAX_NS
+    with pytest.raises(SumError, match="times of all blocks add up to"):
+        _ = choice.file
 
 
 def test_changes_of_backend_are_counted() -> None:

@@ -807,7 +807,15 @@ def _print(profile: Profile, given: Mapping[str, Any], outputs: Outputs, begin: 
 def _partial_path(output: str) -> Path | None:
     """Where an interrupted measurement is kept: beside the profile, unless that is no ordinary file."""
     path = Path(output)
-    return None if output == "-" or (path.exists() and not path.is_file()) else path.with_name(f"{path.name}.partial")
+    if output == "-" or (path.exists() and not path.is_file()):
+        return None
+    name = path.name.encode()[: _LONGEST_NAME - len(_PARTIAL)].decode(errors="ignore")
+    return path.with_name(f"{name}{_PARTIAL}")
+
+
+_PARTIAL = ".partial"
+_LONGEST_NAME = 255
+"""Bytes of a file's name, at most, on the usual file systems."""
 
 
 def _kept(partial: UnfinishedProfile, what: str = "the same command") -> str:

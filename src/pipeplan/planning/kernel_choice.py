@@ -16,6 +16,7 @@ from pipeplan.kernels.whole_runs import NOISE, Groups, best_run, cover_of
 from pipeplan.schedule.cpsat.cover import exact_cover
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.time_limit import TimeUpError
+from pipeplan.units import MAX_NS, require_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,17 @@ class KernelChoice:
 
     @property
     def file(self) -> Cover:
-        """The cover as a file."""
+        """The cover as a file.
+
+        Raises:
+            SumError: it takes longer than a file can say.
+        """
         if self.level is not None:
             known = {(match.blocks, match.backend): match.ns for match in self.matches}
             found = {"predicted_ns": self.level.found.ns, "cover": self.level.covered(known)}
             return replace(self, level=None).file.model_copy(update=found)
+        remedy = "choose fewer samples"
+        require_sum(self.profile.where, "times of all blocks", self.cover.total_ns, "ns", MAX_NS, remedy)
         return Cover(
             name=self.profile.name,
             profile_sha256=self.profile.fingerprint,

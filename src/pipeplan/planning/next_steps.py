@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pipeplan.costs import build_workload
 from pipeplan.costs.devices import device_meant
@@ -263,7 +263,7 @@ def _fullest(simulation: Simulation) -> int:
 
 def _path(file: File) -> str | None:
     """The file as a command line names it; None where it was made in Python or came from stdin."""
-    return shlex.quote(file.where) if Path(file.where).is_file() else None
+    return shlex.quote(file.where) if os.path.isfile(file.where) else None
 
 
 def _memory_limit(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:

@@ -115,7 +115,7 @@ def require_model(name: str) -> None:
             f"model {name!r} is a name of a hub, from which nothing is downloaded; {hint}download its config.json and "
             "give the path of that"
         )
-    if Path(f"{name.removesuffix('.py')}.py").is_file() and (module := name.removesuffix(".py")).isidentifier():
+    if os.path.isfile(f"{name.removesuffix('.py')}.py") and (module := name.removesuffix(".py")).isidentifier():
         raise UsageError(
             f"model {name!r} is a file of Python; give {module}:NAME, a function in it that returns the model and "
             "example inputs (docs/tutorials/own-model.md)"
