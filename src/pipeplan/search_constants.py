@@ -74,6 +74,9 @@ LATE_SHARE = 0.1
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 """Stages that a device may have in turn: virtual stages of interleaved schedules. Not measured."""
 
+MOST_ENDED = 10
+"""Steps that an error has ended, from which on no more candidates are looked at. Not measured."""
+
 MOST_IN_TURN = 256
 """Groups of devices beyond which each has two stages in turn, where no number is asked for. Not measured."""
 

@@ -47,8 +47,9 @@ from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import place
 from pipeplan.partition.problem import PartitionProblem
+from pipeplan.planning import comparison, trials, tuning, uniform_space
+from pipeplan.planning import plan_frontier as plan_frontier_module
 from pipeplan.planning import steps as planning_steps
-from pipeplan.planning import tuning, uniform_space
 from pipeplan.planning.bounds import request_bound, rows_bound
 from pipeplan.planning.candidates import (
     PlacementCandidate,
@@ -63,7 +64,7 @@ from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.planners import PLANNERS as PLANNERS_BY_NAME
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.serving import served
-from pipeplan.planning.steps import STEPS, EvenCut, LargerGroups, search_of, search_plan, without
+from pipeplan.planning.steps import STEPS, EvenCut, LargerGroups, LookAtCandidates, search_of, search_plan, without
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
 from pipeplan.planning.tuning import tune
 from pipeplan.planning.uniform_space import longest_stages
@@ -929,6 +930,115 @@ def test_a_step_that_fails_loses_nothing(error: Exception, monkeypatch: pytest.M
     assert type(error).__name__ in note
 
 
+def test_a_bound_that_fails_loses_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for name in ("request_bound", "prompt_bound"):
+        monkeypatch.setattr(trials, name, fail)
+    asked = request_of(shape("m", 4), "auto", Batch(4, 1), num_devices=4, time_limit=2, deterministic=True)
+    with pytest.warns(UserWarning, match="'a bound' ended with MemoryError"):
+        found = search_plan(asked)
+    assert check(found.plan).valid
+    assert any("MemoryError" in note for note in found.notes)
+
+
+@pytest.mark.filterwarnings("ignore:--planner pipedream had no plan")
+@pytest.mark.parametrize("error", [MemoryError("full"), InfeasibleError("nothing fits")])
+def test_an_error_leaves_what_stands_in_unless_it_says_that_nothing_fits(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    asked = by_planner(monkeypatch, fail)
+    if isinstance(error, InfeasibleError):
+        with pytest.raises(InfeasibleError, match="nothing fits"):
+            search_plan(asked, within=Limit(20.0, clock=Hand()))
+        return
+    with pytest.warns(UserWarning, match="ended with MemoryError: full"):
+        found = search_plan(asked, within=Limit(20.0, clock=Hand()))
+    assert found.stands_in
+    assert check(found.plan, asked.profile, asked.cluster).valid
+
+
+@pytest.mark.filterwarnings("ignore:--planner pipedream had no plan")
+def test_a_step_that_always_fails_is_not_repeated_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock stands still."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(LookAtCandidates, "run", fail)
+    asked = by_planner(monkeypatch, lambda: None)
+    with pytest.warns(UserWarning, match="ended with MemoryError"):
+        found = search_plan(asked, within=Limit(20.0, clock=Hand()))
+    assert check(found.plan, asked.profile, asked.cluster).valid
+
+
+@pytest.mark.filterwarnings("ignore:the step")
+def test_a_last_plan_that_cannot_be_made_leaves_the_first_one_of_a_deterministic_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, count = planning_steps._made, 0
+
+    def fail_later(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > 1:
+            raise MemoryError
+        return made(*arguments)
+
+    monkeypatch.setattr(planning_steps, "_made", fail_later)
+    monkeypatch.setattr(planning_steps, "_made_late", fail_later)
+    asked = of(600, 8, 10**9, num_microbatches=16, microbatch_size=1, time_limit=1.0, deterministic=True)
+    found = search_plan(asked)
+    assert count > 1
+    assert check(found.plan).valid
+    assert any("making its plan ended with MemoryError" in note for note in found.notes)
+
+
+def test_what_goes_wrong_in_a_row_or_at_a_point_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of comparisons, frontiers and tunings: there is something before it."""
+
+    def failing(own: Callable[..., Any], good: int) -> Callable[..., Any]:
+        count = 0
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > good:
+                raise MemoryError
+            return own(*arguments, **named)
+
+        return run
+
+    asked = Request.of(chain(6), devices=2, num_microbatches=4, placement="one-to-one", time_limit=100.0)
+    whole = Request(chain(6), 2, Batch(2, 4), device_counts=(2,), sizes=(1, 2), time_limit=100.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(comparison, "search_plan", failing(comparison.search_plan, 1))
+        both = replace(asked, placement="auto")
+        compared = compare(both)
+    assert compared.rows
+    assert any("MemoryError" in each.why for each in compared.missing)
+    with monkeypatch.context() as patched:
+        patched.setattr(comparison, "_row", failing(comparison._row, 1))
+        compared = compare(asked)
+    assert len(compared.rows) >= 2
+    assert any("MemoryError" in each.why for each in compared.missing)
+    with monkeypatch.context() as patched:
+        patched.setattr(plan_frontier_module, "_tried", failing(plan_frontier_module._tried, 1))
+        with pytest.warns(UserWarning, match="'partitions' ended with MemoryError"):
+            front = plan_frontier(whole)
+    assert front.points
+    with monkeypatch.context() as patched:
+        patched.setattr(tuning._Tuner, "_report", failing(tuning._Tuner._report, 0))
+        with pytest.warns(UserWarning, match="'rules' ended with MemoryError"):
+            tuned = tune(asked)
+    assert check(tuned.result.plan).valid
+    assert any("MemoryError" in note for note in tuned.result.notes)
+
+
 @pytest.mark.parametrize("what", ["kept_alternatives", "tied_with", "said_of_choices", "explained"])
 def test_what_is_said_beside_a_plan_fails_by_itself(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
@@ -961,7 +1071,7 @@ def test_numbers_that_add_up_to_too_much_end_a_step_and_wrong_requests_the_searc
         (UsageError("no"), False),
     ):
         told = pytest.warns(UserWarning, match="'step' ended") if is_noted else pytest.raises(type(error))
-        with told, noted("step", notes, lambda: kept):
+        with told, noted("step", notes, lambda _: kept):
             raise error
     assert len(notes) == 2 * kept
 

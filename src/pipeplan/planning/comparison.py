@@ -31,7 +31,7 @@ from pipeplan.schedule.state import Progress, SearchStep
 from pipeplan.search_constants import COMPARED_SEARCHING, COMPARED_SECONDS, FIRST_SECONDS
 from pipeplan.simulator.metrics import rates
 from pipeplan.simulator.spares import Spares
-from pipeplan.time_limit import Limit
+from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Again
@@ -283,6 +283,8 @@ def compare_on(
                 rows.limit.interrupt()
             except (InfeasibleError, SearchTimeoutError, UsageError) as error:
                 rows.add_failure(name, error)
+            except Exception as error:
+                rows.add_error(name, error)
         for index, name in enumerate(planners, len(placements)):
             try:
                 if rows.limit.interrupted or (rows.waited and rows.limit.over):
@@ -292,6 +294,8 @@ def compare_on(
                 rows.limit.interrupt()
             except (InfeasibleError, SearchTimeoutError, UsageError) as error:
                 rows.add_failure(name, error)
+            except Exception as error:
+                rows.add_error(name, error)
     return rows.comparison()
 
 
@@ -435,6 +439,12 @@ class _RowsSoFar:
         """A placement on which nothing is possible."""
         self._failures.append(error)
         self._missing.append(NotThere(None, placement, str(error), not isinstance(error, SearchTimeoutError)))
+
+    def add_error(self, placement: str, error: Exception) -> None:
+        """What went wrong on a placement: rows that there are stand. Raises it where there are none."""
+        if not self._rows or isinstance(error, TimeUpError):
+            raise error
+        self.add_failure(placement, PipeplanError(_ended_with(error)))
 
     def comparison(self) -> Comparison:
         """All of it, best first; without any row, the first reason raised."""
@@ -667,11 +677,20 @@ def _classic(
         except (InfeasibleError, UsageError) as error:  # rules get stuck, or are for other stages
             reasons.append(str(error))
             continue
+        except TimeUpError:
+            raise
+        except Exception as error:  # the other rows stand
+            reasons.append(_ended_with(error))
+            continue
         if row is None:
             reasons.append(f"nothing in it repeats, and {problem.num_microbatches} micro-batches are too many without")
         else:
             rows.append(row)
     return _as_defined_and_varied(rows), next(iter(reasons), "")
+
+
+def _ended_with(error: Exception) -> str:
+    return f"looking at it ended with {type(error).__name__}{f': {error}' if str(error) else ''}"
 
 
 def _as_defined_and_varied(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:

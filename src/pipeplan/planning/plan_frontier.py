@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -52,7 +52,7 @@ from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.uniform_space import BoundedChoice
 from pipeplan.planning.workers import CandidateWorkers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.schedule.state import Progress
+from pipeplan.schedule.state import Progress, noted
 from pipeplan.search_constants import (
     FIRST_SECONDS,
     FRONTIER_CHAINS,
@@ -226,9 +226,11 @@ def _searched(
             search.search_all(requests, workers)
         search.try_all(chain.from_iterable(islice(each, 1) for each in streams[0]), _HOW.first)
         for asked in whole:
-            search.one_stage(asked)
+            with search.noting("strategies of one stage"):
+                search.one_stage(asked)
         for asked in free:
-            search.own_placement(asked)
+            with search.noting("the profile's own placement"):
+                search.own_placement(asked)
         search.try_all(partitions, share[0])
         others = [
             stage_graphs(each, search.memories(each.num_devices))
@@ -408,7 +410,8 @@ class _FrontierSearch:
                 self.unsearched = True
                 return
             seconds = left if number == len(ordered) else left / 2
-            self._search(asked if asked.deterministic else replace(asked, time_limit=max(0.0, seconds)), workers)
+            with self.noting(f"search on {named_devices(asked.num_devices)}"):
+                self._search(asked if asked.deterministic else replace(asked, time_limit=max(0.0, seconds)), workers)
 
     def _search(self, request: Request, workers: CandidateWorkers | None) -> None:
         """Search on one number of devices; whatever ends it, points are made of what was found."""
@@ -525,9 +528,14 @@ class _FrontierSearch:
             return
         self.num_tried += 1
         self.report(asked.request, f"partition {self.num_tried}")
-        tried = _tried(asked, asked.candidate, self.best)
-        if tried is not None:
-            self.keep(tried)
+        with self.noting("partitions"):
+            tried = _tried(asked, asked.candidate, self.best)
+            if tried is not None:
+                self.keep(tried)
+
+    def noting(self, what: str) -> AbstractContextManager[None]:
+        """What goes wrong inside is only noted once there is a point."""
+        return noted(what, self.notes, lambda _: bool(self.best))
 
     def memories(self, num_devices: int) -> list[int]:
         """The memory of the points on ``num_devices``, most first."""

@@ -1376,7 +1376,7 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
     """
     budget, before = search.budget, search.made
     if budget.deterministic and not budget.interrupted:
-        with suppress(TimeUpError), budget.finishing(LAST_PLAN_SECONDS):
+        with suppress(TimeUpError if before is None else Exception), budget.finishing(LAST_PLAN_SECONDS):
             return _made(search, best)
     if before is None:
         try:

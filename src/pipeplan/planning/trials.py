@@ -52,6 +52,7 @@ from pipeplan.search_constants import (
     FIRST_SECONDS,
     LATE,
     LATE_SHARE,
+    MOST_ENDED,
     MOST_ENTRIES,
     NEAR,
     REPETEND_SHARE_KEPT,
@@ -554,7 +555,8 @@ class PlanSearch:
                     if step.applies(self):
                         step.run(self)
         if not (self.given_up and self.budget.interrupted) and self.answer is not None and not self._bounded:
-            self.others[None], self._bounded = prompt_bound(self.request, self.budget), True
+            with self.noting("a bound"):
+                self.others[None], self._bounded = prompt_bound(self.request, self.budget), True
         for step in left:
             with self.noting(step.name):
                 if step.after_all(self) and step.applies(self):
@@ -617,15 +619,27 @@ class PlanSearch:
         return self.best is None and self.may_divide and self.budget.used > self.budget.seconds / 2
 
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
-        while not self.all_seen:
+        """In turn until all candidates are seen or steps have often ended with an error, and only repeat it."""
+        ended = 0
+        while not self.all_seen and ended < MOST_ENDED:
             for step in steps:
+                ended += 1
                 with self.noting(step.name):
                     step.run(self)
-                self._bound()
+                    ended -= 1
+                with self.noting("a bound"):
+                    self._bound()
 
     def noting(self, what: str) -> AbstractContextManager[None]:
-        """What goes wrong inside is only noted once there is a plan, as :func:`pipeplan.schedule.state.noted` says."""
-        return noted(what, self.notes, lambda: self.best is not None)
+        """What goes wrong inside is only noted once there is a plan, as :func:`pipeplan.schedule.state.noted` says.
+
+        That nothing fits is the answer all the same where a plan only stands in.
+        """
+
+        def is_something(error: Exception) -> bool:
+            return (self.best if isinstance(error, InfeasibleError) else self.answer) is not None
+
+        return noted(what, self.notes, is_something)
 
     @property
     def best(self) -> Trial | None:

@@ -42,7 +42,7 @@ from pipeplan.planning.tuning_cells import (
 from pipeplan.planning.uniform_space import Choice
 from pipeplan.planning.workers import HandedOver, deaf, processes, submitted
 from pipeplan.schedule.rules import Rules
-from pipeplan.schedule.state import Progress, Schedule
+from pipeplan.schedule.state import Progress, Schedule, noted
 from pipeplan.search_constants import (
     ENDING,
     FIRST_SECONDS,
@@ -334,7 +334,8 @@ class _Tuner:
         try:
             with self.limit.ended(), telling.enforced():
                 self._begin()
-                self._look_into(waiting)
+                with noted("rules", self.workers.notes, lambda _: bool(self.found)):
+                    self._look_into(waiting)
         finally:
             if self.limit.interrupted:
                 self.workers.interrupt()

@@ -238,7 +238,7 @@ class SearchState:
         return self.schedule
 
     def _try(self, step: ScheduleStep) -> None:
-        with noted(step.name, self.notes, lambda: not step.needed and self.best is not None):
+        with noted(step.name, self.notes, lambda _: not step.needed and self.best is not None):
             if step.applies(self):
                 step.run(self)
 
@@ -329,8 +329,8 @@ class SearchState:
 
 
 @contextmanager
-def noted(what: str, notes: list[str], is_something: Callable[[], bool]) -> Iterator[None]:
-    """Once there is something, what goes wrong inside only ends what runs inside, and is noted and warned of.
+def noted(what: str, notes: list[str], is_something: Callable[[Exception], bool]) -> Iterator[None]:
+    """Once there is something in spite of an error, that only ends what runs inside, and is noted and warned of.
 
     Nobody's best plan is lost with a step that could only have made it better. That a request is wrong is said, but not
     that some of its numbers add up to too much, or that a schedule is not for some stages.
@@ -341,7 +341,7 @@ def noted(what: str, notes: list[str], is_something: Callable[[], bool]) -> Iter
         raise
     except Exception as error:
         of_request = isinstance(error, UsageError) and not isinstance(error, SumError | NotApplicableError)
-        if of_request or not is_something():
+        if of_request or not is_something(error):
             raise
         text = f"the step {what!r} ended with {type(error).__name__}{f': {error}' if str(error) else ''}"
         if text not in notes:
