@@ -24,12 +24,12 @@ from pipeplan.planning.frontier import _tracked, _words
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.plan_frontier import PlanPoint, _counted, _FrontierSearch, _point, _why, chains, changes_that_do
 from pipeplan.planning.request import Batch, Request, Splitting
-from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, split_frontier
+from pipeplan.planning.sharding_frontier import SCHEDULER, Splits, costs_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.sharding import bounds, operators, tracking
-from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded, time_is_up
 from pipeplan.units import MAX_BYTES, format_bytes, rounded_up
 
 
@@ -359,6 +359,32 @@ def test_plans_that_are_written_are_made_before_the_limit(written: float, kept: 
     search.limit.reserved, reserved = 0.0, search.limit.reserved
     search.keep(search.best[0])
     assert reserved - search.limit.reserved == kept
+
+
+@pytest.mark.parametrize(("written", "left"), [(0, 0.0), (1, 3.0), (2, 6.0)])
+def test_plans_of_strategies_that_are_written_are_made_before_the_limit(
+    written: float, left: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first takes three seconds. What writing itself is kept of the whole is kept beside that."""
+    clock, track = Hand(), frontiers.split_frontier
+    whole = Limit(60.0, clock=clock)
+    whole.reserved = 0.75
+
+    def tracked(*arguments: Any, as_far: bool = False, **named: Any) -> Any:
+        while not as_far and not time_is_up():
+            clock.now += 0.125
+        checkpoint()
+        return track(*arguments, as_far=as_far, **named)
+
+    def make(*_: object) -> None:
+        clock.now += 3.0
+
+    monkeypatch.setattr(frontiers, "split_frontier", tracked)
+    monkeypatch.setattr(Splits, "plan", make)
+    asked = replace(split_model(), time_limit=60.0)
+    _, ended = _tracked([asked], Splitting(), whole, None, written)
+    assert ended
+    assert clock.now == pytest.approx(60.0 - 0.75 - left, abs=0.25)
 
 
 def test_a_frontier_that_ran_out_of_time_says_what_the_leanest_layout_needs() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
-from pipeplan.errors import SearchTimeoutError, UsageError
+from pipeplan.errors import PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, SharingPoints, plan_frontier, sharing_points
 from pipeplan.planning.request import (
@@ -414,12 +415,12 @@ def search_frontier(
             by: dict[str, Any] = {"workers": workers, "executor": executor, "written": written}
             found = _of_plans(request, within, progress, quickest=mode in ("min-time", "profile"), **by)
         else:
-            found = _of_splits(request, request.splitting, within, progress)
+            found = _of_splits(request, request.splitting, within, progress, written)
     return _chosen(found, mode, point)
 
 
 def _of_splits(
-    request: Request, splitting: Splitting, within: Limit | None, progress: Progress | None
+    request: Request, splitting: Splitting, within: Limit | None, progress: Progress | None, written: float
 ) -> FrontierResult:
     """One stage on all devices, for every number of them."""
     samples, requests = request.batch.mini_batch, request.by_devices
@@ -434,7 +435,7 @@ def _of_splits(
     tracked, interrupted = list[Splits](), False
     if requests:
         try:
-            tracked, interrupted = _tracked(requests, splitting, within, progress)
+            tracked, interrupted = _tracked(requests, splitting, within, progress, written)
         except (SearchTimeoutError, KeyboardInterrupt):
             interrupted = True
             if not any(each.points for each in shared.values()):
@@ -582,14 +583,19 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
 
 
 def _tracked(
-    requests: Sequence[Request], splitting: Splitting, within: Limit | None, progress: Progress | None
+    requests: Sequence[Request],
+    splitting: Splitting,
+    within: Limit | None,
+    progress: Progress | None,
+    written: float = 0,
 ) -> tuple[list[Splits], bool]:
     """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True.
 
     Costs are worked out once, the first ones in all of the time, as nothing is without. Each number is tracked roughly
     for a moment first, as far as that goes, so that there is something at any time: after an interruption that is the
     answer at once. When time runs out the rest is tracked roughly in a part of the time that is kept for it, unless the
-    moment was enough. What there is nothing of is left out.
+    moment was enough. What there is nothing of is left out. Of as many points as are ``written`` plans are made
+    afterwards, for each of which as much time is left as one of the first points takes.
 
     Raises:
         KeyboardInterrupt: interrupted before there was anything.
@@ -599,6 +605,7 @@ def _tracked(
     settling = min(SETTLING_SECONDS, SETTLING_SHARE * limit.seconds)
     soon = min(TRACKED_SOON, TRACKED_SOON_SHARE * limit.seconds)
     patience = max(0.0, -limit.left()) + max(LATE, LATE_SHARE * limit.seconds) / 2
+    making: list[float] = []  # seconds for plans, once they are known
     limit.reserved = TRACKED_ROUGHLY * limit.seconds if limit.seconds < math.inf else 0.0
     rough = replace(splitting, within=max(splitting.within, ROUGH))
     found: dict[int, Splits] = {}
@@ -619,6 +626,16 @@ def _tracked(
     def track_roughly(each: Request) -> None:
         nearly[each.num_devices] = split_frontier(each, rough, model=costs(each), as_far=True)
 
+    def keep_for_plans(each: Request, splits: Splits) -> None:
+        """Find out how long plans take by making one, and keep that much."""
+        if written and splits.points and not making:
+            begun = limit.elapsed
+            with suppress(PipeplanError):  # which is said where it is written
+                splits.plan(each, 0)
+            plans = min(written, len(requests) * len(splits.points))
+            making.append(min(plans * (limit.elapsed - begun), limit.seconds / 2))
+            limit.reserved += sum(making)
+
     def unfinished(each: Request) -> bool:
         """Whether more of it can be found roughly."""
         own = nearly.get(each.num_devices)
@@ -632,13 +649,15 @@ def _tracked(
                 moment.wait(0.0, soon)
                 with moment.ended():
                     track_roughly(each)
+                if each.num_devices in nearly:
+                    keep_for_plans(each, nearly[each.num_devices])
                 if each is requests[-1] and not unfinished(each):
-                    limit.reserved = 0.0
+                    limit.reserved = sum(making)
                 if progress is not None and (nearly or found):
                     best = min(point.time_ns for splits in (nearly | found).values() for point in splits.points)
                     progress(f"one stage on {named_devices(each.num_devices)}", best, 0, limit.elapsed)
                 found[each.num_devices] = split_frontier(each, splitting, seconds=settling, model=model)
-        limit.reserved = 0.0
+        limit.reserved = sum(making)
         limit.wait(0.0, FIRST_SECONDS, patience)
         with limit.ended(), limit.finishing(TRACKED_SECONDS):
             for each in requests if models else ():  # else what took all of the time would only begin anew
