@@ -62,7 +62,13 @@ def alike_profile(draw: Random, *, tied: bool, shared: bool = False) -> Profile:
     table = (TiedParameter(name="table", blocks=("b0", "b7"), parameters=6),) if tied else ()
     source = Source(method="estimated")
     return Profile(
-        name="alike", source=source, blocks=tuple(blocks), edges=edges, tied=table, recipe=Recipe(name="bf16-mixed")
+        name="alike",
+        source=source,
+        blocks=tuple(blocks),
+        edges=edges,
+        tied=table,
+        recipe=Recipe(name="bf16-mixed"),
+        step_bytes_per_s=10**9,
     )
 
 

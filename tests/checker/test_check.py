@@ -9,19 +9,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from random import Random
 from types import FrameType
 from typing import Any
 
 import pytest
 
+import pipeplan
 from builders.chains import chain_plan, chain_profile, chain_workload, shared_workload
 from builders.clusters import cluster_of
+from builders.folds import alike_profile
 from builders.orders import gpipe_orders, one_f_one_b, one_f_one_b_repetend, serial_orders
 from builders.plans import plan_of
 from builders.sharded import sharded_plan
 from builders.timed import timed
 from pipeplan.checker import RULES, Report, check
 from pipeplan.costs import build_workload
+from pipeplan.costs.recipes import step_bytes
 from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, parse, sha256_of, to_json
 from pipeplan.planning.build_plan import assemble
@@ -930,3 +934,20 @@ def test_alike_problems_of_many_devices_share_a_line() -> None:
     single = len(lines) - 1 - len(counts)
     assert sum(counts) + single == report.num_problems, "every problem is in one line"
     assert any("memory[0]" in line and "memory[23]" in line for line in lines)
+
+
+def test_what_an_earlier_stage_of_a_device_has_is_stepped_once() -> None:
+    """A table of the first and of the last block, on the device of both, is in the first stage's step."""
+    profile = alike_profile(Random(5), tied=True)
+    asked: dict[str, Any] = {"mini_batch": 8, "deterministic": True, "time_limit": 0.3, "placement": "v-shape"}
+    plan = pipeplan.search(profile, devices=2, **asked).plan
+    first, *_, last = plan.stages
+    assert first.devices == last.devices
+    assert check(plan, profile).valid
+    (table,) = plan.tied
+    assert profile.recipe is not None
+    more = step_bytes(last.state, profile.recipe) - step_bytes(last.state - table.state, profile.recipe)
+    assert more > 0
+    twice = (*plan.stages[:-1], replace(last, step_ns=last.step_ns + more))  # a byte takes a nanosecond
+    problems = check(plan.model_copy(update={"stages": twice}), profile).problems
+    assert "stages[3].step_ns" in {each.place for each in problems}

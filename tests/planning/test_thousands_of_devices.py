@@ -79,5 +79,5 @@ def test_looking_at_a_plan_takes_hardly_more_for_more_replicas(profile: Profile)
     both = (few, near), (many, far)
     checks = [calls(partial(check, plan, profile, cluster)) for plan, cluster in both]
     simulations = [calls(partial(simulate, plan, profile=profile, cluster=cluster)) for plan, cluster in both]
-    assert checks[1] - checks[0] < 40 * (MANY - FEW)
+    assert checks[1] - checks[0] < 20 * (MANY - FEW)
     assert simulations[1] - simulations[0] < 10 * (MANY - FEW)

@@ -710,30 +710,29 @@ def _is_cut_alike(kind: MemoryKind, plan: Plan, tied: TiedState, known: _Known) 
 
 def _check_steps(plan: Plan, profile: Profile, findings: Findings) -> None:
     """A step moves what a stage keeps on a device, but for what is tied and stepped with an earlier stage there."""
+    parts = defaultdict[str, list[tuple[TiedState, defaultdict[int, set[int]]]]](list)
+    for each in plan.tied:
+        if not each.is_sum:
+            on = defaultdict[int, set[int]](set)
+            for n, devices in zip(each.stages, each.devices, strict=True):
+                on[n].update(devices)
+            parts[each.name].append((each, on))
     for number, stage in enumerate(plan.stages):
         state = stage.state
-        for name in dict.fromkeys(each.name for each in plan.tied if not stage.configurations):
-            entries = [each for each in plan.tied if each.name == name]
-            own = [_part_of(entries, number, device) for device in stage.devices]
-            if own[0] is not None and all(
-                part is not None and any(_part_of([part], n, device) for n in range(number))
-                for part, device in zip(own, stage.devices, strict=True)
-            ):
-                state -= own[0].state
+        for those in parts.values() if not stage.configurations else ():
+            first = next((each for each, on in those if stage.devices[0] in on[number]), None)
+            if first is None:
+                continue
+            left = {*stage.devices}
+            for _, on in those:  # who has a part in this stage that it has in an earlier one, too
+                left -= on[number].intersection(set().union(*(on[n] for n in range(number))))
+            if not left:
+                state -= first.state
         moved = step_bytes(state, profile.recipe)
         rates = [profile.of_kinds.get(kind, profile).step_bytes_per_s for kind in stage.kinds or ("",)]
         rate = None if None in rates else min(each for each in rates if each is not None)
         expected = 0 if rate is None else _slowed(-(-moved * 10**9 // rate), stage.speed)
         _compare(f"stages[{number}]", stage, {"step_ns": expected}, findings)
-
-
-def _part_of(entries: Sequence[TiedState], number: int, device: int) -> TiedState | None:
-    """Which of the parts with bytes a device has in a stage."""
-    for each in entries:
-        at = zip(each.stages, each.devices, strict=True)
-        if not each.is_sum and any(n == number and device in devices for n, devices in at):
-            return each
-    return None
 
 
 def _uses(stage: Stage, tied: TiedParameter) -> bool:
