@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
+import pipeplan
 from builders.chains import chain_plan
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.rank_program import StagePart
@@ -21,6 +23,8 @@ from pipeplan.runtime.parallel.device import Autocast
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Updater, autocast_of, factor_at
 from runtime_support import models as runtime_models
+from runtime_support.lone_rank import lone_rank
+from runtime_support.plans import model_plan
 
 HERE = "test_optimizing"
 
@@ -32,6 +36,18 @@ def two_rates(parameters: Iterable[nn.Parameter], lr: float = 1.0) -> torch.opti
 
 def halving(optimizer: torch.optim.Optimizer) -> LRScheduler:
     return ExponentialLR(optimizer, 0.5)
+
+
+RESTS_S = 0.5
+
+
+class Resting(torch.optim.SGD):
+    """Its steps last."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Rest, then step."""
+        time.sleep(RESTS_S)
+        return super().step(closure)
 
 
 def failing(parameters: object) -> object:
@@ -63,6 +79,14 @@ def test_factories() -> None:
     first, second = updated(2, optimizer=f"{HERE}:two_rates", learning_rate=3.0, lr_schedule=f"{HERE}:halving")
     assert first.tolist() == [-(1.5 + 0.75)] * 2
     assert second.tolist() == [-(3.0 + 1.5)]
+
+
+def test_an_iteration_ends_with_the_last_update() -> None:
+    plan = model_plan(load_model("gpt2-tiny"), [0], num_microbatches=2)
+    with lone_rank():
+        found = pipeplan.run(plan, "gpt2-tiny", steps=1, optimizer=f"{HERE}:Resting")
+    (step,) = found.result.steps
+    assert step.iteration_ns > step.update_ns >= RESTS_S * 1e9
 
 
 def test_a_rank_without_parameters_has_nothing_to_step() -> None:

@@ -98,8 +98,8 @@ class Started:
 class StepResult:
     """One mini-batch: mean loss per prediction before the update, and what a plan predicts as ``iteration_ns``.
 
-    That is the time from the first action until the last rank has ended its actions and summed its gradients.
-    ``update_ns`` is the longest time a rank took from there until its parameters were stepped.
+    That is the time from the first action until the last rank has stepped its parameters; in inference until the last
+    action has ended. ``update_ns`` is of it the longest time a rank took from summed gradients on.
     ``grad_norm`` is the norm of all gradients before they were clipped, None where they are not. Where no model was
     trained the loss is not a number.
     """

@@ -323,8 +323,9 @@ class Trainer:
         if update and not overflows:
             self.updater.step()
             self._gather()
+        updated = self.all_ranks.clock.mark()
         actions = self.all_ranks.resolve(spans)
-        ends = self.all_ranks.at(summed), self.all_ranks.passed_ns()
+        ends = self.all_ranks.at(summed), self.all_ranks.at(updated)
         return self._report(step, actions, ends, norm, drawn.digest), actions
 
     def _infer(self, step: int, drawn: Drawn) -> tuple[StepResult, list[TimedAction]]:
@@ -334,7 +335,7 @@ class Trainer:
             spans = self.executor.run(drawn.samples)
         ended = self.all_ranks.clock.mark()
         actions = self.all_ranks.resolve(spans)
-        ends = self.all_ranks.at(ended), self.all_ranks.passed_ns()
+        ends = self.all_ranks.at(ended), self.all_ranks.at(ended)
         return self._report(step, actions, ends, None, drawn.digest), actions
 
     def asked_to_stop(self) -> int:
@@ -634,26 +635,26 @@ class Trainer:
     def _report(
         self, step: int, actions: list[TimedAction], ends: tuple[int, int], norm: float | None, digest: int | None
     ) -> StepResult:
-        """Losses added up over the ranks; the iteration from the first compute action's start to the last rank's end.
+        """Losses added up over the ranks; the iteration from the first compute action's start to the last update.
 
-        ``ends`` are when this rank's gradients were summed, and when its parameters were stepped.
+        ``ends`` are when this rank's gradients were summed, and when its parameters were stepped and gathered. In
+        inference the last action ends it.
         """
         losses = [loss for loss in (stage.take_loss() for stage in self.stages.values()) if loss is not None]
         loss = float(sum(loss.double() for loss in losses))
         summed_ns, updated_ns = ends
         computed = [each for each in actions if "_" not in self.program.texts[each[0]]]  # a message is 1SEND_F0
-        worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
+        worked = extent(computed, 0 if self.inference else updated_ns)
         self.progress.begin(Phase.REPORTING)
         lacks = [stage.lack for stage in self.stages.values() if stage.lack is not None and not self.compared]
         self.compared = True
-        found = self.all_ranks.gather((loss, worked, updated_ns, lacks, STOPPING.take(), digest))
+        found = self.all_ranks.gather((loss, worked, updated_ns - summed_ns, lacks, STOPPING.take(), digest))
         self.stopping = max(asked for *_, asked, _ in found)
         require_same([each for *_, each in found], f"step {step}")
         if self.rank == 0:
             warn_of_waiting([each for *_, lacking, _, _ in found for each in lacking])
-        updates = [end - (each[1] if each is not None else end) for _, each, end, *_ in found]
         iteration_ns = iteration_of(each for _, each, *_ in found)
-        return StepResult(step, sum(entry[0] for entry in found), iteration_ns, max(updates), norm)
+        return StepResult(step, sum(entry[0] for entry in found), iteration_ns, max(entry[2] for entry in found), norm)
 
 
 def travelling(
