@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.executor.rank_program import Division, StagePart
 from pipeplan.runtime.executor.shared_parameters import Divided
+from pipeplan.runtime.parallel.sharding import range_of
+from pipeplan.runtime.training import sharded_state
 from pipeplan.runtime.training.sharded_state import ShardedStage, StateUnit
 
 SHAPES = [(5, 3), (2, 2), (4,)]
@@ -78,12 +80,28 @@ def test_gradients_are_summed_where_some_ranks_have_none(level: int) -> None:
     for rank, unit in enumerate(both):
         unit.reduced()
         first, second, last = unit.rows
-        begin, end = first.ranges[rank]
+        begin, end = (0, 3) if rank == 0 else (3, 5)
         assert first.own.grad is not None
         assert torch.equal(first.own.grad, 2 * gradients[0][begin:end])
         assert second.own.grad is not None
         assert torch.equal(second.own.grad, gradients[1][rank : rank + 1])
         assert last.own.grad is None
+
+
+def test_a_rank_does_as_much_for_its_rows_however_many_have_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, found = list[int](), range_of
+
+    def counted(total: int, count: int, index: int) -> tuple[int, int]:
+        asked.append(count)
+        return found(total, count, index)
+
+    monkeypatch.setattr(sharded_state, "range_of", counted)
+    for count in (4, 4096):
+        division = Division(("b",), tuple(range(count)), 1)
+        divided = [Divided(nn.Parameter(torch.ones(5000, 2)), ("b",), division, True)]
+        (rows,) = StateUnit(divided, _Group(1, []), 1).rows
+        assert rows.own.shape == (-(-5000 // count), 2)
+    assert asked == [4, 4096]
 
 
 def test_parameters_are_gathered_whole() -> None:

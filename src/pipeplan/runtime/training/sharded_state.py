@@ -47,10 +47,10 @@ class _Rows:
         if apart or not whole.is_contiguous():  # memory of its own, which can be given up, and rows one after another
             whole.data = whole.data.clone(memory_format=torch.contiguous_format)
         self.whole, self.shape = whole, whole.shape
-        self.ranges = [range_of(whole.shape[0], count, number) for number in range(count)]
+        self.count = count
         self.width = whole[:1].numel()
         self.size = -(-whole.shape[0] // count) * self.width  # of the largest share
-        begin, end = self.ranges[index]
+        begin, end = range_of(whole.shape[0], count, index)
         rows = whole.data[begin:end]
         self.own = nn.Parameter(rows.clone() if apart else rows, requires_grad=whole.requires_grad)
         if whole.requires_grad:
@@ -74,10 +74,11 @@ class _Rows:
 
     def _views(self, whole: Tensor, parts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Of both the same rows, one rank's after another's, or all at once where each has as many."""
-        if whole.shape[0] % len(self.ranges) == 0:
+        if whole.shape[0] % self.count == 0:
             yield whole.view(parts.shape), parts
             return
-        for (begin, end), part in zip(self.ranges, parts, strict=True):
+        for number, part in enumerate(parts):
+            begin, end = range_of(whole.shape[0], self.count, number)
             yield whole[begin:end].view(-1), part[: (end - begin) * self.width]
 
 
