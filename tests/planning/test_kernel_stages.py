@@ -17,6 +17,7 @@ from pipeplan.errors import FileError, UsageError
 from pipeplan.files import BackendFusion, CostRow, PlacedStage, Placement, Plan, Profile, parse, write_file
 from pipeplan.workload.elements import Segment
 from support.commands import pipeplan as command
+from support.marks import slow_but
 
 MICROBATCHES = 3
 
@@ -103,9 +104,7 @@ def test_a_search_weighs_backends_against_a_split_backward() -> None:
     assert pipeplan.check(found.plan, profile=known).valid
 
 
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(6))
+@slow_but("seed", range(6), lambda seed: seed == 0)
 def test_small_searches_find_the_best_of_all(seed: int) -> None:
     draw = random.Random(seed)
     known = profile(draw, 4, change_ns=draw.choice((0, 7)))

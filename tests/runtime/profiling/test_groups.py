@@ -376,7 +376,6 @@ def test_models_of_all_kinds_have_groups(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_a_backend_that_takes_the_process_down_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own_kernels.py").write_text(OWN)
     arguments = (*PROFILE, "--backends", "dies,same", "--backend-rules", "own_kernels", "-o", "profile.json")

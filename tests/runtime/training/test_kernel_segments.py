@@ -16,6 +16,7 @@ from pipeplan.runtime.models.zoo import zoo_model
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.workload.elements import Segment
 from runtime_support import models
+from runtime_support.lone_rank import lone_rank
 from runtime_support.plans import TRAINING, assert_as_unsplit, placed_plan, profile_of, reports_of
 from runtime_support.warm import warm_ranks
 
@@ -123,3 +124,25 @@ def test_a_gpt_trains_with_other_backends_in_every_stage() -> None:
             for each in (stages, plain)
         ]
     assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_inference_runs_by_segments() -> None:
+    """Backends that only run forward: frozen TorchScript has two blocks at once and one alone."""
+    plain = profile_of(zoo_model("gpt2-tiny", sequence=16))
+    sizes = {"microbatch_size": 2, "activation_bytes": 64}
+    eager = (CostRow(forward_ns=1000, **sizes),)
+    own = (*eager, CostRow(forward_ns=100, backend="torchscript", **sizes))
+    blocks = tuple(block.model_copy(update={"costs": own if block.id == "head" else eager}) for block in plain.blocks)
+    pair = BackendFusion(blocks=("layer1.attention", "layer1.ffn"), costs=(own[1],))
+    found = plain.model_copy(update={"mode": "inference", "blocks": blocks, "fusions": (pair,)})
+    how: dict[str, Any] = {"devices": 1, "microbatches": 2, "time_limit": 1, "deterministic": True}
+    by_eager = pipeplan.search(found, **how).plan
+    plan = pipeplan.search(found, kernels="auto", **how).plan
+    compiled = [each.blocks for each in plan.stages[0].segments if each.backend == "torchscript"]
+    assert compiled == [pair.blocks, ("head",)]
+    assert pipeplan.check(plan, profile=found).valid
+    with lone_rank():
+        runs = [pipeplan.run(each, "gpt2-tiny", steps=2, seed=1, sequence=16) for each in (by_eager, plan)]
+    wanted, losses = ([step.loss for step in each.result.steps] for each in runs)
+    assert losses == pytest.approx(wanted, rel=1e-5)
