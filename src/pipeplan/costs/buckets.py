@@ -13,6 +13,7 @@ from itertools import accumulate
 from pipeplan.costs.shared import SharedState
 from pipeplan.costs.zero import Experts, Zero, cuts
 from pipeplan.files.cluster import Overlap
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Bucket, Operation, Stage, TiedState
 from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, Role
 
@@ -38,7 +39,7 @@ def with_buckets(
         return [*stages]
     with_others = {id_ for stage in stages for id_ in stage.blocks} if len({s.route for s in stages}) > 1 else set()
     found, known = [*stages], dict[object, tuple[Bucket, ...]]()
-    for operation in operations:
+    for operation in checked(operations, 64):
         stage = stages[operation.stage]
         if stage.zero > 1 and (overlap != "all" or stage.reduce_every is not None):
             continue

@@ -366,7 +366,9 @@ def build_workload(
     blocks = profile.by_id
     speeds = speeds or ((1.0,) * placement.num_devices if cluster is None else cluster.speeds)
     names = names or (() if cluster is None else cluster.names)
-    placed = [_settled(profile, stage, blocks, microbatch_size, recompute, speeds) for stage in placement.stages]
+    placed = [
+        _settled(profile, stage, blocks, microbatch_size, recompute, speeds) for stage in checked(placement.stages, 64)
+    ]
     if profile.of_kinds:
         placed = [replace(each, kinds=kinds_on(profile, (names[d] for d in each.devices))) for each in placed]
     for stage in placed:

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
@@ -488,8 +488,12 @@ class SliceForwards(PlanStep):
     def run(self, search: PlanSearch) -> None:
         best = [] if search.best is None else [search.best]
         for trial in search.finalists[: self.finalists] or best:
-            with shielded() if self.after_all(search) and _takes_little(search, trial.best) else nullcontext():
-                slice_forwards(search.request, trial)
+            if self.after_all(search) and _takes_little(search, trial.best):
+                with shielded():
+                    slice_forwards(search.request, trial)
+            else:  # a plan that is made of it later has them all the same, if there is time for that
+                with suppress(TimeUpError), search.budget.finishing(LAST_PLAN_SECONDS / 2):
+                    slice_forwards(search.request, trial)
 
     def expect(self, request: Request, trial: Trial) -> None:
         """Lower the bound of a new trial to what forwards in parts may make of it, if they are to be tried at once."""
@@ -596,7 +600,8 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     """
     base = trial.best
     assert base is not None
-    split = replace(request, split_backward=base.workload.splits_backward)
+    splits = base.workload.splits_backward
+    split = request if request.split_backward is splits else replace(request, split_backward=splits)
     (workload,) = workloads(split, replace(trial.candidate, placement=placement))
     return with_orders(base, workload, mark)
 

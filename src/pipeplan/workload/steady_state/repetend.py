@@ -272,7 +272,7 @@ class _RepetendFinder:
         One that goes on for a quarter of the run is the steady state: larger ones add nothing.
         """
         smaller: list[tuple[int, int]] = []
-        for unroll in range(1, limit + 1):
+        for unroll in checked(range(1, limit + 1), 16):
             if any(unroll % small == 0 and unroll <= reach for small, reach in smaller):
                 continue
             if all(line.is_balanced(at, unroll) for line, at in zip(self.lines, positions, strict=True)):
@@ -289,7 +289,7 @@ class _RepetendFinder:
         is the first without its first action and with that action's next repetition: both continue to the same
         endless order, so all moments of a run have the same time.
         """
-        balanced = [line.balanced(unroll) for line in self.lines]
+        balanced = [line.balanced(unroll) for line in checked(self.lines, 64)]
         if not all(map(any, balanced)):
             return
         positions, first = [0] * len(self.lines), [0] * len(self.home)
