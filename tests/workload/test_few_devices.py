@@ -168,11 +168,14 @@ def least_of(few: FewDevices | None) -> int:
     return search.bound
 
 
-def never_above(problem: OneMicrobatch) -> None:
-    """No bound of any devices is above the best schedule, and that of all of them is it."""
+def never_above(problem: OneMicrobatch) -> bool | None:
+    """No bound of any devices is above the best schedule, and that of all of them is it.
+
+    Whether those of a search are it; None where nothing fits.
+    """
     best = best_makespan(problem)
     if best is None:
-        return
+        return None
     everything = range(problem.num_devices)
     for size in (1, 2, problem.num_devices):
         for devices in combinations(everything, size):
@@ -187,10 +190,12 @@ def never_above(problem: OneMicrobatch) -> None:
             <= best
         )
     assert strong_iteration_bound(problem) <= best
-    for proofs in FewDeviceBounds.all_of(problem):
+    grown = FewDeviceBounds.all_of(problem)
+    for proofs in grown:
         while proofs.grow():
             pass
         assert proofs.bound <= best
+    return max(proofs.bound for proofs in grown) == best
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,8 +208,8 @@ def never_above(problem: OneMicrobatch) -> None:
     ],
 )
 def test_random_shapes_against_every_schedule(kind: str, seeds: range) -> None:
-    for seed in seeds:
-        never_above(random_problem(kind, Random(f"{kind} {seed}")))
+    found = [never_above(random_problem(kind, Random(f"{kind} {seed}"))) for seed in seeds]
+    assert found.count(True) >= len(found) / 2, "the rest is where no device may fill, or nothing fits"
 
 
 @pytest.mark.parametrize("seed", [11, 53])

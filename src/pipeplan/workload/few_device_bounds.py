@@ -209,7 +209,12 @@ class FewDeviceBounds:
     def _learn(self, device: int) -> Iterator[bool]:
         """Few micro-batches on a device alone."""
         few = FewDevices.of(self._problem, (device,))
-        if few is None or few.entries[0] is None:
+        if few is None:
+            return
+        if (
+            few.entries[0] is None
+        ):  # micro-batches come in several ways: nothing repeats, but all of them can be looked at
+            self._prove(KeptDevices((device,)), 0)
             return
         known = DeviceAlone(few, few.entries[0])
         begun = self.num_labels
