@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from builders.clusters import cluster_of
 from builders.profiles import joined, uneven_chain
 from builders.requests import request_of
 from pipeplan.files import Block, CostRow, Recipe
@@ -60,6 +61,32 @@ def test_search_finds_the_best_of_more_widths(seed: int) -> None:
 @pytest.mark.parametrize("how", SHARING, ids=["sequences", "experts", "both"])
 def test_stages_share_sequences_alike_and_experts_as_suits_each(seed: int, how: dict[str, Any]) -> None:
     compare(seed, 4, 4, **how)
+
+
+@slow_but("seed", range(600, 624), lambda seed: seed < 602)
+def test_messages_and_sums_of_gradients_count(seed: int) -> None:
+    """A message takes its time, and what has copies of gradients sums them around a ring after its last action."""
+    random_ = random.Random(seed)
+    blocks, devices = random_.randint(2, 5), random_.randint(2, 6)
+    hop, latency, rate = random_.choice([1, 10, 40]), random_.choice([1, 20]), 10 ** random_.choice([8, 9])
+    memory, recompute, contexts = (
+        random_.choice([None, 150, 300]),
+        random_.random() < 0.4,
+        random_.choice([(1,), (1, 2)]),
+    )
+    made = uneven_chain(seed, blocks, (1, 2), contexts).blocks
+    heavy = [block.model_copy(update={"gradient_bytes": random_.randint(0, 60)}) for block in made]
+    profile = joined(heavy, transfer_ns=hop)
+    cluster = cluster_of(devices, latency_ns=latency, bandwidth=rate).model_copy(update={"overlap": "none"})
+
+    def sums_ns(size: int, copies: int) -> int:
+        return round(2 * (copies - 1) * (latency + 1e9 * size / copies / rate)) if size and copies > 1 else 0
+
+    how: dict[str, Any] = {"recompute": recompute, "levels": (0,), "hop_ns": hop, "sums_ns": sums_ns}
+    best = min(every_width(profile, devices, MINI_BATCH, memory, **how), default=None)
+    if best is not None:
+        asked: dict[str, Any] = {"memory_bytes": memory, "recompute": None if recompute else False, "cluster": cluster}
+        require_best(request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, zero=0, **asked, **FIXED), best)
 
 
 @slow_but("seed", range(500, 516), (500).__eq__)

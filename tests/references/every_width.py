@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,12 +18,22 @@ _Way = tuple[tuple[int, ...], int]
 
 
 def every_width(
-    profile: Profile, num_devices: int, mini_batch: int, memory: int | None, *, recompute: bool, levels: Sequence[int]
+    profile: Profile,
+    num_devices: int,
+    mini_batch: int,
+    memory: int | None,
+    *,
+    recompute: bool,
+    levels: Sequence[int],
+    hop_ns: int = 0,
+    sums_ns: Callable[[int, int], int] = lambda size, copies: 0,
 ) -> Iterator[int]:
     """Ns of each layout that fits and may be the quickest so far: all cuts, micro-batch sizes, and ways of every stage.
 
     Each has shards, devices that share its experts, replicas and one of the ``levels`` of ZeRO of its own, and all as
-    many parts of sequences, which one hands to the next. Where ``recompute``, each block may be.
+    many parts of sequences, which one hands to the next. Where ``recompute``, each block may be. A message to the next
+    stage takes ``hop_ns``; ``sums_ns`` are of so many bytes of gradients over so many copies, after a stage's last
+    action.
     """
     ids = [block.id for block in profile.blocks]
     rows = {row.key[1:5] for block in profile.blocks for row in block.costs}
@@ -64,15 +74,16 @@ def every_width(
         for stages in range(1, min(len(ids), num_devices) + 1):
             for widths in _within(ways, stages, num_devices):
                 for cuts in itertools.combinations(range(1, len(ids)), stages - 1):
-                    times = []
+                    times, ends = [], []
                     for place, (begin, end) in enumerate(itertools.pairwise([0, *cuts, len(ids)])):
                         split, replicas = widths[place]
                         own = fitting(begin, end, size // replicas, split, replicas, min(count, stages - place))
                         if own is None or count * (own.forward_ns + own.backward_ns) >= best:
                             break  # its devices work so long
                         times.append((own.forward_ns, own.backward_ns))
+                        ends.append(sums_ns(own.gradient_bytes, replicas * split[1]))
                     else:
-                        found = one_f_one_b(*zip(*times, strict=True), count)
+                        found = one_f_one_b(*zip(*times, strict=True), count, hop_ns, ends)
                         best = min(best, found)
                         yield found
 
@@ -99,8 +110,11 @@ def _within(ways: Sequence[_Way], stages: int, num_devices: int) -> Iterator[tup
                 yield (way, *others)
 
 
-def one_f_one_b(forwards: Sequence[int], backwards: Sequence[int], count: int) -> int:
-    """Ns of 1F1B where each stage has devices of its own and messages take no time."""
+def one_f_one_b(
+    forwards: Sequence[int], backwards: Sequence[int], count: int, hop_ns: int = 0, ends: Sequence[int] = ()
+) -> int:
+    """Ns of 1F1B where each stage has devices of its own; a message to the next takes ``hop_ns`` and no link, and a
+    stage is not done before what comes at its end."""
     stages = len(forwards)
     orders = []
     for stage in range(stages):
@@ -110,7 +124,7 @@ def one_f_one_b(forwards: Sequence[int], backwards: Sequence[int], count: int) -
             order += [("F", index + warmup)] if index + warmup < count else []
             order.append(("B", index))
         orders.append(order)
-    ends: dict[tuple[str, int, int], int] = {}
+    ended: dict[tuple[str, int, int], int] = {}
     done, free = [0] * stages, [0] * stages
     while any(done[stage] < 2 * count for stage in range(stages)):
         for stage in range(stages):
@@ -120,10 +134,10 @@ def one_f_one_b(forwards: Sequence[int], backwards: Sequence[int], count: int) -
                     needed = ("F", stage - 1, index) if stage else None
                 else:
                     needed = ("B", stage + 1, index) if stage < stages - 1 else ("F", stage, index)
-                if needed is not None and needed not in ends:
+                if needed is not None and needed not in ended:
                     break
-                ready = 0 if needed is None else ends[needed]
+                ready = 0 if needed is None else ended[needed] + hop_ns * (needed[1] != stage)
                 free[stage] = max(free[stage], ready) + (forwards if kind == "F" else backwards)[stage]
-                ends[kind, stage, index] = free[stage]
+                ended[kind, stage, index] = free[stage]
                 done[stage] += 1
-    return max(free)
+    return max(map(sum, itertools.zip_longest(free, ends, fillvalue=0)))
