@@ -6,9 +6,10 @@ stages, micro-batch, ZeRO level; 1F1B, interleaved and zero-bubble schedules), c
 simulated; ``frontier --plans``; and published configurations of the same model on as many devices of the same kind. All
 have the same costs, estimated with what predicts published runs.
 On demand: the command line, as processes, from the profile to a written plan, and ``check`` and ``simulate`` of what it
-wrote with its profile and its cluster (``commands``); the same search with a node's devices spare (``spares``); two
-workers beside one; and, in deterministic time, the search without each of its steps, and without all that give stages
-devices of their own.
+wrote with its profile and its cluster (``commands``); the same search with a node's devices spare (``spares``); plans
+of up to 16 devices by as many processes on gloo (``rehearsed``); two workers beside one; and, in deterministic time,
+the search without each of its steps, and without all that give stages devices of their own (``steps``, and of those
+that make schedules ``schedule-steps``).
 
     python benchmarks/real_clusters.py --state FOLDER [--only PARTS] [--limit 60] [--parts search,grid]
     python benchmarks/real_clusters.py --state FOLDER --only llama3-70b-64 --parts workers,steps
@@ -413,7 +414,9 @@ def grid(state: State, case: Case) -> dict[str, Any]:
         "above": bounded,
         "simulated": len(simulated),
         "without_schedule": len(known) - len(simulated),
+        "tried": sum(line["above"] for line in known.values()),
         "sampled": sum(line["above"] for line in simulated),
+        "tightest": min((line["ns"] / line["least_ns"] for line in simulated if line["above"]), default=None),
         "left": len(left),
         "left_ns": min(left, default=None),
         "wrong": wrong,
@@ -587,6 +590,25 @@ def spares(state: State, case: Case) -> dict[str, Any]:
     return found.spares.figures() | {"said": found.spares.said}
 
 
+REHEARSED = 16
+"""Plans on no more devices than these are rehearsed."""
+
+
+def rehearsed(state: State, case: Case) -> dict[str, Any]:
+    """What the search found on few devices, run by as many processes on gloo: each action waits for its time."""
+    path = state.folder / f"{case.stem}.plan.json"
+    if case.devices > REHEARSED or not path.exists():
+        return {"processes": None}
+    said = ["run", str(path), "--emulate", "--local", "--steps", "1", "--stretch", "1"]
+    said += ["--message-limit", "64KB", "--json"]
+    found = json.loads(state.run(said))
+    return {
+        "processes": found["num_ranks"],
+        "predicted_ns": found["predicted_iteration_ns"],
+        "iteration_ns": found["iteration_ns"],
+    }
+
+
 def _process(command: Sequence[str]) -> dict[str, Any]:
     """What a process took and held, how it ended, and what it marked when, in seconds from its start."""
     most, begun = 0, time.monotonic()
@@ -633,13 +655,18 @@ def _held(process: int, what: str = "VmRSS") -> int:
 
 
 PARTS = ("search", "grid", "frontier", "published")
-"""What is done unless others are asked for; beside these are ``commands``, ``spares``, ``workers`` and ``steps``."""
+"""What is done unless others are asked for. Beside these are ``commands``, ``spares``, ``rehearsed``, ``workers``,
+``steps`` and ``schedule-steps``.
+"""
 
 OFF = {
     **{step.name: (step.name,) for step in STEPS if not step.needed and not isinstance(step, ScheduleStep)},
     "all widths": ("every width", "stage graphs", "recomputed blocks", "published planners", "stage ways"),
 }
 """Steps that are left out together, by what the table calls them."""
+
+SCHEDULES_OFF = {step.name: (step.name,) for step in STEPS if not step.needed and isinstance(step, ScheduleStep)}
+"""The same of the steps that make schedules."""
 
 
 def by_workers(state: State, case: Case) -> dict[str, Any]:
@@ -655,7 +682,7 @@ def by_workers(state: State, case: Case) -> dict[str, Any]:
     return {"iterations_ns": [each["iteration_ns"] for each in found.values()], "near_s": near}
 
 
-def steps(state: State, case: Case) -> dict[str, Any]:
+def steps(state: State, case: Case, left_out: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """The iteration with all steps, and without each: all by work, not by the clock. Each is kept by itself.
 
     Steps that have nothing to do there change nothing, and are only named.
@@ -664,12 +691,12 @@ def steps(state: State, case: Case) -> dict[str, Any]:
     idle = {step.name for step in STEPS if _is_idle(step, request)}
     every = state.of(case, "with-all", asked)
     found = {}
-    for name, off in OFF.items():
+    for name, off in left_out.items():
         if not set(off) <= idle:
             how = "--off", ";".join(off)
             found[name] = state.of(case, f"without-{name.replace(' ', '-')}", partial(asked, *how))
     known = {name: each.get("iteration_ns") for name, each in found.items()}
-    return {"all_ns": every.get("iteration_ns"), "idle": sorted(idle & set(OFF)), **known}
+    return {"all_ns": every.get("iteration_ns"), "idle": sorted(idle & set(left_out)), **known}
 
 
 def _is_idle(step: SearchStep, request: Request) -> bool:
@@ -694,8 +721,10 @@ def work(state: State, cases: Iterable[Case], parts: Sequence[str]) -> None:
             "published": partial(published, state, case),
             "commands": partial(commands, state, case),
             "spares": partial(spares, state, case),
+            "rehearsed": partial(rehearsed, state, case),
             "workers": partial(by_workers, state, case),
-            "steps": partial(steps, state, case),
+            "steps": partial(steps, state, case, OFF),
+            "schedule-steps": partial(steps, state, case, SCHEDULES_OFF),
         }
         for part in parts:
             state.of(case, part, ways[part])
@@ -739,7 +768,8 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
                     "none" if best is None else f"{best / 1e9:.2f}",
                     cells["best"] or "",
                     "" if best is None else f"{ns / best - 1:+.1%}",
-                    *(str(cells[key]) for key in ("cells", "simulated", "without_schedule", "above", "sampled")),
+                    *(str(cells.get(key, "")) for key in COUNTS),
+                    f"{cells['tightest']:.3f}" if cells.get("tightest") else "",
                     str(len(cells["wrong"])),
                     f"{cells['left']}, from {cells['left_ns'] / 1e9:.2f} s on" if cells.get("left") else "none",
                 )
@@ -754,13 +784,17 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
             one, both = (f"{ns / 1e9:.2f}" for ns in two["iterations_ns"])
             near = " and ".join("not" if at is None else f"{at:.1f}" for at in two["near_s"])
             others.append((case.name, f"one worker ({one} s) and two; within 2 % after {near} s", one, both, ""))
-        off = state.known(case, "steps") or {}
+        off = (state.known(case, "steps") or {}) | (state.known(case, "schedule-steps") or {})
         every, idle = off.pop("all_ns", None), off.pop("idle", ())
         if idle:
             others.append((case.name, f"without *{'*, *'.join(idle)}*, which have nothing to do there", "", "", ""))
         for name, ns_without in off.items() if every else ():
             if ns_without != every:
                 others.append((case.name, f"without *{name}*, deterministic", *_beside(ns_without, every)))
+        real = state.known(case, "rehearsed")
+        if real is not None and real["processes"]:
+            what = f"rehearsed by {real['processes']} processes on gloo"
+            others.append((case.name, what, *_beside(real["iteration_ns"], real["predicted_ns"])))
         for run in (state.known(case, "published") or {"runs": []})["runs"]:
             what = f"{run['run']} (`{run['flags']}`)"
             others.append((case.name, what, *_beside(run["theirs_ns"], run["ours_ns"], run.get("why", ""))))
@@ -778,7 +812,7 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
     )
     yield markdown(header, rows)
     if grids:
-        counts = "cells", "simulated", "no schedule", "above", "of these simulated", "bounds that do not hold", "left"
+        counts = *COUNTS.values(), "tightest", "bounds that do not hold", "left"
         yield markdown(("case", "search, s", "best cell, s", "cell", "search is", *counts), grids)
     if asked := [
         (case.name, *_commands(state, case, known)) for case in cases if (known := state.known(case, "commands"))
@@ -787,6 +821,16 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
     if others:
         yield markdown(("case", "beside", "its iteration, s", "search, s", "search is"), others)
 
+
+COUNTS = {
+    "cells": "cells",
+    "simulated": "simulated",
+    "without_schedule": "no schedule",
+    "above": "above",
+    "tried": "of these tried",
+    "sampled": "fit",
+}
+"""Of a grid, and what its columns are called; the least ratio of a time to its bound is the tightest."""
 
 COMMANDS = (
     *(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from builders.profiles import joined
+from builders.profiles import joined, uneven_chain
 from builders.requests import request_of
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import Block, CostRow, Profile
@@ -16,7 +18,7 @@ from pipeplan.planning.bounds import held_bound, request_bound
 from pipeplan.planning.held_bounds import BlockWay, HeldBound, undominated
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
-from references.every_width import every_width
+from references.every_width import every_width, one_f_one_b
 from support.marks import slow_but
 
 MINI_BATCH = 8
@@ -124,3 +126,29 @@ def test_nothing_is_said_where_backward_does_not_wait() -> None:
     assert held_bound(request)
     assert held_bound(replace(request, profile=profile)) == 0
     assert held_bound(replace(request, memory_bytes=None)) == 0
+
+
+def test_where_all_sizes_are_given_uneven_stages_and_ramps_count() -> None:
+    """With one stage a position: never above 1F1B on the best cut, and often above what counts work alone."""
+    above = 0
+    for seed in range(40):
+        random_ = random.Random(seed)
+        blocks, positions, count = random_.randint(2, 6), random_.randint(2, 3), random_.choice([2, 4, 8])
+        profile = uneven_chain(seed, max(blocks, positions), (1, 2))
+        said: dict[str, Any] = {"shards": 1, "context": 1, "replicas": 1, "chunks": 1, "recompute": False}
+        given = FIXED | {"split_backward": False, "num_parted": 0, "sizes": (1,)}
+        request = request_of(profile, "auto", Batch(count, 1), positions, positions=positions, **said, **given)
+        costs = [row for block in profile.blocks for row in block.costs if row.key[:2] == (1, 1)]
+        best = min(
+            one_f_one_b(*zip(*_sums(costs, cut), strict=True), count)
+            for cut in itertools.combinations(range(1, len(costs)), positions - 1)
+        )
+        assert request_bound(request) <= best
+        above += request_bound(request) > request_bound(replace(request, chunks=None))
+    assert above > 20
+
+
+def _sums(costs: Sequence[CostRow], cut: Sequence[int]) -> list[tuple[int, int]]:
+    """[stage] its forward and its backward."""
+    stages = [costs[begin:end] for begin, end in itertools.pairwise([0, *cut, len(costs)])]
+    return [(sum(row.forward_ns for row in each), sum(row.backward_ns for row in each)) for each in stages]

@@ -24,7 +24,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Plan, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.partition.recomputation import levels_of
-from pipeplan.planning.candidates import shards_of, strategy_choices
+from pipeplan.planning.candidates import shards_of, strategy_choices, uniform_choices
 from pipeplan.planning.held_bounds import HeldBound, undominated, way_of
 from pipeplan.planning.request import SUBMODULES, Request, size_of
 from pipeplan.planning.uniform_space import Blocks, Choice
@@ -44,9 +44,22 @@ def request_bound(request: Request) -> int:
     """
     request = request.levelled
     if request.placement == "auto":
-        return max(_any_plan(request), held_bound(request))
+        return max(_any_plan(request), held_bound(request), _of_rows(request))
     bounds = [_of_choice(request, choice) for choice in strategy_choices(request)]
     return min((bound for bound in bounds if bound is not None), default=1)
+
+
+def _of_rows(request: Request) -> int:
+    """What no row of the table of layouts is below, where a request fixes all their sizes and one stage a position.
+
+    Then every plan is one of its rows, cut somehow and in some order: of rows that go round in turn the table knows no
+    more than the bounds above.
+    """
+    fixed = request.shards, request.context, request.positions, request.replicas
+    if None in fixed or request.chunks != 1 or request.only is not None or request.spread:
+        return 0
+    rows = uniform_choices(request)
+    return min((each.least_ns for each in rows), default=0)
 
 
 def rows_bound(request: Request) -> int:
