@@ -24,7 +24,7 @@ def build(name: str, module: nn.Module, inputs: tuple[Tensor, ...], training: bo
     Its threads spin for a while after a run, which is quickest where nothing else runs; of a part of a model they do
     not, as they would take the cores of what comes next.
     """
-    import onnxruntime  # type: ignore[import-not-found, unused-ignore]  # an extra that may not be there
+    import onnxruntime  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra that may not be there
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
