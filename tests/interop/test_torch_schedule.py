@@ -321,3 +321,8 @@ def test_modules_that_no_devices_can_run_are_refused(tmp_path: Path) -> None:
     told = r"stages\[2\]: shards 1 x replicas 2 must equal the 1 devices; give the file that was"
     with pytest.raises(UsageError, match=told):
         face.import_plan(made.text, "torch", profile(), modules=str(tmp_path / "modules.json"))
+
+
+def test_a_field_longer_than_csv_has_them_is_refused() -> None:
+    with pytest.raises(UsageError, match="it is no CSV of a schedule: field larger than"):
+        read_csv("x" * 200_000)

@@ -72,7 +72,11 @@ def read_csv(text: str) -> list[Order]:
         UsageError: it has something else.
     """
     found: list[Order] = []
-    for rank, row in enumerate(csv.reader(io.StringIO(text))):
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise UsageError(f"it is no CSV of a schedule: {error}") from None
+    for rank, row in enumerate(rows):
         actions = []
         for index, field in enumerate(row):
             if not (entry := field.strip()):

@@ -120,7 +120,7 @@ def _compare(
 
 def _require(held: bool, problem: str) -> None:
     if not held:
-        raise AssertionError(f"a Chakra trace: {problem}")
+        raise UsageError(f"what a Chakra trace says differs from the plan: {problem}; see pipeplan check")
 
 
 # For a person -------------------------------------------------------------------------------------------------------
