@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import replace
 from itertools import takewhile
@@ -30,6 +31,33 @@ def test_marks_come_in_order(tmp_path: Path) -> None:
     failed = bench.measured(Row("none", "search v4.json --microbatches 8 --memory 1kB", 1))
     assert failed.ended.startswith("exit ")
     assert math.isnan(failed.first)
+
+
+BROKEN = {
+    "X": "first plan",
+}
+"""Rows of the page that break what is promised; the page names them where it says what does not hold."""
+
+
+def test_rows_that_break_what_is_promised_are_named() -> None:
+    lines = PAGE.read_text().splitlines()
+    table = takewhile(str.strip, lines[lines.index("| request | limit | before | until known | first | stop |") :])
+    found = {}
+    for line in [*table][2:]:
+        name, limit, _, known, first, stops = (cell.strip() for cell in line.strip().removesuffix("|").split(" | "))
+        name = name.removeprefix("| ").removesuffix(" (proved)")
+        made, read = (re.search(what, first) for what in (r"([\d.]+)(?:$|,)", r"read in ([\d.]+)"))
+        measured = Measured(
+            known=float(known.partition(",")[0]),
+            read=0.0 if read is None else float(read[1]),
+            first=math.nan,
+            made=math.nan if made is None else float(made[1]),
+            stops=[float(each) for each in stops.split(", ") if each],
+            ended="",
+        )
+        if broken := measured.broken(float(limit)):
+            found[name] = broken
+    assert found == BROKEN
 
 
 def test_the_page_has_the_rows_that_are_measured() -> None:

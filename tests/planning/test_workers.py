@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -286,6 +287,30 @@ def test_a_search_that_is_interrupted_waits_for_nobody() -> None:
     found = search_plan(replace(asked((1, 2)), deterministic=False, time_limit=600.0), executor=Silent(), within=limit)
     assert found.interrupted
     assert check(found.plan).valid
+
+
+def test_processes_that_end_with_work_cancelled_end_all_that_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The executor's thread, and the one that gives, whose pipe is full: a process waits for that at its own end."""
+    died = list[object]()
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    made, ended = processes(1)
+    pool = made()
+    give: Any = partial(workers.submitted, pool)
+    assert give(int, 1).result(60) == 1
+    open_ = [give(time.sleep, 60), *(give(len, b" " * 10**6) for _ in range(4))]
+    while not open_[0].running():
+        time.sleep(0.01)
+    for each in open_[1:]:
+        each.cancel()
+    (process,) = pool._processes.values()
+    process.kill()
+    inside: Any = pool
+    feeder, manager = inside._call_queue._thread, inside._executor_manager_thread
+    ended(pool)
+    feeder.join(60)
+    assert not feeder.is_alive()
+    assert not manager.is_alive()
+    assert not died
 
 
 def test_broken_executors_that_are_given_are_not_made_anew() -> None:

@@ -15,7 +15,15 @@ import pickle
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    BrokenExecutor,
+    Executor,
+    Future,
+    InvalidStateError,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -375,15 +383,14 @@ def processes(
         for process in [*(executor._processes or {}).values()]:
             process.kill()
         # One may have been killed in the middle of an answer, or of what it was given: whoever waits for the rest of
-        # it would wait for ever, as the other ends of these pipes are open here, too. Some versions of Python close
-        # the second one themselves.
+        # it would wait for ever, as the other ends of these pipes are open here, too: the executor's thread, and at
+        # the end of this process the one that gives. Some versions of Python close the second one themselves.
         inside: Any = executor
         inside._result_queue._writer.close()
         manager: Thread | None = inside._executor_manager_thread
         if manager is not None:
             manager.join(MOST_POLLS * WORKER_POLL_SECONDS)
-            if manager.is_alive():
-                inside._call_queue._reader.close()
+            inside._call_queue._reader.close()
         executor.shutdown(wait=True, cancel_futures=True)
 
     return made, ended
@@ -398,9 +405,18 @@ def submitted(executor: Executor, work: Callable[..., Found], *given: object) ->
     """
     try:
         with deaf():
-            return executor.submit(work, *given)
+            future = executor.submit(work, *given)
     except (OSError, ValueError) as error:
         raise BrokenProcessPool(f"no process begins: {error}") from error
+    fail = future.set_exception
+
+    def unless_cancelled(error: BaseException | None) -> None:
+        with suppress(InvalidStateError):
+            fail(error)
+
+    # As processes end the executor's thread fails all that is open; of what was cancelled that ends the thread itself.
+    setattr(future, "set_exception", unless_cancelled)  # noqa: B010  # a method of this one alone
+    return future
 
 
 def _gone(executor: Executor | None) -> bool:

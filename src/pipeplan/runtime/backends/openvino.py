@@ -18,7 +18,7 @@ def versions() -> dict[str, str]:
 
 def build(name: str, module: nn.Module, inputs: tuple[Tensor, ...], training: bool) -> BuiltGroup:
     """Convert and compile, on as many threads as torch has, in the number format of the weights."""
-    import openvino  # type: ignore[import-not-found, unused-ignore]  # an extra that may not be there
+    import openvino  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra that may not be there
 
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
