@@ -34,7 +34,15 @@ def test_marks_come_in_order(tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "X": "first plan",
+    "shared blocks (MLLM), 64 devices": "stop",
+    "the same chain, `--placement bidirectional-v-shape`": "first plan",
+    "the same chain, `--slices 2`": "stop",
+    "the same chain, `--zero 3`": "first plan",
+    "the same chain in layers, `--for torchtitan`": "stop",
+    "the same chain in layers, `--keep-together 2`": "stop",
+    "the same chain, half of the devices with `--profile-for`": "first plan",
+    "`compare`, the same chain": "stop",
+    "chain of 10,000 blocks, each on 1 or 2 devices, sequences in 1, 2 or 4 parts, 1,024 devices of 0.3 GB": "first plan",
 }
 """Rows of the page that break what is promised; the page names them where it says what does not hold."""
 
@@ -48,14 +56,14 @@ def test_rows_that_break_what_is_promised_are_named() -> None:
         name = name.removeprefix("| ").removesuffix(" (proved)")
         made, read = (re.search(what, first) for what in (r"([\d.]+)(?:$|,)", r"read in ([\d.]+)"))
         measured = Measured(
-            known=float(known.partition(",")[0]),
+            known=float(known.partition(",")[0] or 0),
             read=0.0 if read is None else float(read[1]),
             first=math.nan,
             made=math.nan if made is None else float(made[1]),
             stops=[float(each) for each in stops.split(", ") if each],
             ended="",
         )
-        if broken := measured.broken(float(limit)):
+        if known and (broken := measured.broken(float(limit))):
             found[name] = broken
     assert found == BROKEN
 
