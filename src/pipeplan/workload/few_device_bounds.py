@@ -211,9 +211,8 @@ class FewDeviceBounds:
         few = FewDevices.of(self._problem, (device,))
         if few is None:
             return
-        if (
-            few.entries[0] is None
-        ):  # micro-batches come in several ways: nothing repeats, but all of them can be looked at
+        if few.entries[0] is None:
+            # Micro-batches come in several ways, of which nothing is learned; a search can look at all of them.
             self._prove(KeptDevices((device,)), 0)
             return
         known = DeviceAlone(few, few.entries[0])
