@@ -99,8 +99,7 @@ def _frontier(name: str, devices: int, dimensions: int, within: float) -> Measur
     options = CostOptions(mesh_dimensions=dimensions)
     profile, cluster = frontiers.profile_of(name), named_cluster("tensoropt", devices)
     graph = cost_model(profile, cluster, devices, frontiers.BATCH, options=options).graph
-    merged = None if dimensions == 2 else frontiers.MERGED
-    return timed(lambda: max(1 + within, track(graph, within=within, merged=merged).factor))
+    return timed(lambda: max(1 + within, track(graph, within=within).factor))
 
 
 def _stages(name: str) -> Measured:

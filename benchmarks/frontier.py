@@ -2,21 +2,27 @@
 
 The models of the paper's Table 1 with estimated V100 costs on its testbed, 2 nodes of 8, batch 256, plain gradient
 descent as in the paper. Asserted: the two large models take at most a tenth of the paper's time in CPU seconds, which
-two quiet cores need at most (the Transformer within 1 %); seconds grow at most with the square of the number of
-blocks; no restricted planner lies below the frontier.
+two quiet cores need at most (the Transformer within 1 %); costs and tracking at most the seconds of ``ASKED``, and the
+whole command those of ``COMMAND_SECONDS``, on two quiet cores; seconds grow at most with the square of the number of
+blocks; no restricted planner lies below the frontier. What is missed is named at the end, and the exit code is 1.
 
 Times are wall-clock beside CPU seconds of this process, since wall-clock on a busy machine says little.
 
-    python benchmarks/frontier.py [--part time,large,ratio,growth,models,hidden,network,intra,devices] [--limit 600]
+    python benchmarks/frontier.py [--part time,large,command,ratio,growth,models,hidden,network,intra,devices]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
@@ -30,7 +36,7 @@ from pipeplan.costs.recipes import with_recipe
 from pipeplan.errors import PipeplanError
 from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.models import family_of, model
-from pipeplan.files import Cluster, Profile, Recipe
+from pipeplan.files import Cluster, Profile, Recipe, write_file
 from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import Details, details_of
@@ -57,11 +63,13 @@ CASES = (
 )
 """Model, dimensions of meshes, and the factor asked for."""
 MORE_CASES = (("transformer", 2, 0.0), ("transformer", 3, WITHIN))
+ASKED = {("rnn", 3, 0.0): 0.3, ("wideresnet", 2, 0.0): 10.0, ("transformer", 2, 0.0): 15.0}
+"""Seconds that costs and tracking may take."""
+COMMAND_SECONDS = 15.0
+"""Seconds of ``frontier --split-level operator --tolerance 0.01`` for the Transformer, from start to end."""
 TABLE_1 = {"rnn": 126, "wideresnet": 83, "transformer": 74, "vgg16": 30}
 """Table 1: GB of training on a single device, estimated by the paper."""
 TWO = CostOptions(mesh_dimensions=2)
-MERGED = 1
-"""Of branch elimination with meshes of three dimensions: what needs it is settled by heuristics, as in the paper."""
 LARGE = ("wideresnet", "transformer")
 
 
@@ -111,7 +119,7 @@ def run(
     built = cost_model(profile, cluster, devices, BATCH, options=CostOptions(mesh_dimensions=dimensions))
     graph = built.graph
     priced = perf_counter()
-    frontier = track(graph, within=within, merged=None if dimensions == 2 else MERGED)
+    frontier = track(graph, within=within)
     return Run(built, frontier, priced - start, perf_counter() - priced, process_time() - cpu)
 
 
@@ -135,7 +143,6 @@ def attempted(planner: Callable[[CostModel], BaselinePoint], built: CostModel) -
 
 def time_part(limit: float, *, large: bool = False) -> None:
     rows: list[list[str]] = []
-    late: list[tuple[str, int, float]] = []
     for name, dimensions, within in MORE_CASES if large else CASES:
         done = run_of(name, dimensions=dimensions, within=within)
         counts = [len(each) for each in done.model.configurations.values()]
@@ -156,8 +163,12 @@ def time_part(limit: float, *, large: bool = False) -> None:
                 kind_of(done.frontier),
             ]
         )
+        of = f"{name}, meshes of {dimensions}, {'within ' + format(within, '.0%') if within else 'exact'}"
         if printed is not None and name in LARGE and not large and done.cpu_seconds > printed / 10:
-            late.append((name, dimensions, done.cpu_seconds))
+            missed(f"{of}: {done.cpu_seconds:.1f} s of work, {printed / 10:.1f} asked, a tenth of Table 3")
+        asked = ASKED.get((name, dimensions, within))
+        if asked is not None and seconds > asked:
+            missed(f"{of}: {seconds:.2f} s, {asked:g} asked")
     header = [
         "model",
         "dimensions of meshes",
@@ -171,13 +182,43 @@ def time_part(limit: float, *, large: bool = False) -> None:
         "proved",
     ]
     print(markdown(header, rows))
-    assert not late, f"more than a tenth of Table 3: {late}"
+
+
+def missed(text: str) -> None:
+    """Something asked that was not reached."""
+    MISSED.append(text)
+    note(f"missed: {text}")
+
+
+MISSED: list[str] = []
 
 
 def kind_of(frontier: Tracked) -> str:
     held = frontier.eliminations["heuristic"]
     said = "exact" if frontier.factor == 1 else f"within {frontier.factor - 1:.1%}"
-    return f"{said}, with {held} operators held by heuristics" if held else said
+    if not held:
+        return said
+    return f"{said}, with {held} operators held by heuristics; within {frontier.factor_of_all - 1:.1%} of all"
+
+
+def command_part(limit: float) -> None:
+    """The whole command: process, costs in meshes of three dimensions, tracking, output."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile, cluster = Path(folder, "transformer.json"), Path(folder, "cluster.json")
+        write_file(profile_of("transformer"), str(profile))
+        write_file(named_cluster("tensoropt", DEVICES), str(cluster))
+        flags = ["--cluster", str(cluster), "--mini-batch", str(BATCH), "--devices", str(DEVICES), "--json"]
+        flags += ["--split-level", "operator", "--tolerance", str(WITHIN), "--time-limit", f"{limit:g}s"]
+        start = perf_counter()
+        command = [sys.executable, "-m", "pipeplan", "frontier", str(profile), *flags]
+        told = subprocess.run(command, check=True, capture_output=True, text=True)
+        seconds = perf_counter() - start
+    found = json.loads(told.stdout)
+    print(markdown(["s", "points", "factor"], [[f"{seconds:.1f}", str(len(found["points"])), str(found["factor"])]]))
+    for each in found["notes"]:
+        print(f"* {each}")
+    if seconds > COMMAND_SECONDS:
+        missed(f"the whole command: {seconds:.1f} s, {COMMAND_SECONDS:g} asked")
 
 
 def _eliminated(name: str, sender: multiprocessing.Queue[float]) -> None:
@@ -351,6 +392,7 @@ def devices_part(limit: float) -> None:
 PARTS: dict[str, Callable[[float], None]] = {
     "time": time_part,
     "large": partial(time_part, large=True),
+    "command": command_part,
     "ratio": ratio_part,
     "growth": growth_part,
     "models": models_part,
@@ -364,12 +406,15 @@ PARTS: dict[str, Callable[[float], None]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default=",".join(PARTS), help="parts to run, by commas")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for each elimination-only run")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for each elimination-only run and command")
     options = parser.parse_args()
     print(machine())
     for part in options.part.split(","):
         print(f"\n{part}:\n", flush=True)
         PARTS[part](options.limit)
+    if MISSED:
+        print("\nmissed:", *MISSED, sep="\n* ")
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import random
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
@@ -23,9 +24,10 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def machine() -> str:
     """Processor, cores, versions and date of a measurement."""
+    compiled = f"numba {version('numba')}" if find_spec("numba") else "no numba"
     return (
-        f"{_processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, ortools {version('ortools')}; "
-        f"{datetime.date.today().isoformat()}"
+        f"{_processor()}, {os.cpu_count()} cores; Python {platform.python_version()}, ortools {version('ortools')}, "
+        f"{compiled}; {datetime.date.today().isoformat()}"
     )
 
 

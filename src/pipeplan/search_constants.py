@@ -785,6 +785,15 @@ SUMS_AT_ONCE = 2e7
 MERGED = 4096
 """Configurations that branch elimination may make; beyond, heuristics settle a node. Not measured."""
 
+HELD_WEIGHTINGS = 24
+"""Weightings in which all strategies are bounded where heuristics held operators to a choice. Not measured."""
+
+HELD_SWEEPS = 60
+"""Times that costs go over all edges left, for one such bound, at most. Not measured."""
+
+HELD_GROWTH = 1e-4
+"""Share by which a time must raise the bound for another one. Not measured."""
+
 SPREAD_SUMS = 1 << 20
 """Sums that are worth a thread of their own. Not measured."""
 

@@ -113,6 +113,12 @@ def test_frontiers_of_models_are_those_of_numpy(
     assert made.factor == expected.factor
     np.testing.assert_array_equal(made.memory_bytes, expected.memory_bytes)
     np.testing.assert_array_equal(made.time_ns, expected.time_ns)
+    for point in range(0, len(made.memory_bytes), 1 + len(made.memory_bytes) // _STRATEGIES):
+        assert made.strategy(point) == expected.strategy(point)
+
+
+_STRATEGIES = 400
+"""Points whose strategies are compared, at least half as many."""
 
 
 def test_small_frontiers_and_those_without_numba_are_numpys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.hoisting import Outermost
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import fitting
+from pipeplan.search_constants import MOST_KNOWN
 from pipeplan.workload.bounds import period_bound, strong_iteration_bound
 from pipeplan.workload.compiled_span import CompiledSpan, compile_loops
 from pipeplan.workload.few_device_bounds import DeviceAlone, FewDeviceBounds
@@ -26,6 +27,7 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.shared_time import WithoutSharedTime
 from pipeplan.workload.task_graph import NEVER, task_graph
 from references.best_makespan import best_makespan
+from references.least_period import least_period_by_enumeration
 
 
 def least(problem: OneMicrobatch, devices: Sequence[int], more: Sequence[int] = ()) -> int:
@@ -190,12 +192,23 @@ def never_above(problem: OneMicrobatch) -> bool | None:
             <= best
         )
     assert strong_iteration_bound(problem) <= best
-    grown = FewDeviceBounds.all_of(problem)
-    for proofs in grown:
+    for most_known in (1, 2):  # what is said of more micro-batches than are known exactly
+        for proofs in grown(problem, most_known):
+            assert proofs.bound <= best
+    proved = grown(problem)
+    for proofs in proved:
+        assert proofs.bound <= best
+        assert proofs.bound > 0 or not any(map(proofs._may_fill, everything))
+    return max(proofs.bound for proofs in proved) == best
+
+
+def grown(problem: OneMicrobatch, most_known: int = MOST_KNOWN) -> list[FewDeviceBounds]:
+    """All that a search could know by few devices."""
+    found = FewDeviceBounds.all_of(problem, most_known=most_known)
+    for proofs in found:
         while proofs.grow():
             pass
-        assert proofs.bound <= best
-    return max(proofs.bound for proofs in grown) == best
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,6 +223,7 @@ def never_above(problem: OneMicrobatch) -> bool | None:
 def test_random_shapes_against_every_schedule(kind: str, seeds: range) -> None:
     found = [never_above(random_problem(kind, Random(f"{kind} {seed}"))) for seed in seeds]
     assert found.count(True) >= len(found) / 2, "the rest is where no device may fill, or nothing fits"
+    assert found.count(None) <= len(found) / 10
 
 
 @pytest.mark.parametrize("seed", [11, 53])
@@ -298,6 +312,22 @@ def test_the_period_is_of_any_unroll() -> None:
     while proofs.grow():
         pass
     assert proofs.period * 3 == 16
+
+
+@pytest.mark.parametrize("kind", ["v", "v split", "m"])
+def test_no_period_is_below_that_of_the_bound(kind: str) -> None:
+    """By enumeration of all repetends of one micro-batch, whatever few micro-batches are learned exactly."""
+    open_ = 0
+    for seed in range(20):
+        problem = random_problem(kind, Random(f"{kind} {seed}"))
+        if problem.num_operations > 6:
+            continue
+        least = least_period_by_enumeration(problem)
+        for most_known in (1, 2, MOST_KNOWN):
+            for proofs in grown(problem, most_known):
+                assert proofs.period <= least
+                open_ += proofs.period > max(problem.work)
+    assert open_, "of some problems the bound is above work alone"
 
 
 def test_the_outermost_shared_blocks_are_hoisted() -> None:

@@ -427,7 +427,7 @@ def _of_splits(
     points: list[FrontierPoint] = []
     plans: list[Callable[[], Plan]] = []
     notes = list(frontier_notes(request))
-    within, held = Limit.part_of(within, request.time_limit), 0
+    within = Limit.part_of(within, request.time_limit)
     shared = _sharing(requests, splitting, within)
     bounds = {each.num_devices: known for each in requests if (known := too_large(each, splitting, within)) is not None}
     notes += (f"{named_devices(count)}: {_not_enough(known.num_bytes)}" for count, known in bounds.items())
@@ -467,12 +467,12 @@ def _of_splits(
         if limit is not None and least > limit:
             notes.append(f"{named_devices(count)}: {_not_enough(least)}")
         notes += _proof_notes(count, splits, [marked[index] for index in fitting])
-        held += splits.tracked.eliminations["heuristic"]
     if not points:
         found = {each.num_devices: each.points[0].memory_bytes for each in tracked}
         raise nothing_fits(request, splitting, _as_plans(request), found, bounds, within)
     unprofiled = any(point.unprofiled for point in points)
     again = any(each.model.counted_again for each in tracked)
+    factor = max((each.factor_of_all for each in tracked), default=math.inf)
     covered = bool(tracked) and all(each.complete for each in shared.values())
     notes += share_notes(request.profile, tracked[-1].model) if tracked and request.num_devices > 1 else ()
     if splitting.only is not None:
@@ -494,7 +494,7 @@ def _of_splits(
         tuple(plans),
         tuple(notes),
         interrupted,
-        factor=None if held or unprofiled or again or not covered else max(each.factor for each in tracked),
+        factor=None if unprofiled or again or not covered or factor == math.inf else factor,
         factor_without=() if all(each.settled for each in tracked) else ("workspace",),
         yardstick=_yardstick(request.profile, splitting.device),
         profiled_only=any(each.model.extrapolates for each in tracked),
@@ -565,9 +565,6 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
         return
     if splits.model.extrapolates:
         yield f"{devices}: what is proved is of strategies at profiled sizes; no other was found to be better"
-    if held := splits.tracked.eliminations["heuristic"]:
-        yield f"{devices}: not exact, {held} operators were settled by heuristic elimination"
-        return
     if again := splits.model.counted_again:
         more = f" and {len(again) - 1} more" if len(again) > 1 else ""
         yield (
@@ -576,7 +573,14 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
         )
         return
     apart = "" if splits.settled else ", workspace apart: strategies that hold more might need less of it"
-    if factor > 1:
+    if held := splits.tracked.eliminations["heuristic"]:
+        of_all = splits.factor_of_all
+        every = f"within {of_all - 1:.2%} of every strategy in memory and time" if of_all < math.inf else "not at all"
+        yield (
+            f"{devices}: not exact, {held} operators were settled by heuristic elimination: proved to be {every}, and "
+            f"within {factor - 1:.2%} of those with the same choices{apart}"
+        )
+    elif factor > 1:
         yield f"{devices}: proved to be within {factor - 1:.2%} of every strategy in memory and time{apart}"
     elif apart:
         yield f"{devices}: exact{apart}"

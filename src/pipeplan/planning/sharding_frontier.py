@@ -62,8 +62,9 @@ class Splits:
 
     ``points`` are those that no other one found beats in peak memory and time, least memory first. That some point
     takes at most ``factor`` times the memory and time of any strategy is proved of the whole peak if no strategy with
-    less workspace was left out (``settled``), and else of what is tracked: all but workspace. ``only`` is the planner
-    whose strategies alone they are.
+    less workspace was left out (``settled``), and else of what is tracked: all but workspace. Where operators were held
+    to a configuration, that is of strategies with those, and ``factor_of_all`` is of all. ``only`` is the planner whose
+    strategies alone they are.
     """
 
     num_devices: int
@@ -72,6 +73,7 @@ class Splits:
     points: tuple[SplitPoint, ...]
     settled: bool
     factor: float
+    factor_of_all: float
     seconds: float
     only: str | None = None
 
@@ -213,7 +215,8 @@ def split_frontier(
         tracked = rounds.first(model.graph)
         points, settled = _points(model, tracked, rounds)
     took = time.monotonic() - begun
-    return Splits(request.num_devices, model, tracked, points, settled, rounds.factor, took, splitting.only)
+    proved = rounds.factor, rounds.factor_of_all
+    return Splits(request.num_devices, model, tracked, points, settled, *proved, took, splitting.only)
 
 
 def _only(name: str, model: CostModel, rounds: _Rounds) -> tuple[Tracked, tuple[SplitPoint, ...], bool]:
@@ -222,7 +225,7 @@ def _only(name: str, model: CostModel, rounds: _Rounds) -> tuple[Tracked, tuple[
     points: list[SplitPoint] = []
     last, settled, why = None, True, ""
     for restricted in only.models(model):
-        own = replace(rounds, factor=1.0)
+        own = replace(rounds, factor=1.0, factor_of_all=1.0)
         try:
             last = own.first(restricted.graph)
         except IMPOSSIBLE as error:  # on this mesh
@@ -235,6 +238,7 @@ def _only(name: str, model: CostModel, rounds: _Rounds) -> tuple[Tracked, tuple[
             points += [replace(point, model=restricted) for point in found]
             settled &= complete
         rounds.factor = max(rounds.factor, own.factor)
+        rounds.factor_of_all = max(rounds.factor_of_all, own.factor_of_all)
     if last is None:
         raise UsageError(
             f"--only {name} ({only.words}) has no strategy on {named_devices(model.resharding.devices)}: {why}; give "
@@ -255,7 +259,7 @@ def _with_its_workspace(model: CostModel, strategy: Strategy) -> SplitPoint:
 class _Rounds:
     """A graph tracked, and then again and again with fewer configurations: ``least`` times, and then for ``seconds``.
 
-    The ``factor`` is what all rounds proved. None begins that would take too long, if it took as long as the last.
+    The factors are what all rounds proved. None begins that would take too long, if it took as long as the last.
     """
 
     within: float
@@ -263,6 +267,7 @@ class _Rounds:
     least: int
     as_far: bool = False
     factor: float = 1.0
+    factor_of_all: float = 1.0
     spent: float = 0.0
     last: float = 0.0
 
@@ -277,6 +282,7 @@ class _Rounds:
         tracked = track(graph, within=self.within, as_far=self.as_far)
         self.last = time.monotonic() - begun
         self.factor = max(self.factor, tracked.factor)
+        self.factor_of_all = max(self.factor_of_all, tracked.factor_of_all)
         return tracked
 
     def again(self, graph: CostGraph) -> Tracked:

@@ -274,6 +274,12 @@ class Reducing:
                 found.append(part)
         return found, held
 
+    def left(self, graph: CostGraph) -> Reduced:
+        """What exact steps leave of a graph, heuristics aside."""
+        reduced, _, _ = Reduced.of(graph)
+        self._reduce(reduced)
+        return reduced
+
     def _choice(self, part: ReducedPart, weights: tuple[float, float] | None) -> tuple[str, int] | None:
         """The operator with most neighbours that cannot be eliminated exactly, and its configuration."""
         reduced, _, _ = Reduced.of(part.graph)

@@ -48,6 +48,7 @@ from pipeplan.sharding.bounds import (
 )
 from pipeplan.sharding.elimination import ReducedPart, Reducing, Strategies, Whole
 from pipeplan.sharding.graph import CostGraph, Expression, Strategy, contract, in_order
+from pipeplan.sharding.held_bounds import factor_of_all
 from pipeplan.sharding.table import (
     IntArray,
     PointLimit,
@@ -260,8 +261,9 @@ class Tracked:
     ``memory_bytes`` ascends and ``time_ns`` descends, [P]. It is ``exact`` unless a heuristic elimination left
     configurations out, it was asked for up to a factor, or ties are not sure; even then every point is a strategy, and
     one that no other *found* beats. The ``factor`` is proved: for every strategy of the configurations left in some
-    point takes at most ``factor`` times its memory and its time. ``eliminations`` counts them by kind: node, edge,
-    branch, heuristic. ``num_computed`` counts the distinct tables of the graph's expression.
+    point takes at most ``factor`` times its memory and its time; for every strategy of the graph at most
+    ``factor_of_all``, inf where that is not known. ``eliminations`` counts them by kind: node, edge, branch, heuristic.
+    ``num_computed`` counts the distinct tables of the graph's expression.
     """
 
     memory_bytes: IntArray
@@ -273,6 +275,7 @@ class Tracked:
     _of: tuple[PartFrontier, ...]
     _picks: IntArray
     factor: float = 1.0
+    factor_of_all: float = 1.0
 
     def strategy(self, point: int) -> Strategy:
         """The strategy of a point, unrolled."""
@@ -303,7 +306,8 @@ def track(
         ValueError: there is no strategy; not ``pruned``, the frontier is then empty.
     """
     reducing = Reducing(linear) if merged is None else Reducing(linear, merged)
-    parts, settled = reducing.parts(graph.lowered())
+    lowered = graph.lowered()
+    parts, settled = reducing.parts(lowered)
     whole = reducing.whole(parts[0])
     found: list[PartFrontier] = []
     for part in parts:
@@ -315,10 +319,14 @@ def track(
             break
     kept = reduce_points(union([_points(index, each) for index, each in enumerate(found)]))
     factor = max(each.factor for each in found)
+    of_all = factor
+    if settled:
+        of_all = factor_of_all(reducing.left(lowered), kept.memory_bytes, kept.time_ns, factor)
     done = whole.done + Counter(heuristic=settled)
     exact = not settled and factor == 1 and all(tie.sure for tie in graph.ties)
-    num_computed = whole.num_tables
-    return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, graph, tuple(found), kept.picks, factor)
+    kinds = done, whole.num_tables
+    proved = factor, of_all
+    return Tracked(kept.memory_bytes, kept.time_ns, exact, *kinds, graph, tuple(found), kept.picks, *proved)
 
 
 def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float, as_far: bool) -> list[PartFrontier]:

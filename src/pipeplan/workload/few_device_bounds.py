@@ -97,13 +97,20 @@ class FewDeviceBounds:
 
     ``bound`` and ``period`` are proved so far: ns of the iteration, and per micro-batch. ``num_labels`` is the work
     that it took. To what is proved of the problem so many ns are added, in all and for each micro-batch. With
-    ``compiled``, which needs numba, much is done by compiled loops, from a moment on that no one knows before.
+    ``compiled``, which needs numba, much is done by compiled loops, from a moment on that no one knows before. Of each
+    device alone at most ``most_known`` micro-batches are learned exactly.
     """
 
     def __init__(
-        self, problem: OneMicrobatch, added_ns: int = 0, added_each_ns: int = 0, compiled: bool = True
+        self,
+        problem: OneMicrobatch,
+        added_ns: int = 0,
+        added_each_ns: int = 0,
+        compiled: bool = True,
+        most_known: int = MOST_KNOWN,
     ) -> None:
         self._compiled, self._problem, self._added, self._added_each = compiled, problem, added_ns, added_each_ns
+        self._most_known = most_known
         self._below = NEVER
         self._growing = self._grow()
         self._alone: dict[int, DeviceAlone] = {}
@@ -118,13 +125,15 @@ class FewDeviceBounds:
         return max((len(whole) + len(more) for whole, more in self._proved), default=0)
 
     @classmethod
-    def all_of(cls, problem: OneMicrobatch, compiled: bool = True) -> list[FewDeviceBounds]:
+    def all_of(
+        cls, problem: OneMicrobatch, compiled: bool = True, most_known: int = MOST_KNOWN
+    ) -> list[FewDeviceBounds]:
         """Of a problem as it is, and without the time of operations on all devices: of those that say something."""
-        left = WithoutSharedTime.of(problem)
+        left, whole = WithoutSharedTime.of(problem), cls(problem, 0, 0, compiled, most_known)
         if left is None:
-            return [cls(problem, compiled=compiled)]
-        cut = cls(left.problem, left.all_ns, left.each_ns, compiled)
-        return [cut, cls(problem, compiled=compiled)] if any(lag for _, _, lag in problem.edges) else [cut]
+            return [whole]
+        cut = cls(left.problem, left.all_ns, left.each_ns, compiled, most_known)
+        return [cut, whole] if any(lag for _, _, lag in problem.edges) else [cut]
 
     def grow(self, below: int = NEVER) -> bool:
         """Work for some milliseconds; False if no more is to be had. Nothing needs to be proved from ``below`` on."""
@@ -217,7 +226,7 @@ class FewDeviceBounds:
             return
         known = DeviceAlone(few, few.entries[0])
         begun = self.num_labels
-        for _ in range(min(MOST_KNOWN, self._problem.num_microbatches)):
+        for _ in range(min(self._most_known, self._problem.num_microbatches)):
             self.num_labels += known.learn()
             yield True
             if self.num_labels > begun + known.most_labels:
