@@ -259,11 +259,10 @@ def test_layouts_whose_devices_share_stand_beside_strategies(
     quick = {"forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"}
     blocks = []
     for each in profile.blocks:
-        known = [{name: getattr(row, name) for name in quick if getattr(row, name)} for row in each.costs]
-        shared = tuple(
-            row.model_copy(update={key: 2} | {name: time // 3 for name, time in own.items()})
-            for row, own in zip(each.costs, known, strict=True)
-        )
+        known = [{name: getattr(row, name) // 3 for name in quick if getattr(row, name)} for row in each.costs]
+        for own in known:
+            own["backward_ns"] = own["input_grad_ns"] + own["weight_grad_ns"]  # as it is of configurations
+        shared = tuple(row.model_copy(update={key: 2} | own) for row, own in zip(each.costs, known, strict=True))
         experts = each.parameters // 2 if key == "expert" else 0
         blocks.append(each.model_copy(update={"costs": (*each.costs, *shared), "expert_parameters": experts}))
     path, plan_path = tmp_path / "shared.json", tmp_path / "plan.json"
@@ -285,8 +284,11 @@ def test_layouts_whose_devices_share_stand_beside_strategies(
     sizes = ("--pp", 1, flag, 2, "--zero", 0, "--recompute", "none", "--deterministic", "-o", plan_path)
     assert CliRunner().invoke(cli, ["search", *map(str, (path, *asked, *sizes))]).exit_code == 0
     assert read_plan(str(plan_path)).predicted.iteration_ns == last["time_ns"]
-    restricted = json.loads(run(path, *asked, "--only", "optcnn", "--json").stdout)["notes"]
-    assert any("leave out --only, or add --plans" in note for note in restricted)
+    restricted = json.loads(run(path, *asked, "--only", "optcnn", "--json").stdout)
+    assert set(restricted["points"][-1]["configurations"].values()) == {
+        {"context": "places2", "expert": "experts2"}[key]
+    }
+    assert any("by 1 point devices share sequences (places) or experts" in note for note in restricted["notes"])
     plain = json.loads(run(profile_path, *asked, "--json").stdout)["notes"]
     assert not any("share" in note for note in plain)
 

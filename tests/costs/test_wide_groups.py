@@ -42,6 +42,8 @@ from pipeplan.planning.candidates import PlacementCandidate, open_splits, placed
 from pipeplan.planning.request import Request, input_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import Trial
+from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.operators import Configuration
 from pipeplan.simulator.recost import recosted, with_costs_of
 from pipeplan.workload.kinds import Role
 
@@ -494,3 +496,47 @@ def test_links_that_are_all_alike_change_nothing() -> None:
     assert row_of(again, 8, 2) == row_of(with_best_places(profile, nodes(2)), 8, 2)
     back = with_best_places(with_best_places(profile, nodes(2)), nodes(2, between=BETWEEN // 2))
     assert row_of(back, 8, 2) == row_of(with_best_places(profile, nodes(2, between=BETWEEN // 2)), 8, 2)
+
+
+SIZES = [(1, 2, 4, 1), (2, 2, 2, 1), (4, 2, 1, 1), (8, 1, 1, 1), (2, 1, 4, 1), (1, 8, 1, 1)]
+
+
+@pytest.mark.parametrize(("replicas", "shards", "context", "expert"), SIZES)
+def test_configurations_take_what_stages_of_the_same_groups_do(
+    replicas: int, shards: int, context: int, expert: int
+) -> None:
+    """Of nodes of two, so that groups are in several."""
+    profile, cluster = chain(2), nodes(4, node=2)
+    model = cost_model(profile, cluster, 8, replicas, device="v100-16gb", options=CostOptions(blocks=True))
+    stage = PlacedStage(blocks=("b0",), devices=tuple(range(8)), replicas=replicas, shards=shards, context=context)
+    axes = (("samples", replicas), ("places", context), ("shards", shards))
+    own = find(model, "b0", "-".join(f"{name}{size}" for name, size in axes if size > 1))
+    require_alike(own, profile, stage, cluster)
+
+
+def test_so_it_is_with_experts() -> None:
+    profile, cluster = chain(2, moe=True), nodes(2)
+    model = cost_model(profile, cluster, 16, 16, device="v100-16gb", options=CostOptions(blocks=True))
+    for experts in (8, 16):
+        stage = PlacedStage(blocks=("b0",), devices=tuple(range(16)), replicas=16, expert=experts)
+        require_alike(
+            find(model, "b0", f"samples2-experts{experts}" if experts == 8 else "experts16"), profile, stage, cluster
+        )
+    far = find(model, "b0", "experts8-samples2")
+    near = find(model, "b0", "samples2-experts8")
+    assert far.forward_ns > near.forward_ns, "its groups are in both nodes"
+    assert (far.expert_bytes, far.state_bytes) == (near.expert_bytes, near.state_bytes)
+
+
+def find(model: CostModel, block: str, name: str) -> Configuration:
+    return next(way for way in model.configurations[block] if way.name == name)
+
+
+def require_alike(own: Configuration, profile: Profile, stage: PlacedStage, cluster: Cluster) -> None:
+    block = where_it_stands(profile, stage, cluster).by_id["b0"]
+    row = block_costs(block, 1, stage.shards, context=stage.context, expert=stage.expert)
+    assert row.input_grad_ns is not None
+    assert row.weight_grad_ns is not None
+    assert own.forward_ns == row.forward_ns
+    assert own.backward_ns == row.input_grad_ns + row.weight_grad_ns
+    assert own.inside_bytes == row.activation_bytes

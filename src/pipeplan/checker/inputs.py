@@ -1190,14 +1190,18 @@ def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, c
     to be; where they split it unlike, whole over all. Tied parameters of the same blocks count as one.
     """
     shards = [stage.mesh_of(place).size_of(SHARDS) for place in range(len(stage.blocks))]
+    sharing = [stage.mesh_of(place).size_of(EXPERTS) for place in range(len(stage.blocks))]
+    own = [_of_experts(*each, known)[GRADIENTS] for each in zip(stage.blocks, sharing, strict=True)]
     left = [_of_shards(*each, known)[GRADIENTS] for each in zip(stage.blocks, shards, strict=True)]
     parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
     cuts = [held[0].num_parts for held in parts]
     taken = [0] * len(stage.blocks)
 
     def time(place: int) -> int:
-        own = -(-left[place] // cuts[place]) - taken[place] // cuts[place]
-        return sum_time(cluster, stage.shards, stage.mesh_of(place), own)
+        rest = -(-(left[place] - own[place]) // cuts[place]) - taken[place] // cuts[place]
+        every, among = rest - (-own[place] // sharing[place]), partial(sum_time, cluster, stage.shards)
+        mesh = stage.mesh_of(place)
+        return among(mesh, every) + among(mesh, rest, along=(EXPERTS,))
 
     groups: dict[tuple[str, ...], int] = defaultdict(int)
     for tied in sorted(profile.tied, key=lambda each: known.kept_tied[each.name].total, reverse=True):

@@ -96,12 +96,11 @@ class SharedState:
     def of_configured(self, stage: Stage) -> MemoryBytes:
         """What a device keeps of a stage whose blocks have configurations: tied parts once for each way to split."""
         state = MemoryBytes()
-        for index, block in enumerate(stage.blocks):
-            kept, experts = self._over(stage, index), stage.mesh_of(index).size_of(EXPERTS)
-            if experts > 1:
-                apart = expert_state_of(self.blocks[block], self.profile.recipe)
+        for index in range(len(stage.blocks)):
+            kept, apart = self._over(stage, index), self._apart(stage, index)
+            if apart.total:
                 kept -= apart
-                state += apart.share(self._cut(stage, experts))
+                state += apart.share(self._cut(stage, stage.mesh_of(index).size_of(EXPERTS)))
             state += kept.share(self._cut(stage, self._parts(stage, index)[0].num_parts))
         for tied in self.profile.tied:
             ways = self.ways(stage, tied.blocks)
@@ -114,6 +113,12 @@ class SharedState:
         block = self.blocks[stage.blocks[index]]
         again = whole_state_of(block, self.profile.recipe) * (stage.mesh_of(index).size_of(SHARDS) - 1)
         return self.kept[block.id] + again
+
+    def _apart(self, stage: Stage, index: int) -> MemoryBytes:
+        """What they keep together of the experts of a block with a configuration that shares these; else nothing."""
+        if stage.mesh_of(index).size_of(EXPERTS) == 1:
+            return MemoryBytes()
+        return expert_state_of(self.blocks[stage.blocks[index]], self.profile.recipe)
 
     def _cut(self, stage: Stage, parts: int) -> Mapping[MemoryKind, int]:
         """Into how many parts a stage cuts what it keeps of blocks of which each device has one of ``parts``."""
@@ -171,11 +176,12 @@ class SharedState:
             return 0
         before = [0] * len(stage.blocks)
         cuts = [self._parts(stage, index)[0].num_parts for index in range(len(stage.blocks))]
-        sizes = [-(-self._over(stage, index)[GRADIENTS] // cut) for index, cut in enumerate(cuts)]
+        apart_of = [self._apart(stage, index)[GRADIENTS] for index in range(len(cuts))]
+        sizes = [-(-(self._over(stage, n)[GRADIENTS] - apart_of[n]) // cut) for n, cut in enumerate(cuts)]
 
         def spent(index: int) -> int:
-            size = sizes[index] - before[index] // cuts[index]
-            return sum_time(cluster, stage.shards, stage.mesh_of(index), size)
+            size, mesh = sizes[index] - before[index] // cuts[index], stage.mesh_of(index)
+            return _summed_ns(cluster, stage.shards, mesh, size, -(-apart_of[index] // mesh.size_of(EXPERTS)))
 
         for tied in self.profile.tied:
             if tied.name in apart:
@@ -220,6 +226,15 @@ class SharedState:
                 size = sum(self.kept_tied[each.name][GRADIENTS] for each in those)
                 tables.append(({each.name for each in those}, places, size))
         return tables
+
+
+def _summed_ns(cluster: Cluster, devices: int, mesh: Mesh, size: int, experts: int) -> int:
+    """Ns to sum what devices of a mesh have of gradients: of ``size`` bytes with all, of ``experts`` but with some.
+
+    Those that share experts have other ones each.
+    """
+    axes: list[tuple[int, Collection[str]]] = [(size + experts, (SAMPLES, PLACES)), (size, (EXPERTS,))]
+    return sum(sum_time(cluster, devices, mesh, each, along=along) for each, along in axes)
 
 
 def sum_time(

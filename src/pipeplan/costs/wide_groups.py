@@ -15,7 +15,7 @@ before devices are chosen, as where they lie best (:func:`with_best_places`); a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import lcm
@@ -142,6 +142,19 @@ def best_groups(cluster: Cluster | None, sizes: GroupSizes) -> WideGroups | None
     if cluster is None or len(cluster.levels) < 2 or max(sizes.width, sizes.expert) > cluster.num_devices:
         return None
     return _best_groups(_PricedLinks(cluster), sizes)
+
+
+def groups_on_mesh(cluster: Cluster | None, groups: Mapping[str, Sequence[Sequence[int]]]) -> WideGroups | None:
+    """Those along axes of a mesh of a cluster's first devices; None if each is inside of a node, or links are alike."""
+    if cluster is None or len(cluster.levels) < 2:
+        return None
+    node, links = cluster.levels[0].group_size, _PricedLinks(cluster)
+    wide = {
+        axis: (tuple(map(tuple, own)),)
+        for axis, own in groups.items()
+        if any(len({device // node for device in each}) > 1 for each in own)
+    }
+    return WideGroups(cluster, links.key, slowest=True, **wide) if wide else None
 
 
 class _PricedLinks:

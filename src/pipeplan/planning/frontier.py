@@ -6,6 +6,7 @@ Beside its points stand what is proved of them, and what a reader must know.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -61,9 +62,11 @@ from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
 from pipeplan.simulator.spares import Spares
+from pipeplan.texts import counted
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_bytes, format_ns, named_devices
 from pipeplan.workload.elements import Stage
+from pipeplan.workload.mesh import EXPERTS, PLACES
 from pipeplan.workload.slices import parts_words
 from pipeplan.workload.workload import Workload
 
@@ -199,13 +202,6 @@ def frontier_notes(request: Request) -> Iterator[str]:
     yield from input_notes(request)
     if reserve := max(request.reserve):
         yield f"memory does not include the reserve of {format_bytes(reserve)} on each device"
-    splitting = request.splitting
-    if splitting is not None and not _shares_stages(splitting) and (left_out := _shared_by_rows(request.profile)):
-        flag = "--only" if splitting.whole_blocks else "--split-level operator"
-        yield (
-            f"no point has devices that share {' or '.join(left_out)}, for which the profile has costs: leave out "
-            f"{flag}, or add --plans"
-        )
     if request.cluster is None:
         return
     kinds = request.cluster.first(request.num_devices).devices
@@ -217,11 +213,9 @@ def frontier_notes(request: Request) -> Iterator[str]:
         yield f"no price_per_hour for {', '.join(unpriced)}: points that use them have no price"
 
 
-def _shared_by_rows(profile: Profile) -> list[str]:
-    """What devices of a stage may share by the rows of a profile."""
-    rows = [row for block in profile.kinds for row in block.costs]
-    there = {"sequences": any(row.context > 1 for row in rows), "experts": any(row.expert > 1 for row in rows)}
-    return [what for what, is_there in there.items() if is_there]
+def _shared_by_rows(profile: Profile) -> bool:
+    """Whether devices may share sequences or experts by the rows of a profile."""
+    return any(row.context > 1 or row.expert > 1 for block in profile.kinds for row in block.costs)
 
 
 def _shares_stages(splitting: Splitting) -> bool:
@@ -252,6 +246,21 @@ def sharing_notes(num_devices: int, samples: int, shares: Sequence[float], model
     if blocks and not model.options.blocks:
         count = len({node.block for node in model.operators.nodes})
         yield f"{named_devices(num_devices)}: {len(blocks)} of {count} blocks stay whole: their dimensions are unknown"
+
+
+def unrun_notes(num_devices: int, points: Sequence[FrontierPoint], model: CostModel) -> Iterator[str]:
+    """A note that plans of points whose devices share sequences or experts of single blocks are not run."""
+    blocks = {node.name for node in model.operators.nodes if node.operation.kind == "block"}
+    texts = ([way for name, way in point.configurations.items() if name in blocks] for point in points)
+    count = sum(any(map(_SHARED_ALONE.search, ways)) for ways in texts)
+    if count and model.options.blocks:
+        yield (
+            f"{named_devices(num_devices)}: by {counted(count, 'point')} devices share sequences (places) or experts "
+            "of single blocks, which is checked and simulated but not run: what runs shares them over whole stages"
+        )
+
+
+_SHARED_ALONE = re.compile(rf"\b({PLACES}|{EXPERTS})\d")
 
 
 def device_notes(device: str | None, model: CostModel) -> Iterator[str]:
@@ -449,12 +458,13 @@ def _of_splits(
     for own in request.by_devices:
         count, limit, splits = own.num_devices, own.least_memory, of_count.get(own.num_devices)
         ways = list[tuple[FrontierPoint, Callable[[], Plan]]]()
-        if splits is not None:
-            ways += [(_split_point(splits, each), partial(splits.plan, own, n)) for n, each in enumerate(splits.points)]
         if (laid := shared.get(count)) is not None:
             ways += [(_plan_point(own, each), partial(attrgetter("plan"), each)) for each in laid.points]
-            ways = _unbeaten(ways)
             notes.append(_sharing_note(count, laid))
+        if splits is not None:
+            ways += [(_split_point(splits, each), partial(splits.plan, own, n)) for n, each in enumerate(splits.points)]
+        if laid is not None:
+            ways = _unbeaten(ways)
         marked = _with_knees([point for point, _ in ways])
         fitting = [index for index, each in enumerate(marked) if limit is None or each.memory_bytes <= limit]
         plans += [ways[index][1] for index in fitting]
@@ -463,6 +473,7 @@ def _of_splits(
             continue
         repeated = [share for index in fitting if (share := marked[index].repeated) is not None]
         notes += sharing_notes(count, samples, repeated, splits.model)
+        notes += unrun_notes(count, [marked[index] for index in fitting], splits.model)
         least = splits.points[0].memory_bytes
         if limit is not None and least > limit:
             notes.append(f"{named_devices(count)}: {_not_enough(least)}")

@@ -26,6 +26,7 @@ from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.operators import Rule, Splits, Splittable, factorizations, splits_of
 from pipeplan.sharding.table import Table
 from pipeplan.sharding.tracking import track
+from pipeplan.workload.mesh import EXPERTS, SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +147,15 @@ def _on_mesh(model: CostModel, dimensions: tuple[MeshSplit, ...], fixed: dict[st
     def rule(operation: Splittable, splits: Splits) -> bool:
         own = {axis.name for axis in operation.axes if axis.size > 1}
         return set(splits.values()) <= set(dimensions) and all(
-            splits.get(name) == split for name, split in fixed.items() if name in own
+            _along(name, splits) == split for name, split in fixed.items() if name in own
         )
 
     return _restricted(model, rule, aligned=True)
+
+
+def _along(axis: str, splits: Splits) -> MeshSplit | None:
+    """Where an axis lies; samples are split along devices that share experts, too."""
+    return splits.get(axis) or (splits.get(EXPERTS) if axis == SAMPLES else None)
 
 
 def _restricted(model: CostModel, rule: Rule, *, aligned: bool = False) -> CostModel:

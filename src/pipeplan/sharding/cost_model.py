@@ -21,14 +21,14 @@ import numpy.typing as npt
 from pipeplan.costs import UNLIMITED
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.costs.layouts import Layout, MeshSplit, Tensor
-from pipeplan.costs.recipes import running_bytes, state_of, step_ns, whole_state_of
+from pipeplan.costs.recipes import expert_state_of, running_bytes, state_of, step_ns, whole_state_of
 from pipeplan.costs.resharding import Resharding, sum_ns
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile, Recipe, TiedParameter
 from pipeplan.sharding.elimination import Reducing
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy, TieUser
-from pipeplan.sharding.operator_kinds import Data, WholeBlock, grows_steeply, profiled_sizes, row_for
+from pipeplan.sharding.operator_kinds import WHOLE, Data, WholeBlock, grows_steeply, profiled_sizes, row_for
 from pipeplan.sharding.operators import (
     MOST_DIMENSIONS,
     Axis,
@@ -61,7 +61,8 @@ class CostOptions:
     all devices. ``microbatches`` of one iteration share the sum of gradients; ``in_flight`` of them hold activations
     at once. ``rule`` restricts configurations, ``reuse`` False keeps what every operator needs where it needs it, and
     ``aligned`` lets no tensor change its layout on the way, but for sums. Meshes have up to ``mesh_dimensions``.
-    With ``recompute`` every operator keeps only its inputs, and backward runs its forward again.
+    With ``recompute`` every operator keeps only its inputs, and backward runs its forward again. Where they are
+    ``shared``, devices may share sequences and experts of single blocks, which no executor runs.
     """
 
     blocks: bool = False
@@ -73,6 +74,7 @@ class CostOptions:
     aligned: bool = False
     mesh_dimensions: int = MOST_DIMENSIONS
     recompute: bool = False
+    shared: bool = True
 
 
 class TensorNeed(NamedTuple):
@@ -272,7 +274,8 @@ class CostModel:
             ways.append(numbers.setdefault(way_of(operation, way.splits), len(numbers)))
             memory.append(size(tied.state // parts))
             left = (way.gradient_bytes - shared // parts for shared in (before, before + tied.gradient_bytes))
-            sums = [-(-sync_ns(operation, way.splits, each, self.resharding) // microbatches) for each in left]
+            how = self.resharding, way.expert_bytes
+            sums = [-(-sync_ns(operation, way.splits, each, *how) // microbatches) for each in left]
             time.append(sums[0] - sums[1])
             step.append(self._step_ns(tied.state // parts) // microbatches)
         return TieUser(name, *(np.array(each, np.int64) for each in (ways, memory, time, step)))
@@ -310,16 +313,16 @@ class CostModel:
         """What a configuration of an operator takes beyond the sizes that its block was profiled with."""
         node = self._nodes[name]
         numbers = node.operation.numbers({axis: split.extent for axis, split in way.splits.items()})
-        shards = node.operation.shards_of(numbers) if isinstance(node.operation, WholeBlock) else 1
-        low, high = profiled_sizes(self.blocks[node.block], shards) or (1, math.inf)
-        samples = low if isinstance(node.operation, Data) else numbers.get("samples", low)
+        sizes = node.operation.sizes_of(numbers) if isinstance(node.operation, WholeBlock) else WHOLE
+        low, high = profiled_sizes(self.blocks[node.block], sizes) or (1, math.inf)
+        samples = low if isinstance(node.operation, Data) else numbers.get("samples", low) // sizes.expert
         if low <= samples <= high:
             return None
-        nearest = {**numbers, "samples": round(min(max(samples, low), high))}
+        nearest = {**numbers, "samples": sizes.expert * round(min(max(samples, low), high))}
         ours, theirs = (sum(node.operation.times(each, self.device)) for each in (numbers, nearest))
-        in_proportion = theirs * samples / nearest["samples"]
+        in_proportion = theirs * samples * sizes.expert / nearest["samples"]
         less, more = round(ours - min(theirs, in_proportion)), round(max(theirs, in_proportion) - ours)
-        steep = grows_steeply(self.blocks[node.block], shards)
+        steep = grows_steeply(self.blocks[node.block], sizes)
         return Unprofiled(
             samples,
             low,
@@ -514,7 +517,7 @@ def unpriced_model(
     """
     preset = device_preset(device) if device else _preset_of(profile, cluster)
     width = 4 if profile.source.dtype == "float32" else 2
-    operators = expand(profile, samples, width=width, whole_blocks=options.blocks)
+    operators = expand(profile, samples, width=width, whole_blocks=options.blocks, shared=options.shared)
     if options.data_parallel_loading:
         operators = _loaded(operators, devices)
     resharding = Resharding(cluster, devices)
@@ -657,10 +660,15 @@ def _block_scales(
     left = state_of(block, recipe) - sum((own.state for own in held), MemoryBytes())
     repeated, cast = whole_state_of(block, recipe), running_bytes(block, recipe, 2) - running
     dividing = frozenset(row.shards for row in block.costs if row.sequence_parallel)
+    of_experts: tuple[MemoryBytes, int] = MemoryBytes(), 0
+    if block.expert_parameters:  # then it is one operator
+        part = running * block.expert_parameters // (block.parameters + block.frozen_parameters)
+        of_experts = expert_state_of(block, recipe), part
     for own, weight, count in zip(held, weights, counts, strict=True):
         state = own.state + left * weight // total
         both = -(-running * count // max(1, sum(counts))), repeated * weight // total
-        yield OperatorScale(forward, backward, state, *both, -(-cast * count // max(1, sum(counts))), dividing)
+        again = -(-cast * count // max(1, sum(counts)))
+        yield OperatorScale(forward, backward, state, *both, again, dividing, *of_experts)
 
 
 def _measured_over_computed(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeplan.files import Block, Edge, Profile
+from pipeplan.files.row_messages import RowMessages
 from pipeplan.sharding import operator_kinds as ops
-from pipeplan.sharding.operator_kinds import WholeBlock, WordTable, shards_axis, single_operator
+from pipeplan.sharding.operator_kinds import WholeBlock, WordTable, shards_axis, shared_axes, single_operator
 from pipeplan.sharding.operators import Axis, Splittable
 
 
@@ -55,13 +56,20 @@ class _Flow:
 
 @dataclass(frozen=True, slots=True)
 class _BlockNumbers:
-    """What is known of a block besides itself: samples, bytes per number, bytes per sample in and out."""
+    """What is known of a block besides itself: samples, bytes per number, bytes per sample in and out.
+
+    ``shared``: devices may share its sequences and its experts, as its rows have it; of what these send each other, and
+    which go around ``rings``, the profile says more.
+    """
 
     block: Block
     samples: int
     width: int
     taken: tuple[int, ...]
     given: int
+    shared: bool = False
+    messages: tuple[RowMessages, ...] = ()
+    rings: frozenset[tuple[int, int]] = frozenset()
 
     def size(self, name: str) -> int:
         """One of the block's dimensions."""
@@ -105,19 +113,27 @@ class _Builder:
         return any(self.gradients)
 
 
-def expand(profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool = False) -> OperatorGraph:
+def expand(
+    profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool = False, shared: bool = True
+) -> OperatorGraph:
     """The operators of a profile's blocks for a micro-batch of ``samples``; ``width`` is bytes per number.
 
-    With ``whole_blocks`` every block is one operator.
+    With ``whole_blocks`` every block is one operator. Where they are ``shared`` devices may share sequences and experts
+    of a block that has rows for it, and no tensor that is there for all samples.
     """
-    by_id = profile.by_id
+    by_id, whole = (
+        profile.by_id,
+        {id_ for edge in profile.edges if edge.broadcast for id_ in (edge.source, edge.target)},
+    )
     flows: dict[str, _Flow] = {}
     nodes: list[OperatorNode] = []
     links: list[Link] = []
     for id_ in profile.topological_order():
         incoming = [edge for edge in profile.edges if edge.target == id_]
         outgoing = max((edge.bytes_per_sample for edge in profile.edges if edge.source == id_), default=0)
-        known = _BlockNumbers(by_id[id_], samples, width, tuple(edge.bytes_per_sample for edge in incoming), outgoing)
+        taken = tuple(edge.bytes_per_sample for edge in incoming)
+        more = shared and id_ not in whole, profile.messages, profile.rings
+        known = _BlockNumbers(by_id[id_], samples, width, taken, outgoing, *more)
         flow, built = _expanded(known, incoming, flows, whole_blocks=whole_blocks)
         flows[id_] = flow
         nodes += built.nodes
@@ -149,7 +165,7 @@ def _whole(built: _Builder, incoming: Sequence[Edge]) -> str:
 
 def _block(known: _BlockNumbers, *, learns: bool) -> WholeBlock:
     """A block by its rows; an embedding by its width, too, which nothing else changes the sense of."""
-    axes = (known.batch, shards_axis(known.block))
+    axes = (known.batch, shards_axis(known.block), *(shared_axes(known.block) if known.shared else ()))
     by_width = known.block.operator == "embedding" and {"sequence", "hidden"} <= known.block.dimensions.keys()
     return (WordTable if by_width else WholeBlock)(
         axes=(*axes, known.along("hidden", "hidden")) if by_width else axes,
@@ -157,6 +173,8 @@ def _block(known: _BlockNumbers, *, learns: bool) -> WholeBlock:
         learns=learns,
         block=known.block.model_copy(update={"id": "block"}),  # alike whatever it is called
         sample_bytes=known.given,
+        messages=known.messages,
+        rings=known.rings,
     )
 
 

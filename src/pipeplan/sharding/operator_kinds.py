@@ -7,7 +7,7 @@ it. What is split inside of a block is summed before it ends, and a block keeps 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import ClassVar
@@ -15,11 +15,26 @@ from typing import ClassVar
 from pipeplan.costs import operators as forms
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.devices import DevicePreset, Kernel
-from pipeplan.costs.layouts import ANY, Tensor
+from pipeplan.costs.layouts import ANY, Tensor, groups_along
 from pipeplan.costs.operators import Operator
+from pipeplan.costs.resharding import Resharding
+from pipeplan.costs.wide_groups import GroupSizes, groups_on_mesh, row_at
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
-from pipeplan.sharding.operators import IMAGE, Axis, InnerExchange, Map, Numbers, Splits, Splittable, Times, tokens
+from pipeplan.files.row_messages import RowMessages
+from pipeplan.sharding.operators import (
+    IMAGE,
+    Axis,
+    InnerExchange,
+    Map,
+    Numbers,
+    Splits,
+    Splittable,
+    Times,
+    sample_splits,
+    tokens,
+)
+from pipeplan.workload.mesh import EXPERTS, PLACES, SAMPLES, SHARDS
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -345,8 +360,8 @@ class Data(Splittable):
     output = ("samples", None, None)
     keeps = (False,)
 
-    def allows(self, extents: Mapping[str, int]) -> bool:
-        return extents["samples"] == self.devices
+    def allows(self, splits: Splits) -> bool:
+        return (splits[SAMPLES].extent if SAMPLES in splits else 1) == self.devices
 
     def share(self, numbers: Numbers) -> Operator:
         return Operator()
@@ -369,32 +384,62 @@ _SCALED = (
 
 @dataclass(frozen=True)
 class WholeBlock(Splittable):
-    """A block by its rows: samples can be split, and what its rows for several shards split.
+    """A block by its rows: samples can be split, and what its rows split for several devices.
 
-    Collectives among the shards are in the rows' times, and inputs and output are whole on each of them.
+    That are ``shards``, inside of which collectives are in the rows' times, and inputs and output whole on each of
+    them; ``places`` of a sequence, of which each device has an early and a late piece, with keys and values of the
+    others; and ``experts``, whose devices have samples of their own. Two devices of four that share places have the
+    two pieces together that one of two has, so that layouts nest as if each had one run of places.
+    ``messages`` are the profile's, and ``rings`` the (shards, places) whose rows have keys and values go around one.
     """
 
     block: Block = field(kw_only=True, hash=False)
     sample_bytes: int = field(kw_only=True)
+    messages: tuple[RowMessages, ...] = field(kw_only=True, default=(), compare=False, repr=False)
+    rings: frozenset[tuple[int, int]] = field(kw_only=True, default=frozenset(), compare=False)
 
     kind = "block"
-    inputs = (("samples", None, None),)
-    output: ClassVar[Map] = ("samples", None, None)
+    inputs = (("samples", "places", None),)
+    output: ClassVar[Map] = ("samples", "places", None)
     weighted = frozenset({"shards"})
-    combined = frozenset({"shards"})
+    combined = frozenset({"shards", "experts"})
     keeps = (False,)  # its rows count them
 
-    def allows(self, extents: Mapping[str, int]) -> bool:
-        return extents["shards"] in _shard_counts(self.block)
+    def allows(self, splits: Splits) -> bool:
+        sizes = self.sizes_of(self.numbers({name: split.extent for name, split in splits.items()}))
+        if sizes not in _sizes(self.block):
+            return False
+        if sizes.expert == 1:
+            return True
+        together = sample_splits(splits)  # a layout has one split of samples
+        return len(together) == 1 and self.axis(SAMPLES).size % together[0].extent == 0 and sizes.width == 1
 
     def share(self, numbers: Numbers) -> Operator:
         return Operator()
+
+    def standing(self, splits: Splits, resharding: Resharding) -> Splittable:
+        own = {axis: [splits[name]] for axis, name in _GROUPS.items() if name in splits}
+        groups = {axis: groups_along(along, resharding.devices) for axis, along in own.items()}
+        wide = groups_on_mesh(resharding.cluster, groups)
+        if wide is None:
+            return self
+        sizes = self.sizes_of(self.numbers({name: split.extent for name, split in splits.items()}))
+        rows = tuple(
+            row
+            if row.messages is None or GroupSizes.of(row) != sizes
+            else row_at(row, self.messages[row.messages], wide, around=(row.shards, row.context) in self.rings)[0]
+            for row in self.block.costs
+        )
+        return replace(self, block=self.block.model_copy(update={"costs": rows}))
 
     def times(self, numbers: Numbers, device: DevicePreset) -> Times:
         row = self._row(numbers)
         if row.input_grad_ns is None or row.weight_grad_ns is None:
             return Times(row.forward_ns, row.backward_ns or 0, 0)
         return Times(row.forward_ns, row.input_grad_ns, row.weight_grad_ns)
+
+    def entry_bytes(self, numbers: Numbers) -> int:
+        return self.width * self.samples_of(numbers)
 
     def inside_bytes(self, numbers: Numbers) -> int:
         return self._row(numbers).activation_bytes
@@ -410,19 +455,28 @@ class WholeBlock(Splittable):
         samples = self.axis("samples").size
         return Tensor((samples, ANY, ANY), samples * self.sample_bytes)
 
-    def shards_of(self, numbers: Numbers) -> int:
-        """Over how many devices its rows split it."""
-        return self.axis("shards").size // numbers["shards"]
+    def sizes_of(self, numbers: Numbers) -> GroupSizes:
+        """Over how many devices its rows split it, its sequences and its experts."""
+        parts = {axis.name: axis.size // numbers[axis.name] for axis in self.axes}
+        return GroupSizes(parts[SHARDS], parts.get(PLACES, 1), parts.get(EXPERTS, 1), 1)
+
+    def samples_of(self, numbers: Numbers) -> int:
+        """Samples on a device, whose own they are where it shares experts."""
+        return numbers[SAMPLES] // self.sizes_of(numbers).expert
 
     def _row(self, numbers: Numbers) -> CostRow:
-        return row_for(self.block, numbers["samples"], self.shards_of(numbers))
+        return row_for(self.block, self.samples_of(numbers), self.sizes_of(numbers))
+
+
+_GROUPS = {"shards": SHARDS, "context": PLACES, "words": EXPERTS}
+"""The axis along which those lie that exchange something, as rows call them."""
 
 
 @dataclass(frozen=True)
 class WordTable(WholeBlock):
     """An embedding: as any block, and by its width, for which its times are taken to grow in proportion."""
 
-    output = ("samples", None, "hidden")
+    output = ("samples", "places", "hidden")
     weighted = frozenset({"shards", "hidden"})
 
     def times(self, numbers: Numbers, device: DevicePreset) -> Times:
@@ -443,21 +497,33 @@ class WordTable(WholeBlock):
 
 def shards_axis(block: Block) -> Axis:
     """The axis along which a block's rows for several shards split it."""
-    return Axis("shards", math.lcm(*_shard_counts(block)), called="shards")
+    return Axis("shards", math.lcm(*(sizes.shards for sizes in _sizes(block))), called="shards")
 
 
-def profiled_sizes(block: Block, shards: int = 1) -> tuple[int, int] | None:
-    """The least and most samples that the block has rows for; None without rows for these shards."""
-    sizes = [row.microbatch_size for row in block.costs if row.shards == shards and _plain(row)]
-    return (min(sizes), max(sizes)) if sizes else None
+def shared_axes(block: Block) -> tuple[Axis, ...]:
+    """The axes along which devices share its sequences and its experts by rows that it has for that."""
+    most = {PLACES: math.lcm(*(sizes.context for sizes in _sizes(block)))}
+    if block.expert_parameters:
+        most[EXPERTS] = math.lcm(*(sizes.expert for sizes in _sizes(block)))
+    return tuple(Axis(name, size, called=name) for name, size in most.items() if size > 1)
 
 
-def grows_steeply(block: Block, shards: int = 1) -> bool:
+WHOLE = GroupSizes(1, 1, 1, 1)
+"""On one device."""
+
+
+def profiled_sizes(block: Block, sizes: GroupSizes = WHOLE) -> tuple[int, int] | None:
+    """The least and most samples that the block has rows for; None without rows for such groups."""
+    samples = [row.microbatch_size for row in block.costs if GroupSizes.of(row) == sizes and _plain(row)]
+    return (min(samples), max(samples)) if samples else None
+
+
+def grows_steeply(block: Block, sizes: GroupSizes = WHOLE) -> bool:
     """Whether, somewhere between a block's rows, time grows more than in proportion to samples."""
     rows = sorted(
         (row.microbatch_size, row.forward_ns + row.whole_backward_ns)
         for row in block.costs
-        if row.shards == shards and _plain(row)
+        if GroupSizes.of(row) == sizes and _plain(row)
     )
     return any(after * size > before * more for (size, before), (more, after) in pairwise(rows))
 
@@ -467,19 +533,19 @@ def is_profiled(operation: Splittable, splits: Splits) -> bool:
     if not isinstance(operation, WholeBlock):
         return True
     numbers = operation.numbers({name: split.extent for name, split in splits.items()})
-    sizes = profiled_sizes(operation.block, operation.shards_of(numbers))
-    return sizes is not None and sizes[0] <= numbers["samples"] <= sizes[1]
+    sizes = profiled_sizes(operation.block, operation.sizes_of(numbers))
+    return sizes is not None and sizes[0] <= operation.samples_of(numbers) <= sizes[1]
 
 
-def row_for(block: Block, samples: int, shards: int = 1) -> CostRow:
+def row_for(block: Block, samples: int, sizes: GroupSizes = WHOLE) -> CostRow:
     """The block's costs for ``samples``; outside of its rows' sizes, the nearest row in proportion."""
-    sizes = sorted(row.microbatch_size for row in block.costs if row.shards == shards and _plain(row))
-    if not sizes:
+    known = profiled_sizes(block, sizes)
+    if known is None:
         raise UsageError(
-            f"block {block.id!r} has no costs for {shards} shards without recomputation; profile it with them"
+            f"block {block.id!r} has no costs for {sizes.shards} shards without recomputation; profile it with them"
         )
-    nearest = min(max(samples, sizes[0]), sizes[-1])
-    row = block_costs(block, nearest, shards)
+    nearest = min(max(samples, known[0]), known[1])
+    row = block_costs(block, nearest, sizes.shards, context=sizes.context, expert=sizes.expert)
     if nearest == samples:
         return row
     changed = {name: round(value * samples / nearest) for name in _SCALED if (value := getattr(row, name)) is not None}
@@ -487,11 +553,12 @@ def row_for(block: Block, samples: int, shards: int = 1) -> CostRow:
 
 
 def _plain(row: CostRow) -> bool:
-    return not row.recompute and not row.configuration and row.context == row.expert == 1
+    return not row.recompute and not row.configuration
 
 
-def _shard_counts(block: Block) -> set[int]:
-    return {row.shards for row in block.costs if _plain(row)}
+def _sizes(block: Block) -> set[GroupSizes]:
+    """Of which groups it has rows without recomputation; those that split experts are none of a mesh."""
+    return {sizes for row in block.costs if _plain(row) and (sizes := GroupSizes.of(row)).expert_shards == 1}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from pipeplan.costs.resharding import Resharding, sum_ns
 from pipeplan.files.row_messages import Combining
 from pipeplan.time_limit import checked
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
-from pipeplan.workload.mesh import SHARDS
+from pipeplan.workload.mesh import EXPERTS, SAMPLES, SHARDS
 
 Map = tuple[str | None, str | None, str | None]
 """Which axis of the operator each dimension of a tensor is: samples, places, features; None where it is whole."""
@@ -142,7 +142,7 @@ class Splittable(ABC):
         """Numbers of each axis on one device; whole without ``extents``."""
         return {axis.name: axis.share((extents or {}).get(axis.name, 1)) for axis in self.axes}
 
-    def allows(self, extents: Mapping[str, int]) -> bool:
+    def allows(self, splits: Splits) -> bool:
         """Whether it can be split so, where dividing its axes is not all that matters."""
         return True
 
@@ -159,6 +159,10 @@ class Splittable(ABC):
     def keeps_input(self, port: int) -> bool:
         """Whether backward needs an input; the last one said holds for all after it."""
         return self.keeps[min(port, len(self.keeps) - 1)]
+
+    def standing(self, splits: Splits, resharding: Resharding) -> Splittable:
+        """The same with the times that it has where its shares stand so: of closed forms they are the same."""
+        return self
 
     def times(self, numbers: Numbers, device: DevicePreset) -> Times:
         """Times of a share by the closed forms, without what it exchanges."""
@@ -261,7 +265,8 @@ class OperatorScale:
     ``forward`` and ``backward`` are measured over computed time of its block; ``state`` is what training keeps of its
     parameters, and ``running_bytes`` are of a copy of them that is there while it runs, both unsplit. Of these each of
     several ``shards`` has ``repeated`` and ``running_repeated`` whole; numbers of them that divide sequences
-    (``dividing``) each make a part of its gradients.
+    (``dividing``) each make a part of its gradients. ``experts`` and ``running_experts`` are what of all that is of
+    experts, of which each of the devices that share them has its part.
     """
 
     forward: float = 1.0
@@ -271,6 +276,8 @@ class OperatorScale:
     repeated: MemoryBytes = field(default_factory=MemoryBytes)
     running_repeated: int = 0
     dividing: frozenset[int] = frozenset()
+    experts: MemoryBytes = field(default_factory=MemoryBytes)
+    running_experts: int = 0
 
     def whole_sum_ns(self, splits: Splits, resharding: Resharding) -> int:
         """Time to add up, along shards, gradients that each of them has whole and makes a part of."""
@@ -280,11 +287,21 @@ class OperatorScale:
 
     def state_on(self, parts: int, splits: Splits) -> MemoryBytes:
         """What a device keeps that has one of so many parts."""
-        return (self.state + self.repeated * _again(splits)).share(parts)
+        whole = self.state + self.repeated * _again(splits)
+        return (
+            (whole - self.experts).share(parts) + self.experts_on(splits) if EXPERTS in splits else whole.share(parts)
+        )
+
+    def experts_on(self, splits: Splits) -> MemoryBytes:
+        """What a device keeps of experts that devices share; nothing where each has all of them."""
+        return self.experts.share(splits[EXPERTS].extent) if EXPERTS in splits else MemoryBytes()
 
     def running_on(self, parts: int, splits: Splits) -> int:
         """Bytes of the copy on a device that has one of so many parts."""
-        return -(-(self.running_bytes + self.running_repeated * _again(splits)) // parts)
+        whole = self.running_bytes + self.running_repeated * _again(splits)
+        if EXPERTS not in splits:
+            return -(-whole // parts)
+        return -(-(whole - self.running_experts) // parts) - (-self.running_experts // splits[EXPERTS].extent)
 
 
 def _again(splits: Splits) -> int:
@@ -297,7 +314,8 @@ class Configuration:
     """How an operator is split and what it costs each device; times in ns, of all its samples.
 
     ``weight_grad_ns`` is the part of backward that can wait, holding ``deferred_bytes``: None where it cannot.
-    ``sync_ns`` adds up the ``gradient_bytes`` of parameters, over shards those that each has whole. They are among the
+    ``sync_ns`` adds up the ``gradient_bytes`` of parameters, over shards those that each has whole, and over devices
+    that share experts all but the ``expert_bytes`` of each one's own. They are among the
     ``state_bytes`` that training keeps and the optimizer's step goes through in ``step_ns``, both once per iteration.
     ``inside_bytes`` is what backward needs beside inputs and output, ``entry_bytes`` the first input. Layouts are those
     of the inputs, of the gradients given for them (none if none are), and of the output, whose gradient is taken where
@@ -313,6 +331,7 @@ class Configuration:
     sync_ns: int
     step_ns: int
     gradient_bytes: int
+    expert_bytes: int
     state_bytes: int
     inside_bytes: int
     entry_bytes: int
@@ -394,8 +413,7 @@ def unpriced(
     ways = ways_to_split(devices, [axis.size for axis in operation.axes], mesh_dimensions)
     for way in checked(ways, _WAYS_PER_QUESTION):
         splits = {axis.name: split for axis, split in zip(operation.axes, way, strict=True) if split}
-        extents = _extents(operation, splits)
-        if operation.allows(extents) and (rule is None or rule(operation, splits)):
+        if operation.allows(splits) and (rule is None or rule(operation, splits)):
             yield _sized(operation, splits, scale, devices)
 
 
@@ -407,14 +425,14 @@ def _priced(
     operation: Splittable, sized: Configuration, scale: OperatorScale, device: DevicePreset, resharding: Resharding
 ) -> Configuration:
     numbers = operation.numbers(_extents(operation, sized.splits))
-    times = operation.times(numbers, device)
+    times = operation.standing(sized.splits, resharding).times(numbers, device)
     forward, backward = _exchanged(operation.exchanges(numbers), sized.splits, resharding)
     return replace(
         sized,
         forward_ns=round(times.forward_ns * scale.forward + forward),
         backward_ns=round((times.input_grad_ns + times.weight_grad_ns) * scale.backward + backward),
         weight_grad_ns=0 if sized.deferred_bytes is None else round(times.weight_grad_ns * scale.backward),
-        sync_ns=sync_ns(operation, sized.splits, sized.gradient_bytes, resharding)
+        sync_ns=sync_ns(operation, sized.splits, sized.gradient_bytes, resharding, sized.expert_bytes)
         + scale.whole_sum_ns(sized.splits, resharding),
     )
 
@@ -433,6 +451,7 @@ def _sized(operation: Splittable, splits: Splits, scale: OperatorScale, devices:
         sync_ns=0,
         step_ns=0,
         gradient_bytes=state[GRADIENTS],
+        expert_bytes=scale.experts_on(splits)[GRADIENTS],
         state_bytes=state.total,
         inside_bytes=operation.inside_bytes(numbers),
         entry_bytes=operation.entry_bytes(numbers),
@@ -489,14 +508,25 @@ def way_of(operation: Splittable, splits: Splits) -> frozenset[tuple[object, Mes
     )
 
 
-def sync_ns(operation: Splittable, splits: Splits, size: int, resharding: Resharding) -> int:
-    """Time to add up gradients of ``size`` bytes on each device, along all that its parameters do not have."""
-    summed = [split for name, split in splits.items() if name not in operation.weighted]
-    return round(sum(sum_ns(size, split, resharding) for split in summed))
+def sync_ns(operation: Splittable, splits: Splits, size: int, resharding: Resharding, experts: int = 0) -> int:
+    """Time to add up gradients of ``size`` bytes on each device, along all that its parameters do not have.
+
+    Of these bytes those of ``experts`` are other ones on each device that shares them.
+    """
+    summed = [split for name, split in splits.items() if name not in {*operation.weighted, EXPERTS}]
+    whole = round(sum(sum_ns(size, split, resharding) for split in summed))
+    return whole + (round(sum_ns(size - experts, splits[EXPERTS], resharding)) if EXPERTS in splits else 0)
+
+
+def sample_splits(splits: Splits) -> list[MeshSplit]:
+    """Along which devices have other samples: those that share experts do, too."""
+    return joined(splits[name] for name in (SAMPLES, EXPERTS) if name in splits)
 
 
 def _layout(taken: Map, splits: Splits) -> Layout:
     samples, places, features = (splits.get(name) if name else None for name in taken)
+    if EXPERTS in splits and taken[0] == SAMPLES:
+        (samples,) = sample_splits(splits)
     return Layout(samples, places, features)
 
 

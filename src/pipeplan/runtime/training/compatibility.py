@@ -291,12 +291,22 @@ def require_splittable(plan: Plan, model: Model) -> None:
     for index, stage in enumerate(plan.stages):
         for number, block in enumerate(stage.blocks) if stage.shards * stage.context > 1 else ():
             try:
+                _require_no_experts(block, stage.mesh_of(number))
                 model.require_splittable(block, stage.mesh_of(number), stage.context)
             except UsageError as error:
                 raise UsageError(
                     f"stages[{index}] splits its blocks over {stage.shards * stage.context} devices, and {error}; "
                     f"{_remedy(stage)}"
                 ) from None
+
+
+def _require_no_experts(block: str, mesh: Mesh) -> None:
+    """Refuse a mesh along which devices share experts, which is priced and not run. Raises UsageError."""
+    if mesh.size_of(EXPERTS) > 1:
+        raise UsageError(
+            f"devices share the experts of block {block!r} by its configuration {mesh}, which is not run: only whole "
+            "stages share experts (expert of a stage, search --ep)"
+        )
 
 
 def _require_shared_experts(plan: Plan, model: Model) -> None:
