@@ -57,7 +57,9 @@ def profile() -> Profile:
 
 def found(cluster: Cluster | None = None, only: str | None = None, *, whole: bool = True) -> Splits:
     """On two devices."""
-    return split_frontier(request_of(cluster), Splitting(device="v100-16gb", only=only, whole_blocks=whole))
+    return split_frontier(
+        request_of(cluster), Splitting(device="v100-16gb", only=only, whole_blocks=whole, shared=True)
+    )
 
 
 def request_of(cluster: Cluster | None) -> Request:
@@ -132,7 +134,7 @@ def names_of(splits: Splits, chosen: dict[str, int]) -> list[str]:
 
 def test_experts_lie_beside_samples_and_nothing_else() -> None:
     """Devices that share experts have samples of their own: with others that split samples they are one split."""
-    model = cost_model(profile(), None, 8, SAMPLES, device="v100-16gb", options=CostOptions(blocks=True))
+    model = cost_model(profile(), None, 8, SAMPLES, device="v100-16gb", options=CostOptions(blocks=True, shared=True))
     ways = {way.name: way for way in model.configurations["experts"] if "experts" in way.name}
     expected = {"experts2-samples4", "samples4-experts2", "experts4-samples2", "samples2-experts4"}
     expected |= {"experts2-samples2-copies2", "samples2-experts2-copies2"}

@@ -75,7 +75,7 @@ class BlockSplits:
         num_microbatches: int,
     ) -> BlockSplits | None:
         """On the first devices of a cluster; None where blocks have no costs that configurations follow from."""
-        options = CostOptions(blocks=True, microbatches=num_microbatches, rule=is_profiled, shared=False)  # as all run
+        options = CostOptions(blocks=True, microbatches=num_microbatches, rule=is_profiled)
         try:
             models = StageModels.of(cost_model(profile, cluster, num_devices, microbatch_size, options=options))
             found = cls(profile.topological_order(), models)

@@ -181,6 +181,7 @@ def least_of_splits(request: Request, splitting: Splitting) -> LeastMemory:
 def _options(splitting: Splitting) -> CostOptions:
     return CostOptions(
         blocks=splitting.whole_blocks,
+        shared=splitting.shared,
         rule=is_profiled if splitting.profiled else None,
         data_parallel_loading=splitting.data_parallel_loading,
         mesh_dimensions=splitting.mesh_dimensions,

@@ -74,7 +74,7 @@ class CostOptions:
     aligned: bool = False
     mesh_dimensions: int = MOST_DIMENSIONS
     recompute: bool = False
-    shared: bool = True
+    shared: bool = False
 
 
 class TensorNeed(NamedTuple):

@@ -58,11 +58,14 @@ class _Flow:
 class _BlockNumbers:
     """What is known of a block besides itself: samples, bytes per number, bytes per sample in and out.
 
+    ``kind`` is the block without its names, one object of all that are alike.
+
     ``shared``: devices may share its sequences and its experts, as its rows have it; of what these send each other, and
     which go around ``rings``, the profile says more.
     """
 
     block: Block
+    kind: Block
     samples: int
     width: int
     taken: tuple[int, ...]
@@ -114,7 +117,7 @@ class _Builder:
 
 
 def expand(
-    profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool = False, shared: bool = True
+    profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool = False, shared: bool = False
 ) -> OperatorGraph:
     """The operators of a profile's blocks for a micro-batch of ``samples``; ``width`` is bytes per number.
 
@@ -125,6 +128,7 @@ def expand(
         profile.by_id,
         {id_ for edge in profile.edges if edge.broadcast for id_ in (edge.source, edge.target)},
     )
+    kinds = {each.id: each.model_copy(update={"id": "block", "modules": ()}) for each in profile.kinds}
     flows: dict[str, _Flow] = {}
     nodes: list[OperatorNode] = []
     links: list[Link] = []
@@ -133,7 +137,7 @@ def expand(
         outgoing = max((edge.bytes_per_sample for edge in profile.edges if edge.source == id_), default=0)
         taken = tuple(edge.bytes_per_sample for edge in incoming)
         more = shared and id_ not in whole, profile.messages, profile.rings
-        known = _BlockNumbers(by_id[id_], samples, width, taken, outgoing, *more)
+        known = _BlockNumbers(by_id[id_], kinds[profile.alike[id_]], samples, width, taken, outgoing, *more)
         flow, built = _expanded(known, incoming, flows, whole_blocks=whole_blocks)
         flows[id_] = flow
         nodes += built.nodes
@@ -165,13 +169,13 @@ def _whole(built: _Builder, incoming: Sequence[Edge]) -> str:
 
 def _block(known: _BlockNumbers, *, learns: bool) -> WholeBlock:
     """A block by its rows; an embedding by its width, too, which nothing else changes the sense of."""
-    axes = (known.batch, shards_axis(known.block), *(shared_axes(known.block) if known.shared else ()))
+    axes = (known.batch, shards_axis(known.kind), *(shared_axes(known.kind) if known.shared else ()))
     by_width = known.block.operator == "embedding" and {"sequence", "hidden"} <= known.block.dimensions.keys()
     return (WordTable if by_width else WholeBlock)(
         axes=(*axes, known.along("hidden", "hidden")) if by_width else axes,
         width=known.width,
         learns=learns,
-        block=known.block.model_copy(update={"id": "block"}),  # alike whatever it is called
+        block=known.kind,
         sample_bytes=known.given,
         messages=known.messages,
         rings=known.rings,
