@@ -3,11 +3,14 @@
 ``until known`` is from the start of the process until all that is written is known. ``first plan`` is when the search
 first knew a schedule, and by which all of it is a plan, after the profile was read, with the seconds that reading took
 where they matter; ``stop`` is from a signal until what is written is known, in runs of their own: a SIGTERM at half of
-the limit, and in the rows whose limits once did not hold a SIGINT at a quarter and a SIGHUP at nine tenths. What every
-run wrote is checked. A row without a plan says how it ended; one that takes more than ``--most`` seconds is killed, and
-not interrupted.
+the limit, and in the rows whose limits once did not hold a SIGINT at a quarter and a SIGHUP at nine tenths. Every plan
+that a run wrote is checked, and of a comparison that it has rows. A row without a plan says how it ended; one that
+takes more than ``--most`` seconds is killed, and not interrupted.
 
-    python benchmarks/limits.py [--only PART] [--quick] [--list] [--llama PROFILE] [--state FILE]
+With ``--work`` all seconds are those that the command's process works, on all its threads, and its limit is of these,
+too: a busy machine makes them little longer. Nothing is interrupted then.
+
+    python benchmarks/limits.py [--only PART] [--quick] [--list] [--work] [--llama PROFILE] [--state FILE]
     python benchmarks/limits.py --source OTHER/CHECKOUT --state before.json
     python benchmarks/limits.py --state now.json --before before.json
     python benchmarks/limits.py --state now.json --minutes 8   # again until it says that nothing is left
@@ -47,7 +50,9 @@ MADE_UP = Source(method="literature", reference="made up to measure limits")
 MARK = re.compile(r"LIMITS (\w+) ([\d.]+)")
 
 CHILD = """
-import sys, time
+import os, sys, time
+if "LIMITS_OF_WORK" in os.environ:
+    time.monotonic = time.process_time
 BEGAN = time.monotonic()
 def mark(what):
     print(f"LIMITS {what} {time.monotonic():.3f}", file=sys.stderr, flush=True)
@@ -259,6 +264,12 @@ ROWS = (
         signals=_ALL,
     ),
     Row(
+        "the same, within two minutes",
+        "frontier gpt2-1.3b.json --devices 2,4,8,16 --memory 40GB --plans",
+        120,
+        signals=_ALL,
+    ),
+    Row(
         "nearly infeasible memory: GPT-2 1.3B, 16 devices of 6 GB",
         "search gpt2-1.3b.json --devices 16 --memory 6GB",
         30,
@@ -269,6 +280,12 @@ ROWS = (
         "compare mllm64.json --microbatches 6",
         2,
         quick=True,
+    ),
+    Row(
+        "`compare`, shared blocks (MLLM), 64 devices, 128 micro-batches",
+        "compare mllm64.json --microbatches 128",
+        30,
+        signals=_ALL,
     ),
     Row("`compare`, GPT-2 1.3B on 16 devices", "compare gpt2-1.3b.json --devices 16", 10, quick=True, signals=_ALL),
     Row("tuning, GPT-2 1.3B on 16 devices", "search gpt2-1.3b.json --devices 16 --scheduler rules", 10, quick=True),
@@ -311,7 +328,17 @@ ROWS = (
         signals=_ALL,
     ),
     Row("the same, no two blocks alike", "search apart10000.json --cluster large.json", 15),
+    Row(
+        "the same, no two blocks alike, `--placement bidirectional`",
+        "search apart10000.json --cluster large.json --placement bidirectional",
+        15,
+    ),
     Row("the same chain, within five seconds", "search split10000.json --cluster large.json", 5),
+    Row(
+        "the same chain, `--scheduler rules`, within five seconds",
+        "search split10000.json --cluster large.json --scheduler rules",
+        5,
+    ),
     Row("`compare`, the same chain, within five seconds", "compare split10000.json --cluster large.json", 5),
     Row("the same chain, `--scheduler 1f1b`", "search split10000.json --cluster large.json --scheduler 1f1b", 15),
     Row("the same chain, `--scheduler gpipe`", "search split10000.json --cluster large.json --scheduler gpipe", 15),
@@ -329,6 +356,8 @@ ROWS = (
             "--scheduler kfkb",
             "--mini-batch 1000000",
             "--zero 3",
+            "--zero 3 --zero-exchange inside",
+            "--pp 1024 --dp 1",
             "--planner graphpipe",
             "--planner pipedream",
             "--planner dapple",
@@ -338,11 +367,11 @@ ROWS = (
     ),
     *(
         Row(
-            f"the same chain, backwards in halves, `--scheduler {name}`",
-            f"search halves10000.json --cluster large.json --scheduler {name}",
+            f"the same chain, backwards in halves, `{flags}`",
+            f"search halves10000.json --cluster large.json {flags}",
             15,
         )
-        for name in ("zb-h1", "zb-v")
+        for flags in ("--scheduler zb-h1", "--scheduler zb-v", "--placement bidirectional")
     ),
     Row(
         "chain of 80 blocks on 1 to 4 devices each, 64 devices in nodes, 8,192 samples, `--scheduler gpipe`",
@@ -369,6 +398,11 @@ ROWS = (
         15,
     ),
     Row("the same chain, of inference", "search forwards10000.json --cluster large.json", 15),
+    Row(
+        "the same chain, of inference, `--pp 1024 --dp 1`",
+        "search forwards10000.json --cluster large.json --pp 1024 --dp 1",
+        15,
+    ),
     Row(
         "the same chain, half of the devices with `--profile-for`",
         "search split10000.json --cluster kinds.json --profile-for other=split10000.json",
@@ -554,10 +588,12 @@ class Rows:
 class Bench:
     """Runs rows in a folder that has their inputs, from the sources of a checkout."""
 
-    def __init__(self, folder: Path, source: str | None, most: float) -> None:
-        self._folder, self._most = folder, most
+    def __init__(self, folder: Path, source: str | None, most: float, *, of_work: bool = False) -> None:
+        self._folder, self._most, self._of_work = folder, most, of_work
         # imports are read from bytecode, as those of an installed package are
         self._environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        if of_work:
+            self._environment["LIMITS_OF_WORK"] = "1"
         if source is not None:
             self._environment["PYTHONPATH"] = str(Path(source).resolve() / "src")
 
@@ -565,7 +601,7 @@ class Bench:
         """A row, run to its end, and, where it takes long enough, interrupted."""
         marks, _, ended = self._timed(row)
         stops, over = [], ended.startswith(_OVER)
-        for when, sent in () if over else row.interrupted:
+        for when, sent in () if over or self._of_work else row.interrupted:
             _, stop, how = self._timed(row, when, sent)  # what it is sent may come when it has ended
             stops.append(stop)
             ended = "; ".join(part for part in (ended, how and f"{sent.name}: {how}") if part)
@@ -581,18 +617,20 @@ class Bench:
         self, row: Row, signal_after: float | None = None, sent_then: signal.Signals = signal.SIGTERM
     ) -> tuple[dict[str, float], float, str]:
         """When what was marked happened, the seconds from the signal until what is written is known, how it ended."""
-        output = [] if row.arguments.startswith("compare") else ["-o", "out.json"]
+        compares = row.arguments.startswith("compare")
+        output = ["--json"] if compares else ["-o", "out.json"]
         command = [sys.executable, "-c", CHILD, *row.arguments.split(), "--time-limit", f"{row.limit}s", *output]
         begun = time.monotonic()
-        process = subprocess.Popen(
-            command,
-            cwd=self._folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=self._environment,
-            process_group=0,
-        )
+        with (self._folder / "out.txt").open("w") as out:
+            process = subprocess.Popen(
+                command,
+                cwd=self._folder,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=self._environment,
+                process_group=0,
+            )
         sent = math.nan
         if signal_after is not None:
             try:
@@ -607,15 +645,19 @@ class Bench:
             _, errors = process.communicate()
         marks: dict[str, float] = {}
         for what, when in MARK.findall(errors):
-            marks.setdefault(what, float(when) - begun)
+            marks.setdefault(what, float(when) - (0.0 if self._of_work else begun))
         left = [line for line in errors.splitlines() if not MARK.match(line)]
         ended = "" if process.returncode == 0 else f"exit {process.returncode}: {' '.join(left)[-80:]}"
         if process.returncode == -signal.SIGKILL:
             ended = f"{_OVER} {self._most:g}"
-        elif row.arguments.startswith("search") and process.returncode == 0:
-            ended = self._refused()
+        elif process.returncode == 0:
+            ended = self._without_rows() if compares else self._refused()
         stop = marks.get("done", math.nan) - sent
         return marks, stop if stop >= 0 else math.nan, ended  # it may have ended before
+
+    def _without_rows(self) -> str:
+        """That a comparison has no rows; nothing if it has some."""
+        return "" if json.loads((self._folder / "out.txt").read_text())["rows"] else "no rows"
 
     def _refused(self) -> str:
         """What ``check`` says against the plan that was written; nothing if it is accepted."""
@@ -630,6 +672,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of a row's name")
     parser.add_argument("--quick", action="store_true", help="rows of at most 10 seconds alone")
     parser.add_argument("--list", action="store_true", help="name the rows, measure nothing")
+    parser.add_argument("--work", action="store_true", help="seconds of work, not by the clock")
     parser.add_argument("--llama", metavar="PROFILE", help="of Llama 70B  [default: estimated, where torch is there]")
     parser.add_argument("--source", metavar="PATH", help="another checkout to measure")
     parser.add_argument("--state", metavar="FILE", help="where rows are kept, to go on from")
@@ -652,7 +695,7 @@ def main() -> None:
         for stem, make in INPUTS.items():
             if any(f"{stem}.json" in row.arguments for row in missing):
                 (folder / f"{stem}.json").write_text(_text(make()))
-        bench = Bench(folder, options.source, options.most)
+        bench = Bench(folder, options.source, options.most, of_work=options.work)
         for row in missing:
             if time.monotonic() + seconds_of(row) > begun + 60 * options.minutes:
                 continue

@@ -464,6 +464,7 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
     ("more parameters", "spare", put("stages.0.parameter_bytes", 1), "figures", "memory[0].parameter_bytes"),
     ("more activations", "chain", operation("0F", acquire_bytes=1001), "balance", "stages[0]"),
     ("more given back than taken", "chain", operation("2B", release_bytes=1001), "balance", "operations[2B]"),
+    ("operations in another order", "chain", lambda data: data["operations"].reverse(), "stages", "stages[0]"),
     ("W gives back too early", "split", operation("1I", release_bytes=2000), "balance", "operations[1I]"),
     ("bytes that nobody gives back", "split", operation("1W", release_bytes=1499), "balance", "stages[1]"),
     ("more workspace", "chain", operation("0F", workspace_bytes=60), "figures", "predicted.memory[0].workspace_bytes"),

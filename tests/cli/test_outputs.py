@@ -15,10 +15,12 @@ from pathlib import Path
 from unittest import mock
 from xml.etree import ElementTree
 
+import click
 import pytest
 
 from builders.chains import chain_plan, chain_profile
 from pipeplan import _api
+from pipeplan.cli.main import cli
 from pipeplan.errors import FileError
 from pipeplan.files import read_plan, require_writable, write_file, write_text
 from support.commands import pipeplan
@@ -50,6 +52,14 @@ WRITES = {
     "run --export-weights": ("run", "plan.json", "--model", "gpt2-tiny", "--local", "--export-weights"),
 }
 """Every option that names a file to be written at the end."""
+
+TRAIN = ("run", "plan.json", "--model", "gpt2-tiny", "--local")
+FOLDERS = {
+    "frontier --output-all": ("frontier", "profile.json", "--devices", "2", "--plans", "--output-all"),
+    "run --checkpoint": (*TRAIN, "--checkpoint"),
+    "run --tensorboard": (*TRAIN, "--tensorboard"),
+}
+"""Every one that names a folder, which is made."""
 
 WORK = {
     "search": ("search", "tune"),
@@ -100,6 +110,38 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     assert re.search(rf"{re.escape(path)}: cannot be written: {reason}; .*", done.stderr), done.stderr
     asked = WRITES[option][-1]
     assert str(asked) in done.stderr, "what to give"
+
+
+@pytest.mark.parametrize("option", list(FOLDERS))
+def test_what_cannot_be_made_is_refused_before_the_work(
+    option: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("it has begun")
+
+    monkeypatch.setattr(_api, FOLDERS[option][0], work)
+    done = pipeplan(*FOLDERS[option], "profile.json/out", cwd=folder)
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"profile\.json/out: cannot be (made|written): ", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    "verb", ["frontier", "search", "simulate", "import", "kernels", "report", "export", "profile", "run"]
+)
+def test_every_option_that_writes_is_tried(verb: str) -> None:
+    """Those whose help begins so; each example has options of its own."""
+    command = cli.get_command(click.Context(cli), verb)
+    assert command is not None
+    tried = {given[-1] for given in (*WRITES.values(), *FOLDERS.values()) if given[0] == verb}
+    writing = [
+        option
+        for option in command.params
+        if isinstance(option, click.Option)
+        and isinstance(option.type, click.Path)
+        and re.match(r"(Write|Where to write)\b", option.help or "")
+    ]
+    assert writing
+    assert [option.name for option in writing if not tried & {*option.opts}] == []
 
 
 RULES = ("search", "profile.json", "--microbatches", 4, "--placement", "one-to-one", "--scheduler", "rules")

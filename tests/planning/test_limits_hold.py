@@ -47,6 +47,7 @@ from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import place
 from pipeplan.partition.problem import PartitionProblem
+from pipeplan.planning import candidates as candidates_module
 from pipeplan.planning import comparison, trials, tuning, uniform_space
 from pipeplan.planning import plan_frontier as plan_frontier_module
 from pipeplan.planning import steps as planning_steps
@@ -1094,18 +1095,38 @@ def _state() -> SearchState:
 
 
 def test_compare_frontier_and_tuning_end_with_what_they_have() -> None:
-    """The clock interrupts them once there is something, and at once."""
+    """The clock interrupts them at once, and at several moments when there is something, but not all: nothing that was
+    told is better than what they then have."""
     asked = Request.of(chain(12), devices=4, num_microbatches=8, placement="one-to-one", time_limit=100.0)
     whole = Request(chain(12), 4, Batch(2, 4), device_counts=(2, 4), sizes=(1, 2), time_limit=100.0)
-    verbs: dict[Callable[[Limit], Any], int] = {  # and a question when there is something, but not all
-        lambda limit: compare(asked, within=limit).interrupted: 900,
-        lambda limit: plan_frontier(whole, within=limit).interrupted: 4_000,
-        lambda limit: tune(asked, within=limit).result.interrupted: 1_100,
-    }
-    for verb, later in verbs.items():
+
+    def compared(limit: Limit, hear: Callable[..., None]) -> tuple[bool, int]:
+        found = compare(asked, within=limit, progress=hear)
+        return found.interrupted, min(row.iteration_ns for row in found.rows if row.fits)
+
+    def tracked(limit: Limit, hear: Callable[..., None]) -> tuple[bool, int]:
+        found = plan_frontier(whole, within=limit, progress=hear)
+        return found.interrupted, min(point.iteration_ns for point in found.points)
+
+    def tuned(limit: Limit, hear: Callable[..., None]) -> tuple[bool, int]:
+        found = tune(asked, within=limit, progress=hear).result
+        return found.interrupted, found.plan.predicted.iteration_ns
+
+    for verb, moments in ((compared, (600, 900)), (tracked, (3_000, 4_000)), (tuned, (900, 1_100))):
         with pytest.raises((KeyboardInterrupt, PipeplanError)):
-            verb(interrupting(1)[0])
-        assert verb(interrupting(later)[0])
+            verb(interrupting(1)[0], lambda *_: None)
+        told = 0
+        for most in moments:
+            heard: list[int] = []
+
+            def hear(what: str, best: int, *_: object, heard: list[int] = heard) -> None:
+                heard.extend([best] if best else [])
+
+            interrupted, best_ns = verb(interrupting(most)[0], hear)
+            assert interrupted
+            assert best_ns <= min(heard, default=best_ns)
+            told += len(heard)
+        assert told
 
 
 # The first plan -------------------------------------------------------------------------------------------------------
@@ -1149,6 +1170,38 @@ def test_a_large_request_has_an_even_cut_first_and_says_where_none_fits() -> Non
     found = search_plan(roomy, steps=without({"stage graphs", "published planners"}), within=Limit(math.inf))
     assert found.plan.provenance.options["stages"] == "even"
     assert found.timed_out
+
+
+def test_of_very_many_stages_a_shorter_pipeline_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fits; the longest one is looked at all the same, and what is asked for is not made shorter."""
+    monkeypatch.setattr(candidates_module, "FIRST_STAGES", 40)
+
+    def first(**given: Any) -> tuple[Plan, int]:
+        """The first plan, and the stages of the largest pipeline that was looked at."""
+        plans: list[Plan] = []
+
+        def kept(search: PlanSearch) -> None:
+            secure(search)
+            plans.extend([] if search.made is None else [search.made.plan])
+
+        with monkeypatch.context() as patched:
+            patched.setattr(planning_steps, "_secure", kept)
+            asked = of(400, 16, num_microbatches=64, microbatch_size=1, time_limit=1000.0, **given)
+            search = PlanSearch(asked, Budget(asked.time_limit, clock=Hand()), None, STEPS)
+            EvenCut(seconds=math.inf).run(search)
+        assert check(plans[0], asked.profile, asked.cluster).valid
+        return plans[0], max(len(trial.candidate.placement.stages) for trial in search.trials)
+
+    secure = planning_steps._secure
+    strategies: dict[str, Any] = {"circular": {"chunks": 9}, "bidirectional-v-shape": {}, "v-shape": {"chunks": 3}}
+    for strategy, chunks in strategies.items():
+        plan, most = first(placement=strategy, **chunks)
+        assert len(plan.stages) <= 40 < most
+        longest, most = first(placement=strategy, positions=16, **chunks)
+        assert len(longest.stages) == most
+    kept = 1000 * 400 // 16
+    tight, most = first(placement="circular", chunks=9, memory_bytes=3 * kept)
+    assert len(tight.stages) == most == 9 * 16, "there is room for no more than two parts of the model on a device"
 
 
 @pytest.mark.parametrize("large", [False, True])

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from builders.chains import chain_plan, shared_workload
+from builders.chains import chain_plan, chain_workload, shared_workload
+from builders.loops import looped_plans
 from builders.orders import gpipe_orders
 from builders.plans import plan_of
 from pipeplan.errors import FileError, UsageError
@@ -19,6 +20,7 @@ from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import MeasuredTrace, TimedText, read_trace
 from pipeplan.reporting.tables import print_measured
 from pipeplan.reporting.timeline import predicted_trace
+from pipeplan.simulator import measured
 from pipeplan.simulator.measured import compared
 from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import simulate
@@ -48,6 +50,16 @@ def run_of(plan: Plan, change: Change = unchanged, *, steps: int = 3, emulated: 
         end = start if "_" in text else start + round(float(event["dur"]) * 1000)
         devices[device].append(change(text, device, start, end))
     return MeasuredTrace(plan.name, sha256_of(plan), emulated, (tuple(map(tuple, devices)),) * steps)
+
+
+def test_a_trace_of_more_actions_than_can_be_gone_through_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = looped_plans(chain_workload(2, 4), 8, 100)["1f1b"]
+    trace = MeasuredTrace(plan.name, sha256_of(plan), False, run_of(plan.unrolled(), steps=1).steps)
+    assert plan.num_unrolled == 400
+    assert compared(simulate(plan), trace).ratio == 1.0
+    monkeypatch.setattr(measured, "MOST_UNROLLED", 399)
+    with pytest.raises(UsageError, match="with 100 micro-batches the plan has 400 actions, of at most 399"):
+        compared(simulate(plan), trace)
 
 
 @pytest.mark.parametrize("plan", [chain_plan(4, 6, split=(10, 5), lag=3), shared_plan()], ids=["chain", "shared"])

@@ -144,8 +144,12 @@ def _check_routes(plan: Plan, placed: set[tuple[int, str]], findings: Findings) 
 def _check_own_order(
     stage: int, operations: dict[str, Operation], pairs: set[tuple[str, str]], findings: Findings
 ) -> None:
-    """F before B or I, I before W."""
-    for before, after in itertools.pairwise(in_order(operations)):
+    """F before B or I, I before W, which are listed so, too."""
+    ordered = in_order(operations)
+    if (listed := list(operations)) != ordered:
+        text = f"has {', '.join(listed)} in this order; a stage's are listed as they run: {', '.join(ordered)}"
+        findings.add("stages", f"stages[{stage}]", text)
+    for before, after in itertools.pairwise(ordered):
         if (f"{stage}{before}", f"{stage}{after}") not in pairs:
             findings.add(
                 "dependencies", "dependencies", f"{stage}{after} must wait for {stage}{before}; no entry says so"

@@ -30,6 +30,7 @@ from pipeplan.cli.shared import (
     OneOf,
     granularity,
     interrupt_on_sigterm,
+    make_folder,
 )
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.texts import printable
@@ -253,6 +254,9 @@ def run_command(
     launched = not local and _api.join_launcher()
     first = local or os.environ.get("RANK", "0") == "0"  # only rank 0 writes the trace
     outputs = Outputs({"--trace": trace_path, "--export-weights": weights} if first else {})
+    for name in ("checkpoint", "tensorboard") if first else ():
+        if how[name] is not None:
+            make_folder(how[name], f"--{name}")
     options = run_options({**how, "model": model, "emulate": emulate, "trace": trace_path is not None})
     shown = Steps(options, quiet=as_json)
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown, launched)

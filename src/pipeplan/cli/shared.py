@@ -728,17 +728,22 @@ def _number(given: str | int) -> int | None:
 # What is said while work goes on, and where results go --------------------------------------------------------------
 
 
+def make_folder(path: str, option: str) -> Path:
+    """Make the folder that an option names, before the work for what it is to have. Raises FileError: it cannot be."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be made: {error.strerror or error}; choose a folder with {option}") from error
+    return Path(path)
+
+
 def require_folder(path: str, pattern: str, option: str) -> None:
     """Make the folder that an option names before minutes of work, for files named by a pattern.
 
     Raises:
         FileError: it cannot be made or written, or has files of this pattern, which could be mistaken for new ones.
     """
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FileError(f"{path}: cannot be made: {error.strerror or error}; choose a folder with {option}") from error
+    folder = make_folder(path, option)
     _api.require_writable(f"{path}/{pattern}", option)
     there = sorted(each.name for each in folder.glob(pattern))
     if there:

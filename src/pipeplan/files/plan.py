@@ -250,6 +250,10 @@ _EXCHANGE = ("unshard_every", "reduce_every", "block_groups")
 _PLACED_OTHERWISE = ("devices", "context_exchange", "expert_shards")
 
 
+MOST_UNROLLED = 1_000_000
+"""Actions of a plan with a loop that are written out where they must be: about a gigabyte."""
+
+
 class Plan(File):
     """A placement, a schedule and a program per device for one mini-batch."""
 
@@ -800,6 +804,11 @@ class Plan(File):
             return self.written
         number = self.num_written + (copies - 1) * loop.microbatches
         return self.model_copy(update={"num_microbatches": number, "loop": replace(loop, copies=copies)})
+
+    @property
+    def num_unrolled(self) -> int:
+        """How many actions of stages it has, all of those counted that a loop runs."""
+        return self.num_microbatches * len(self.operations)
 
     def unrolled(self) -> Plan:
         """The same plan with everything written that a loop runs; it grows with the number of micro-batches."""

@@ -49,6 +49,7 @@ from pipeplan.search_constants import (
     CHUNKS,
     FAR,
     FEW_LOOKED_AT,
+    FIRST_STAGES,
     LARGE,
     MANY_KINDS,
     MOST_ENTRIES,
@@ -547,6 +548,35 @@ def even_cuts(
             yield cut_so(request, choice, EVEN, begins, again)
 
 
+def shorter_cuts(request: Request, before_next: Callable[[], None] = lambda: None) -> Iterator[PlacementCandidate]:
+    """Of strategies whose pipelines have very many stages the same on fewer devices, as :func:`even_cuts` has them.
+
+    They are only to begin with, as they take less to plan: where a strategy is asked for, and not on how many devices,
+    a large request leaves open nothing but the longest pipeline, of which devices have several stages each. Half as
+    many positions, again and again, until there are no more than :data:`FIRST_STAGES`, where that fits with what 1F1B
+    has in flight.
+    """
+    request = request.levelled
+    if not is_large(request) or has_table(request) or request.placement in ("auto", "one-to-one", SUBMODULES):
+        return
+    blocks = _blocks_of(Same(request))
+    for choice in checked(_plain(request), 1):
+        positions = _positions(request, choice)
+        while positions > 1 and _num_stages(choice, positions) > FIRST_STAGES:
+            positions //= 2
+        if choice.spread or choice.positions is not None or positions == _positions(request, choice):
+            return
+        shorter = replace(choice, positions=positions)
+        if not _allows(request, choice.strategy, positions, choice.batch):
+            continue
+        before_next()
+        groups = _groups(request, shorter)
+        if _even(request, blocks.costs(shorter.pricing), groups, shorter.batch)[2]:
+            candidate = placed(request, shorter, even)
+            if isinstance(candidate, PlacementCandidate):
+                yield replace(candidate, source=EVEN)
+
+
 def _followed(choices: Iterable[Choice], after_each: Callable[[], None]) -> Iterator[Choice]:
     """The same, and what is to be done after each, before the next is found."""
     for choice in choices:
@@ -666,8 +696,13 @@ def num_actions(request: Request, choice: Choice) -> int:
     if choice.strategy == SUBMODULES:
         return 0
     routes = 1 + STRATEGIES[choice.strategy].two_ways
-    stages = _positions(request, choice) * choice.per_position * routes
+    stages = _num_stages(choice, _positions(request, choice))
     return (1 if request.profile.is_inference else 2) * stages * choice.batch.num_microbatches // routes
+
+
+def _num_stages(choice: Choice, positions: int) -> int:
+    """Stages of both routes on so many positions."""
+    return positions * choice.per_position * (1 + STRATEGIES[choice.strategy].two_ways)
 
 
 def _wide(request: Request, choice: Choice) -> list[tuple[int, ...]]:

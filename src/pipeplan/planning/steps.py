@@ -61,6 +61,7 @@ from pipeplan.planning.candidates import (
     kept_choice,
     num_actions,
     placed,
+    shorter_cuts,
     strategy_choices,
 )
 from pipeplan.planning.choices import takes_long
@@ -730,6 +731,7 @@ class EvenCut(PlanStep):
 
         Returns whether others do not fit, of those that there are sizes and a place in the schedule for.
         """
+        self._look_shorter(search, request, begin)
         unsuited, most, short = set[str](), math.inf, False
 
         def wanted(choice: Choice) -> bool:
@@ -762,6 +764,23 @@ class EvenCut(PlanStep):
                 return short
             short = True
         return short or (not unsuited and request.least_memory is not None and bool(strategy_choices(request)))
+
+    @staticmethod
+    def _look_shorter(search: PlanSearch, request: Request, begin: Callable[[], None]) -> None:
+        """A first plan of a shorter pipeline, where those that are asked for have so many stages that they take long.
+
+        Not of schedules by name, of which what is written depends on other things.
+        """
+        if request.scheduler != "auto" or request is not search.request:
+            return
+        for candidate in shorter_cuts(request, begin):
+            with suppress(PipeplanError):  # it does not fit
+                trial = Trial.of(request, candidate, search.steps)
+                trial.look_plainly()
+                if trial.best is not None:
+                    search.found_first(trial, stands_in=_by_planner(request))
+                    _secure(search)
+                    return
 
     @staticmethod
     def _other_sizes(search: PlanSearch, first: PlacementCandidate, cuts: Iterator[PlacementCandidate]) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
+from pipeplan.files.plan import MOST_UNROLLED
 from pipeplan.files.run_logs import RunLog
 from pipeplan.files.trace import MeasuredTrace, TimedText
 from pipeplan.simulator.measured_times import (
@@ -39,7 +40,8 @@ def compared(simulation: Simulation, trace: MeasuredTrace) -> MeasuredComparison
     """What a simulation predicts against what a run of its plan measured.
 
     Raises:
-        UsageError: the trace is of another plan, or the simulation of another number of micro-batches.
+        UsageError: the trace is of another plan, or the simulation of another number of micro-batches, or so long that
+            it cannot be gone through action by action.
     """
     plan = simulation.plan
     if simulation.workload.num_microbatches != plan.num_microbatches:
@@ -49,6 +51,12 @@ def compared(simulation: Simulation, trace: MeasuredTrace) -> MeasuredComparison
         )
     _require_same_plan(plan, trace)
     if plan.loop is not None:  # a trace has every action, too
+        if plan.num_unrolled > MOST_UNROLLED:
+            raise UsageError(
+                f"--measured: a trace is compared action by action, and with {plan.num_microbatches:,} micro-batches "
+                f"the plan has {plan.num_unrolled:,} actions, of at most {MOST_UNROLLED:,}; measure a run of fewer "
+                "--microbatches"
+            )
         simulation = simulate(plan.unrolled())
     left_out = 1 if len(trace.steps) > 1 else 0
     steps = [_MeasuredStep(simulation, actions, trace.emulated) for actions in trace.steps[left_out:]]

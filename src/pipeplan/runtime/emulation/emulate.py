@@ -16,6 +16,7 @@ import torch
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.folded import in_place_0, on_device
+from pipeplan.files.plan import MOST_UNROLLED
 from pipeplan.runtime.emulation.devices import EmulatedChannels, EmulatedRunner, Pace, specs_of
 from pipeplan.runtime.executor.interpreter import Executor
 from pipeplan.runtime.executor.message_graph import hops_of
@@ -58,9 +59,6 @@ _TRIED_COPIES = 1_000
 
 _NO_SAMPLES = MiniBatch({}, 1)
 
-MOST_UNROLLED = 1_000_000
-"""Actions of a plan with a loop that each rank writes out where it must: about a gigabyte."""
-
 
 def emulate_job(job: Report, context: RankContext) -> None:
     """The job of a rank that emulates."""
@@ -75,7 +73,7 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_event: OnEve
     actions than can be written out, and must be.
     """
     if any(stage.block_groups for stage in plan.stages):
-        count = plan.num_microbatches * len(plan.operations)
+        count = plan.num_unrolled
         if plan.loop is not None and count > MOST_UNROLLED:
             raise UsageError(
                 f"--emulate goes through exchanges of state by actions one by one, and with {plan.num_microbatches:,} "
