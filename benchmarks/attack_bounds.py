@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -28,9 +32,33 @@ from references.least_period import least_period_by_enumeration
 __all__ = ["Bounds"]
 
 SECONDS = 0.3
+SOON_S = 10.0
 SIZES = (1, 2)
 MOST_OPERATIONS = 7
 """Of a repetend that is enumerated."""
+
+
+class SlowError(Exception):
+    """An answer took longer than it may."""
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    """What runs inside may work for ten seconds: the answer itself, not the enumeration that it is compared with.
+
+    Raises:
+        SlowError: it has worked longer.
+    """
+    begun = time.process_time()
+    yield
+    if (worked := time.process_time() - begun) > SOON_S:
+        raise SlowError(f"an answer took {worked:.1f} s of work")
+
+
+def answered(request: Request) -> Result:
+    """The search's answer. Raises SlowError, and what the search raises."""
+    with soon():
+        return search_plan(request)
 
 
 def drawn_profile(rng: Random, *, count: int, shards: tuple[int, ...] = (1,), split: bool = False) -> Profile:
@@ -114,12 +142,11 @@ def makespans(rng: Random) -> Ended:
     if drawn is None:
         return Ended("nothing fits")
     try:
-        found = search_plan(drawn.request)
+        found = answered(drawn.request)
     except (InfeasibleError, SearchTimeoutError) as error:
-        best = best_makespan(drawn.problem)
-        if isinstance(error, SearchTimeoutError) or best is None:
-            return Ended("nothing found")
-        return Ended("makespan", "bound", f"nothing fits, it says, and {best} ns does: {error}")
+        return _nothing(
+            "makespan", error, None if isinstance(error, SearchTimeoutError) else best_makespan(drawn.problem)
+        )
     stated = {
         "lower_bound_ns": found.lower_bound_ns,
         "placement_lower_bound_ns": found.placement_lower_bound_ns,
@@ -132,15 +159,24 @@ def makespans(rng: Random) -> Ended:
     return Ended("makespan")
 
 
+def _nothing(what: str, error: Exception, best: int | None) -> Ended:
+    """How it ends without an answer: wrong where nothing is said to fit, and something does in ``best`` ns."""
+    if best is None:
+        return Ended("nothing found")
+    return Ended(what, "bound", f"nothing fits, it says, and {best} ns does: {error}")
+
+
 def periods(rng: Random) -> Ended:
     """The bound on the period, against all repetends of one micro-batch, which may only be longer."""
     drawn = tiny(rng, num_microbatches=4)
     if drawn is None or drawn.problem.num_operations > MOST_OPERATIONS:
         return Ended("nothing to enumerate")
     try:
-        found = search_plan(drawn.request)
-    except (InfeasibleError, SearchTimeoutError):
+        found = answered(drawn.request)
+    except SearchTimeoutError:
         return Ended("nothing found")
+    except InfeasibleError as error:
+        return _nothing("period", error, best_makespan(drawn.problem))
     least, stated = least_period_by_enumeration(drawn.problem), found.plan.predicted.period_lower_bound_ns
     if least < stated:
         return Ended("period", "bound", f"period_lower_bound_ns is {stated}, and {least} can be reached")
@@ -164,21 +200,25 @@ def everything(rng: Random) -> Ended:
         deterministic=True,
         sizes=SIZES,
     )
+    below, refused = math.inf, ""
     try:
-        found = search_plan(request)
-    except (InfeasibleError, SearchTimeoutError):
+        below = answered(request).lower_bound_ns
+    except SearchTimeoutError:
         return Ended("nothing found")
+    except InfeasibleError as error:
+        refused = str(error)
     for placement, size, apart in itertools.product(every_placement(profile, num_devices), SIZES, {False, split}):
         if any(size % stage.replicas for stage in placement.stages):
             continue
-        best = _best(request, placement, size, apart, found)
+        best = _best(request, placement, size, apart, below)
         if best is not None:
-            return Ended("of everything", "bound", f"lower_bound_ns is {found.lower_bound_ns}, and {best} is reached")
-    return Ended("of everything")
+            said = refused or f"lower_bound_ns is {below}"
+            return Ended("of everything", "bound", f"{said}, and {best} is reached")
+    return Ended("nothing found" if refused else "of everything")
 
 
-def _best(request: Request, placement: Placement, size: int, apart: bool, found: Result) -> int | None:
-    """A makespan below the bound with these stages, if there is one."""
+def _best(request: Request, placement: Placement, size: int, apart: bool, below: float) -> int | None:
+    """A makespan below the bound with these stages, or any without a bound, if there is one."""
     try:
         workload = build_workload(
             request.profile,
@@ -191,7 +231,7 @@ def _best(request: Request, placement: Placement, size: int, apart: bool, found:
         problem = OneMicrobatch.of(workload)
     except (InfeasibleError, UsageError):
         return None
-    return best_makespan(problem, below=found.lower_bound_ns)
+    return best_makespan(problem, below=below)
 
 
 def frontiers(rng: Random) -> Ended:
@@ -200,7 +240,8 @@ def frontiers(rng: Random) -> Ended:
     graph = drawn_graph(rng, drawn)
     within = rng.choice([0.0, 0.0, 1e-15, 0.05, 0.3])
     try:
-        tracked = track(graph, linear=rng.random() < 0.5, pruned=within > 0 or rng.random() < 0.5, within=within)
+        with soon():
+            tracked = track(graph, linear=rng.random() < 0.5, pruned=within > 0 or rng.random() < 0.5, within=within)
     except ValueError:
         return Ended("no strategy") if not cost_graphs.enumerate_frontier(graph) else Ended("frontier", "bound", "none")
     known = cost_graphs.enumerate_frontier(graph)
@@ -210,11 +251,11 @@ def frontiers(rng: Random) -> Ended:
     if any(not any(m <= a and t <= b for m, t in known) for a, b in points):
         return Ended("frontier", "bound", "a point that is no strategy")
     factor = tracked.factor * (1 + 1e-9)
-    for memory, time in known:
+    for memory, ns in known:
         if not tracked.eliminations["heuristic"] and not any(
-            a <= memory * factor and b <= time * factor for a, b in points
+            a <= memory * factor and b <= ns * factor for a, b in points
         ):
-            return Ended("frontier", "bound", f"within {tracked.factor}, it says, and nothing is near {memory}, {time}")
+            return Ended("frontier", "bound", f"within {tracked.factor}, it says, and nothing is near {memory}, {ns}")
     return Ended("frontier")
 
 
@@ -256,6 +297,8 @@ class Bounds:
                 ended = KINDS[index % len(KINDS)](rng)
             except PipeplanError as error:
                 return Ended("refused", "bound", f"{type(error).__name__}: {error}")
+            except SlowError as error:
+                return Ended("slow", "hang", str(error))
             if ended.wrong or not ended.how.startswith("no"):
                 return ended
         return ended

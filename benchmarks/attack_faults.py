@@ -3,10 +3,12 @@
 A command runs as its user starts it, with its ranks as processes of their own, but all are forked from one that has
 imported torch, which saves 4 s of processor time each. At a moment that is drawn, a step, or while a checkpoint is
 written, one of its processes is killed, stopped, stopped for a while, told to end, cut off from the others (all its
-sockets are shut down) or left without room on the disk. Then: the command ends within 10 s (after its timeout, where a
-process stands still), names what failed in one message, leaves no process, every checkpoint that was whole is, and the
-same command with ``--resume``, or again, gets to the end, with the losses of a training that nothing disturbed. Half
-of the launchers that are killed leave ranks that stand still, and that only the system can end.
+sockets are shut down) or left without room on the disk; or its launcher stands still for longer than anything may take,
+or what it prints goes to a pager that nobody reads for so long. Then: the command ends within 10 s (after its timeout,
+where a process stands still), or goes on to its end after a pause, names what failed in one message, leaves no
+process, every checkpoint that was whole is, and the same command with ``--resume``, or again, gets to the end, with the
+losses of a training that nothing disturbed. Half of the launchers that are killed leave ranks that stand still, and
+that only the system can end.
 """
 
 from __future__ import annotations
@@ -67,7 +69,10 @@ COMMANDS = {
     "links": "profile --communication --processes 2 --max-bytes 4MiB --repeats 8 -o links.json",
 }
 WEIGHTS = {"emulate": 4, "train": 9, "profile": 4, "links": 2}
-KINDS = ("killed", "stopped", "slow", "ended", "interrupted", "cut off", "disk full", "launcher killed")
+PAUSES = ("slow", "launcher slow", "unread")
+"""Kinds after which a command goes on."""
+KINDS = ("killed", "stopped", "ended", "interrupted", "cut off", "disk full", "launcher killed", *PAUSES)
+ON_LAUNCHER = ("ended", "interrupted", "launcher killed", "launcher slow", "unread")
 
 PLACE = r"(in [^;:]+ \(step \d+, program counter |(in|after) step \d+|before its first step|after its last|while )"
 SAID = {
@@ -75,10 +80,12 @@ SAID = {
     "stopped": rf"^rank VICTIM hangs {PLACE}",
     "ended": r"interrupted|SIGTERM|ended",
     "interrupted": r"interrupted",
-    "cut off": rf"^rank \d+ .*{PLACE}",
+    "cut off": rf"^rank VICTIM .*{PLACE}",
     "disk full": r"cannot be written|could not|cannot|No space|too large",
 }
 """What the message says in some words, and the rank and place that it names."""
+WRITES = r"^rank VICTIM (could not write|cannot write) kept/"
+"""The same of a rank that finds no room for its part of a checkpoint."""
 REMARKS = ("warning", "resuming", "2 processes on", "measuring ", "checkpoint ")
 
 
@@ -199,14 +206,14 @@ def _cut_off() -> bool:
     return found
 
 
-def start(command: str, folder: Path) -> int:
-    """The command in a process of its own, with its output in files; its number."""
+def start(command: str, folder: Path, out: str = "out") -> int:
+    """The command in a process of its own, with its output in files, of which one may be a pipe; its number."""
     pid = os.fork()
     if pid:
         return pid
     with _all_of_it():
         os.chdir(folder)
-        named = (("in", os.O_RDWR), ("out", os.O_WRONLY), ("err", os.O_WRONLY))
+        named = (("in", os.O_RDWR), (out, os.O_WRONLY), ("err", os.O_WRONLY))
         _keep({number: os.open(name, how | os.O_CREAT | os.O_TRUNC) for number, (name, how) in enumerate(named)})
         os.setsid()
         from pipeplan.cli import main
@@ -221,6 +228,47 @@ def start(command: str, folder: Path) -> int:
         with begun, mock.patch.object(local, "subprocess", SimpleNamespace(**names)):
             main.main()
     raise AssertionError("the process has ended")
+
+
+class Pager:
+    """Reads what a command prints into its file, but not while it is ``paused``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pipe, self._out = folder / "pipe", folder / "out"
+        os.mkfifo(self._pipe)
+        self._out.touch()
+        self._goes_on = threading.Event()
+        self._goes_on.set()
+        self._thread = threading.Thread(target=self._read, daemon=True, name="pager")
+
+    def begin(self) -> None:
+        """Read; the command has begun, as a process that is forked should have no threads."""
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._out.open("ab", buffering=0) as out:
+            source = os.open(self._pipe, os.O_RDONLY)  # when the command has opened it, too
+            while self._goes_on.wait() and (text := os.read(source, 1 << 16)):
+                out.write(text)
+            os.close(source)
+
+    def paused(self, seconds: float) -> None:
+        """Have no room for so long: what the command prints next waits."""
+        self._goes_on.clear()
+        with contextlib.suppress(OSError):  # the command has ended
+            end = os.open(self._pipe, os.O_WRONLY | os.O_NONBLOCK)
+            until = time.monotonic() + seconds
+            while time.monotonic() < until:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(end, b"\n")
+                    continue
+                time.sleep(0.05)
+            os.close(end)
+        self._goes_on.set()
+
+    def end(self) -> None:
+        """All that was printed is in the file, unless somebody keeps the pipe open."""
+        self._thread.join(5.0)
 
 
 def _shorten_timeouts() -> None:
@@ -309,7 +357,7 @@ class Fault:
 
     @property
     def is_on_launcher(self) -> bool:
-        return self.kind in ("ended", "interrupted", "launcher killed")
+        return self.kind in ON_LAUNCHER
 
 
 def drawn(rng: Random) -> Fault:
@@ -401,17 +449,22 @@ class Faults:
         return "\nor, where that came when all was over:\n".join(f"pipeplan {COMMANDS[f.verb]}\n{f}" for f in faults)
 
     def _attacked(self, fault: Fault, folder: Path) -> Ended:
-        pid = start(COMMANDS[fault.verb], folder)
+        pager = Pager(folder) if fault.kind == "unread" else None
+        pid = start(COMMANDS[fault.verb], folder, "out" if pager is None else "pipe")
+        if pager is not None:
+            pager.begin()
         victim, kept = _wait_for(fault, pid, folder)
         steps = _steps(folder)
         if victim is None:
             status_of(pid, time.monotonic() + 60)
             return Ended("over before")
         happened = time.monotonic()
-        _inflict(fault, victim, folder)
+        _inflict(fault, victim, folder, pager)
         still = SOON_S + (START_S + 2.0 if fault.kind in ("stopped", "cut off") else 0.0)
-        goes_on = fault.kind == "slow" or (fault.kind == "disk full" and fault.verb != "train")  # to its end
+        goes_on = fault.kind in PAUSES or (fault.kind == "disk full" and fault.verb != "train")  # to its end
         code = status_before_it_hangs(pid, still, WHOLE_S if goes_on else still)
+        if pager is not None and code is not None:
+            pager.end()
         what = f"{fault}, after {time.monotonic() - happened:.1f} s, exit {code}: {_text(folder, 'err')[-1500:]}"
         if code is None:
             return Ended("hang", "hang", what)
@@ -474,12 +527,16 @@ def _wait_for(fault: Fault, pid: int, folder: Path) -> tuple[int | None, int]:
         time.sleep(0.001)
 
 
-def _inflict(fault: Fault, pid: int, folder: Path) -> None:
+def _inflict(fault: Fault, pid: int, folder: Path, pager: Pager | None) -> None:
+    if pager is not None:
+        pager.paused(TIMEOUT_S + 1.0)
+        return
     numbers = {
         "killed": signal.SIGKILL,
         "launcher killed": signal.SIGKILL,
         "stopped": signal.SIGSTOP,
         "slow": signal.SIGSTOP,
+        "launcher slow": signal.SIGSTOP,
         "ended": signal.SIGTERM,
         "interrupted": signal.SIGINT,
     }
@@ -489,8 +546,8 @@ def _inflict(fault: Fault, pid: int, folder: Path) -> None:
                 os.kill(rank, signal.SIGSTOP)
         if fault.kind in numbers:
             os.kill(pid, numbers[fault.kind])
-            if fault.kind == "slow":
-                time.sleep(0.7)
+            if fault.kind in PAUSES:
+                time.sleep(0.7 if fault.kind == "slow" else TIMEOUT_S + 1.0)
                 os.kill(pid, signal.SIGCONT)
         elif fault.kind == "cut off":
             (folder / f"cut-{pid}").touch()
@@ -517,13 +574,14 @@ def wrong_message(fault: Fault, code: int, said: str, steps: range) -> str:
     if code < 0:
         killed = fault.kind == "launcher killed" or (fault.verb == "profile" and fault.kind == "killed")
         return "" if killed or -code == signal.SIGTERM else f"ends by signal {-code}"
-    if fault.kind == "slow":
+    if fault.kind in PAUSES:
         return "a pause ends it"
     if code not in (1, 2, 130) and not (fault.kind == "ended" and code == 128 + signal.SIGTERM):
         return f"exit {code}"
     if len(errors) != 1:
         return f"{len(errors)} messages"
-    wanted = SAID.get(fault.kind, "").replace("VICTIM", str(fault.victim))
+    wanted = SAID.get(fault.kind, "") if (fault.verb, fault.kind) != ("train", "disk full") else WRITES
+    wanted = wanted.replace("VICTIM", str(fault.victim))
     found = re.search(wanted, errors[0])
     if not found:
         return f"says nothing of {wanted}"

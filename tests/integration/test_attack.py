@@ -121,12 +121,13 @@ def test_damage_that_is_read_is_noticed(
 @slow_but("part", ["faults", "searches"], lambda _: False, "searches".__eq__)
 def test_faults_of_processes_and_going_on_where_it_stopped(part: str, tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
-    for count in (1, 2):
+    counts = (1, 4 if part == "faults" else 2)  # 2 s each
+    for count in counts:
         command = [sys.executable, str(ROOT / "benchmarks/attack.py"), "--only", part, "--state", str(state)]
         done = subprocess.run([*command, "--count", str(count)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"| {part} | {count} | 0 | 0 |" in done.stdout
-    assert sorted(each.index for each in read(state)) == [0, 1]
+    assert sorted(each.index for each in read(state)) == [*range(counts[-1])]
 
 
 LOSING = """
@@ -383,7 +384,7 @@ def test_what_a_killed_launcher_leaves_is_noticed(monkeypatch: pytest.MonkeyPatc
     for verb, binds, wrong in cases:
         fault = attack_faults.Fault(verb, "launcher killed", 1, 0.0, -1, False)
         monkeypatch.setattr(attack_faults, "drawn_faults", lambda *drawn, fault=fault: [fault])
-        monkeypatch.setattr(attack_faults, "start", lambda command, folder, binds=binds: launcher(binds, folder))
+        monkeypatch.setattr(attack_faults, "start", lambda _, folder, *rest, binds=binds: launcher(binds, folder))
         (found,) = Pool(attack_faults.Faults(), 0, iter([0])).run(1, time.monotonic() + 1000)
         assert found.ended.wrong == wrong, found.ended.what
 
@@ -404,7 +405,13 @@ KILLED = "rank 1 was killed (SIGKILL) in 0F3 (step 4, program\ncounter 3 of 40);
         ("killed", "resuming at step 4", "0 messages"),
         ("stopped", "rank 1 hangs in 3RECV_F0 (step 4, program counter 5 of 40); rank 0 waits for it", ""),
         ("stopped", "rank 0 hangs in 3RECV_F0 (step 4, program counter 5 of 40); rank 1 waits for it", "says nothing"),
+        ("cut off", KILLED.replace("SIGKILL", "SIGABRT"), ""),
+        ("cut off", "rank 0 lost rank 1 in 0F3 (step 4, program counter 3 of 40)", "says nothing"),
         ("slow", KILLED, "a pause ends it"),
+        ("launcher slow", KILLED, "a pause ends it"),
+        ("unread", KILLED, "a pause ends it"),
+        ("disk full", "rank 1 could not write kept/step-00000004: OSError: [Errno 27] File too large", ""),
+        ("disk full", "rank 0 could not write kept/step-00000004: OSError: [Errno 27] File too large", "says nothing"),
         ("disk full", "something is wrong", "says nothing"),
     ],
 )
