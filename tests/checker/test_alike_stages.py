@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,8 +12,10 @@ import pytest
 
 import pipeplan
 from builders.profiles import profile_of
-from pipeplan.checker import check
-from pipeplan.files import CostRow, Plan, Profile, parse, to_json
+from costs.test_trees import tree
+from pipeplan.checker import check, inputs
+from pipeplan.costs.communication import Exchange, time_of_groups
+from pipeplan.files import Cluster, CostRow, PlacedStage, Placement, Plan, Profile, parse, to_json
 
 STAGES, EACH = 4, 3
 
@@ -81,3 +85,68 @@ def test_what_one_of_them_sends_is_compared(number: int) -> None:
     larger = profile_with((number + 1) * EACH - 1, bytes_per_sample=17)
     found = {place for place in places(plan(), larger) if place.endswith(".bytes")}
     assert len(found) == 2, found
+
+
+NODES = Cluster.of("nodes", 16, levels=[("node", 4, "1us", "100GB"), ("net", 16, "5us", "10GB")])
+
+
+@cache
+def copied(zero: int) -> Plan:
+    """Each stage on a node of four as four copies."""
+    stages = tuple(
+        PlacedStage(
+            blocks=tuple(f"b{number * EACH + each}" for each in range(EACH)),
+            devices=tuple(range(4 * number, 4 * number + 4)),
+            replicas=4,
+            zero=zero,
+        )
+        for number in range(STAGES)
+    )
+    placement = Placement(strategy="custom", num_devices=16, stages=stages)
+    how: dict[str, Any] = {"scheduler": "1f1b", "deterministic": True, "time_limit": 1.0, "cluster": NODES}
+    return pipeplan.search(profile_with(), placement=placement, mini_batch=32, microbatch_size=4, **how).plan
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_sums_of_those_that_lie_alike_are_one_question(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_, asked, answer = copied(zero), [], inputs._summed_on
+    monkeypatch.setattr(inputs, "_summed_on", lambda *those, **how: asked.append(those) or answer(*those, **how))
+    check(plan_, profile_with(), NODES).require("plan")
+    assert len({size for _, _, size, *_ in asked}) == len(asked) > 0, "one for each size, of stages and of buckets"
+    data = json.loads(to_json(plan_))
+    for number in range(STAGES):
+        changed = json.loads(json.dumps(data))
+        changed["stages"][number]["sync_ns"] += 1
+        found = check(parse(json.dumps(changed), Plan), profile_with(), NODES).problems
+        assert f"stages[{number}].sync_ns" in {problem.place for problem in found}
+
+
+TREES = [
+    NODES,
+    tree((4, 300, None), (64, 40, 2.0)),
+    tree((4, 300, None), (16, 40, 1.0), (64, 40, 4.0), rails=1),
+]
+
+
+@pytest.mark.parametrize("cluster", TREES, ids=["nodes", "tree", "rails"])
+def test_exchanges_of_those_that_lie_alike_take_as_long(cluster: Cluster) -> None:
+    """Moved to other groups of those that the outermost links join, in order."""
+    draw, unit = random.Random(1), cluster.levels[-2].group_size
+    count = cluster.num_devices // unit
+    for _ in range(100):
+        units = sorted(draw.sample(range(count), draw.randint(1, count)))
+        others = sorted(draw.sample(range(count), len(units)))
+        inside = {number: sorted(draw.sample(range(unit), draw.randint(1, unit))) for number in units}
+        here = [number * unit + place for number in units for place in inside[number]]
+        there = [other * unit + place for number, other in zip(units, others, strict=True) for place in inside[number]]
+        shards = draw.choice([n for n in range(1, len(here) + 1) if len(here) % n == 0])
+        stages = [replace(copied(0).stages[0], devices=tuple(each), shards=shards) for each in (here, there)]
+        assert inputs._lying(stages[:1], cluster) == inputs._lying(stages[1:], cluster)
+        for how in ("all_reduce", "all_gather", "reduce_scatter"):
+            times = [
+                time_of_groups(cluster, Exchange(how, 10**6), [each[n::shards] for n in range(shards)])
+                for each in (here, there)
+            ]
+            assert times[0] == times[1]
+    alone, beside = (replace(copied(0).stages[0], devices=devices) for devices in ((0, 1), (0, unit)))
+    assert inputs._lying([alone], cluster) != inputs._lying([beside], cluster)

@@ -13,6 +13,8 @@ from functools import cache, partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from pipeplan.checker.decoding import check_decode_costs, check_returned, of_tokens
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
 from pipeplan.checker.forwards import check_forward
@@ -879,8 +881,36 @@ def _summed_ns(
 ) -> tuple[int, int]:
     """Ns to sum gradients of a stage with those of the others that have its blocks, and to gather what is updated.
 
-    Shards sum theirs apart, but for the ``whole`` bytes. The ``last`` of them are those of the first block.
+    Shards sum theirs apart, but for the ``whole`` bytes. The ``last`` of them are those of the first block. Stages that
+    keep the same and lie alike take as long: it is worked out once.
     """
+    lying = _lying((stage, *others), cluster)
+    kept = known.alike[stage.blocks[0]], stage.state, stage.zero, _sharers(stage), stage.reduce_every, stage.expert
+    how: dict[str, bool] = {"of_experts": of_experts, "last": last}
+    make = partial(_summed_on, stage, others, size, whole, known, cluster, **how)
+    return known.once(("summed", size, whole, *how.values(), kept, lying), make)
+
+
+def _lying(stages: Sequence[Stage], cluster: Cluster | None) -> tuple[object, ...]:
+    """Equal for stages that lie alike: one after another on what the outermost links join, which join all equally."""
+    unit = cluster.levels[-2].group_size if cluster is not None and len(cluster.levels) > 1 else 1
+    devices = np.concatenate([np.array(each.devices, dtype=np.int64) for each in stages])
+    _, units = np.unique(devices // unit, return_inverse=True)
+    return tuple((each.shards, len(each.devices)) for each in stages), (units * unit + devices % unit).tobytes()
+
+
+def _summed_on(
+    stage: Stage,
+    others: Sequence[Stage],
+    size: int,
+    whole: int,
+    known: _Known,
+    cluster: Cluster | None,
+    *,
+    of_experts: bool,
+    last: bool,
+) -> tuple[int, int]:
+    """The same for the devices of one stage."""
     if stage.zero and _sharers(stage) > 1:
         return _sharded_ns(stage, others, size, whole, known, cluster, of_experts=of_experts, last=last)
     holders = sorted({device for other in others for device in other.devices})
@@ -890,8 +920,7 @@ def _summed_ns(
     ]
 
     def summed(bytes_: int, among: Sequence[Sequence[int]]) -> int:
-        key = "sum", bytes_, tuple(map(tuple, among))
-        return known.once(key, lambda: round(time_of_groups(cluster, Exchange("all_reduce", bytes_), among)))
+        return round(time_of_groups(cluster, Exchange("all_reduce", bytes_), among))
 
     return summed(size - whole, groups) + summed(whole, [holders]), 0
 
