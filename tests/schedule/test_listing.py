@@ -179,7 +179,8 @@ def test_blocks_of_all_devices_in_slots_and_at_a_pace(data: st.DataObject) -> No
         data.draw(st.integers(1, 3)),
         data.draw(st.integers(0, 20)),
     )
-    policy = replace(data.draw(rules(problem.num_devices)), slot=slot, group=group, pace=pace)
+    within = data.draw(st.sampled_from([0, 1, 5]))
+    policy = replace(data.draw(rules(problem.num_devices)), slot=slot, group=group, pace=pace, within=within)
     graph = task_graph(problem.workload)
     orders = list_schedule(problem, graph, policy)
     assert orders is not None
@@ -205,11 +206,35 @@ def test_a_pace_holds_micro_batches_back() -> None:
     problem = unit_problem("k", 16, 32, 3)
     graph, tuning = task_graph(problem.workload), PolicySearch(problem, 0, *SETTINGS)
     found = []
-    for _ in range(4):
+    for _ in range(6):
         orders = list_schedule(problem, graph, tuning.propose())
         assert orders is not None
         found.append(graph.makespan(earliest_starts(graph, orders)))
     assert min(found) < found[0]
+
+
+@pytest.mark.parametrize(("name", "room", "known"), [("mllm", 12, 1089), ("nn", 12, 1098), ("nn", 24, 804)])
+def test_in_flight_limits_that_fall_to_the_last_device(name: str, room: int, known: int) -> None:
+    """On 32 devices the first few policies are shorter than what was known of these cells."""
+    problem = unit_problem(name, 32, 64, room)
+    graph, tuning = task_graph(problem.workload), PolicySearch(problem, 0, *SETTINGS)
+    orders = [list_schedule(problem, graph, tuning.propose()) for _ in range(5)]
+    found = [graph.makespan(earliest_starts(graph, each)) for each in orders if each is not None]
+    assert min(found) < known
+
+
+def test_micro_batches_enter_apart() -> None:
+    """Where nothing else holds them back, each so long after the one before, beside the time of shared blocks."""
+    problem = unit_problem("mllm", 4, 6)
+    graph = task_graph(problem.workload)
+    first = next(x for x in problem.order if len(problem.devices[x]) == 1)
+    last = []
+    for within in (0, 7):
+        orders = list_schedule(problem, graph, Policy(within=within))
+        assert orders is not None
+        starts = earliest_starts(graph, orders)
+        last.append(max(starts[task] for task in range(graph.num_tasks) if graph.operation_of[task] == first))
+    assert last[0] < 5 * 7 <= last[1]
 
 
 class TestPolicies:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 
-from pipeplan.search_constants import PACES, REPACED
+from pipeplan.search_constants import FALLS, PACES, REPACED
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import Role
@@ -39,7 +39,7 @@ class Policy:
     ``slot`` ns, if not 0: an action of one device that would not end with the slot waits for the next; slots are
     counted from the last action of all devices.
     ``group`` and ``pace``: of so many micro-batches only the first enters before that many ns, not counting the time of
-    actions of all devices.
+    actions of all devices; and each enters at least ``within`` ns after the one before, counted alike.
     """
 
     patience: float = 1.0
@@ -50,6 +50,7 @@ class Policy:
     slot: int = 0
     group: int = 1
     pace: int = 0
+    within: int = 0
 
 
 def policies(limits: Sequence[tuple[int, ...] | None] = (None,)) -> Iterator[Policy]:
@@ -106,7 +107,9 @@ class _Listing(Engine):
         self._together = [(x, problem.devices[x]) for x in together]
         self._of_all = {x for x in together if len(problem.devices[x]) == problem.num_devices}
         self._slots_from = self._cut = 0
-        self._entered: dict[int, list[int]] = {x: [] for x in _entries(problem)} if policy.pace else {}
+        self._entered: dict[int, list[int]] = {}
+        if policy.pace or policy.within:
+            self._entered = {x: [] for x in _entries(problem)}
         self._rank = self._ranks()
 
     @property
@@ -198,8 +201,11 @@ class _Listing(Engine):
 
     def _may_enter(self, x: int) -> int:
         """When the next micro-batch may at the policy's pace."""
-        entered, group = self._entered[x], self._policy.group
-        return entered[-group] + self._policy.pace + self._cut if len(entered) >= group else 0
+        entered, policy = self._entered[x], self._policy
+        if not entered:
+            return 0
+        paced = entered[-policy.group] + policy.pace if len(entered) >= policy.group else 0
+        return self._cut + max(paced, entered[-1] + policy.within)
 
     def _has_room(self, x: int, task: int, device: int) -> bool:
         """Whether an action fits now, within the policy's limit, and its device's oldest micro-batch can finish."""
@@ -240,7 +246,10 @@ class PolicySearch:
         self._room = int(min(problem.num_microbatches, *map(num_that_fit, problem.capacity, most)))
         self._num_devices = problem.num_devices
         if self._period:
-            self._slot = max(t for t, own in zip(problem.durations, problem.devices, strict=True) if len(own) == 1)
+            alone = [x for x in range(problem.num_operations) if len(problem.devices[x]) == 1]
+            self._slot = max(problem.durations[x] for x in alone)
+            forward = min((problem.durations[x] for x in alone if problem.roles[x] is Role.FORWARD), default=self._slot)
+            self._apart = tuple(dict.fromkeys((0, forward, 2 * forward, self._slot)))
             self._planned = list(self._paced())
             self._swept = True
         else:
@@ -249,6 +258,11 @@ class PolicySearch:
         self._known: dict[Policy, int] = {}
         self._best: list[Policy] = []
         self.fruitless = 0
+
+    @property
+    def paced(self) -> bool:
+        """Whether there are actions of all devices, so that policies have slots and a pace."""
+        return self._period is not None
 
     def propose(self) -> Policy:
         """The policy to try next."""
@@ -273,14 +287,29 @@ class PolicySearch:
     def _paced(self) -> Iterator[Policy]:
         """Of a problem with actions of all devices: groups of micro-batches as far apart as their memory says.
 
-        The first ones enter as soon as there is room, or within a limit.
+        The first ones enter as soon as there is room, or within limits that fall from device to device.
         """
         assert self._period is not None
-        falling = tuple(max(1, self._room + 1 - (device + 1) // 2) for device in range(self._num_devices))
         yield Policy(1.0, 1.0, alternate=True, slot=self._slot)
-        yield Policy(1.0, 1.0, slot=self._slot, in_flight=falling)
-        for slot, share, group in itertools.product((self._slot, 0), PACES, dict.fromkeys((1, 3, self._room))):
-            yield Policy(1.0, 1.0, alternate=True, slot=slot, group=group, pace=round(share * group * self._period))
+        in_slot = max(1, self._slot // self._apart[1])
+        groups = dict.fromkeys((1, in_slot, 3 * in_slot, self._room))
+        yield self._at_pace(PACES[0], 3 * in_slot, self._slot, self._apart[-2])
+        falling = map(self._falling, FALLS)
+        for slot, share, group in itertools.product((self._slot, 0), PACES, groups):
+            yield from itertools.islice(falling, 1)
+            yield self._at_pace(share, group, slot, 0)
+
+    def _falling(self, share: float) -> Policy:
+        """Limits that fall from device to device, by a share of what there is room for in all."""
+        slope = share * self._room / self._num_devices
+        limits = tuple(max(1, int(self._room + 1 - slope * device)) for device in range(self._num_devices))
+        return Policy(1.0, 0.5, slot=self._slot, in_flight=limits)
+
+    def _at_pace(self, share: float, group: int, slot: int, within: int) -> Policy:
+        """Groups that enter at a share of the least period."""
+        assert self._period is not None
+        pace = round(share * group * self._period)
+        return Policy(1.0, 1.0, alternate=True, slot=slot, group=group, pace=pace, within=within)
 
     def _repaced(self, policy: Policy) -> Policy:
         """Another slot or pace."""
@@ -288,6 +317,8 @@ class PolicySearch:
         random = self._random
         if random.random() < 0.15:
             return replace(policy, slot=0 if policy.slot else self._slot)
+        if random.random() < 0.25:
+            return replace(policy, within=random.choice(self._apart))
         if random.random() < 0.4:
             group = random.choice((1, 2, 3, 4, 6, 8, self._room, max(1, policy.group - 1), policy.group + 1))
             pace = policy.pace / policy.group or self._period
