@@ -259,11 +259,6 @@ class PolicySearch:
         self._best: list[Policy] = []
         self.fruitless = 0
 
-    @property
-    def paced(self) -> bool:
-        """Whether there are actions of all devices, so that policies have slots and a pace."""
-        return self._period is not None
-
     def propose(self) -> Policy:
         """The policy to try next."""
         if not self._planned and not self._swept:

@@ -38,7 +38,6 @@ from pipeplan.search_constants import (
     POLICIES_FRUITLESS,
     POLICIES_KEPT,
     POLICIES_SHARE,
-    POLICIES_SHARE_PACED,
     POLICIES_SWEPT,
     POLICIES_WAITS,
     PROVING_SHARE_FIRST,
@@ -244,7 +243,6 @@ class ListScheduling(ScheduleStep):
     """
 
     share: float = POLICIES_SHARE
-    share_of_paced: float = POLICIES_SHARE_PACED
     fruitless: int = POLICIES_FRUITLESS
     swept: int = POLICIES_SWEPT
     kept: int = POLICIES_KEPT
@@ -259,7 +257,7 @@ class ListScheduling(ScheduleStep):
     def run(self, state: SearchState) -> None:
         problem, budget = state.problem, state.budget
         policies = PolicySearch(problem, budget.seed, self.swept, self.kept, self.shares)
-        limit = budget.used + budget.seconds * (self.share_of_paced if policies.paced else self.share)
+        limit = budget.used + budget.seconds * self.share
         while not state.finished and budget.used < limit and policies.fruitless < self.fruitless:
             policy = policies.propose()
             orders = list_schedule(problem, state.graph, policy)
