@@ -172,6 +172,7 @@ def test_plans_are_checked(expert: int, how: dict[str, int]) -> None:
         microbatches=2,
         microbatch_size=8,
         time_limit=5,
+        deterministic=True,
     ).plan
     assert not check(plan, known, LINKS.first(8)).problems
     damaged = plan.model_copy(update={"stages": tuple(replace(s, sync_ns=s.sync_ns + 1) for s in plan.stages)})
@@ -195,7 +196,9 @@ def test_devices_that_split_the_same_experts_are_of_those_that_share_them(how: d
     (whole_stage,), (stage,) = (each.stages for each in built)
     assert (stage.expert, stage.expert_shards) == (4, 2)
     assert stage == replace(whole_stage, expert_shards=2)
-    search = partial(pipeplan.search, cluster=LINKS.first(8), microbatches=2, microbatch_size=8, time_limit=5)
+    search = partial(
+        pipeplan.search, cluster=LINKS.first(8), microbatches=2, microbatch_size=8, time_limit=5, deterministic=True
+    )
     plan = search(known, placement=placement(4, **how)).plan
     assert '"expert_shards": 2' in json.dumps(plan.model_dump(mode="json"))
     assert not check(plan, known, LINKS.first(8)).problems

@@ -76,7 +76,7 @@ def test_a_stage_steps_what_it_keeps_and_what_is_tied_once_on_a_device() -> None
 
 def test_plans_have_the_step_and_check_recomputes_it() -> None:
     given, batch = profile(), Batch(num_microbatches=4, microbatch_size=1)
-    found = search_plan(Request(given, 2, batch, "one-to-one", time_limit=1.0))
+    found = search_plan(Request(given, 2, batch, "one-to-one", time_limit=1.0, deterministic=True))
     plan = found.plan
     assert check(plan, given).problems == ()
     assert sum(stage.step_ns for stage in plan.stages) in (3 * 2800, 3 * 2800 - 40 * 28)
@@ -117,7 +117,9 @@ def test_a_profile_measures_it(monkeypatch: pytest.MonkeyPatch, precision: str |
 def test_every_verb_says_what_of_an_iteration_is_exposed() -> None:
     """Of sums, step and gather, level 1 on two replicas: as simulated, and as the checker recomputes it."""
     links = Cluster.of("links", 2, levels=[("all", 2, "1us", "1GB")])
-    request = Request(profile(), 2, Batch(2, 2), "one-to-one", replicas=2, zero=1, cluster=links, time_limit=1.0)
+    request = Request(
+        profile(), 2, Batch(2, 2), "one-to-one", replicas=2, zero=1, cluster=links, time_limit=1.0, deterministic=True
+    )
     found = search_plan(request)
     expected = simulate(found.plan).rates.tail.figures()
     assert all(expected.values())

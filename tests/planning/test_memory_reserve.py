@@ -91,7 +91,13 @@ def test_check_and_simulate_refuse_what_takes_the_reserve() -> None:
 
 
 def test_a_frontier_and_its_plans_keep_to_it() -> None:
-    words: dict[str, Any] = {"devices": [2], "cluster": CLUSTER, "mini_batch": 8, "time_limit": 1.0}
+    words: dict[str, Any] = {
+        "devices": [2],
+        "cluster": CLUSTER,
+        "mini_batch": 8,
+        "time_limit": 1.0,
+        "deterministic": True,
+    }
     found = search_frontier(frontier_request(PROFILE, **words))
     assert max(point.memory_bytes for point in found.points) <= 200
     assert "memory does not include the reserve of 800B on each device" in found.notes

@@ -121,7 +121,7 @@ def test_blocks_pass_through_the_stages_between() -> None:
     """From the longest to the shortest stage each between hands one on: all others keep their number of blocks."""
     row = CostRow(microbatch_size=1, forward_ns=1000, backward_ns=2000)
     profile = joined([Block(id=f"b{index}", operator="layer", costs=(row,)) for index in range(9)])
-    request = request_of(profile, "one-to-one", Batch(8, 1), 3, time_limit=1.0)
+    request = request_of(profile, "one-to-one", Batch(8, 1), 3, time_limit=1.0, deterministic=True)
     ends = [0, 5, 8, 9]
     even = placed(request, next(row.choice for row in uniform_layouts(request)))
     assert isinstance(even, PlacementCandidate)
@@ -142,7 +142,7 @@ def test_moves_are_made_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> 
     """Of thousands of devices there are more than anybody has time for: those of blocks come before any of devices."""
     row = CostRow(microbatch_size=1, forward_ns=1000, backward_ns=2000)
     profile = joined([Block(id=f"b{index}", operator="layer", costs=(row,)) for index in range(10)])
-    request = request_of(profile, "auto", Batch(8, 1), 3, time_limit=1.0)
+    request = request_of(profile, "auto", Batch(8, 1), 3, time_limit=1.0, deterministic=True)
     candidate = placed(
         request,
         next(

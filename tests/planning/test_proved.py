@@ -174,7 +174,7 @@ def test_candidates_are_counted_and_time_that_ended_the_search_is_said() -> None
     rows = tuple(CostRow(microbatch_size=size, forward_ns=10 * size, backward_ns=20 * size) for size in (1, 2))
     request = request_of(profile_of([rows] * 3), "auto", Batch(4, 2), num_devices=2, sizes=(1, 2), **QUICK)
     number = sum(1 for _ in candidates(request, STEPS, 2))
-    done = search_plan(replace(request, time_limit=0.5))
+    done = search_plan(replace(request, time_limit=0.5, deterministic=True))
     assert (done.candidates.left, done.timed_out) == (0, False)
     assert 0 < done.candidates.refuted < done.candidates.looked_at <= number
     hurried = search_plan(replace(request, time_limit=0.0, deterministic=False))

@@ -42,7 +42,7 @@ def problem_of(profile: Profile, num_microbatches: int = 8, memory: int | None =
 
 def require_zero_bubble(name: str, num_devices: int) -> None:
     problem = problem_of(shape(name, num_devices, costs=ShapeCosts(inference=True)), num_devices)
-    least = least_period(problem, Budget(60.0), 60.0)
+    least = least_period(problem, Budget(60.0, deterministic=True), 60.0)
     assert least.proved
     assert least.bound_ns == max(problem.work) == min(filter(None, problem.work))
 
@@ -140,7 +140,7 @@ def test_the_least_period_in_memory_is_that_of_all_starts(problem: OneMicrobatch
         for period in range(max(problem.work), most + 1)
         if any(fits_in_time(problem, starts, period) for starts in starts_of(problem, period))
     )
-    found = least_period(problem, Budget(30.0), 30.0)
+    found = least_period(problem, Budget(30.0, deterministic=True), 30.0)
     assert found.pattern is not None
     assert found.pattern.repetend_ns == least == found.bound_ns
     assert period_bound(problem) <= least
@@ -159,7 +159,7 @@ def test_what_a_forward_gives_is_held_until_the_next_has_run() -> None:
 @pytest.mark.parametrize(("name", "memory"), [*((name, None) for name in SHAPES), ("nn", 20), ("k", 20), ("zbv", 20)])
 def test_plans_of_shapes_are_checked(name: str, memory: int | None) -> None:
     profile = shape(name, 4, costs=ShapeCosts(inference=True, activation_bytes=10))
-    request = Request.of(profile, num_microbatches=6, memory_bytes=memory, time_limit=2.0)
+    request = Request.of(profile, num_microbatches=6, memory_bytes=memory, time_limit=2.0, deterministic=True)
     plan = search_plan(request).plan
     assert plan.is_inference
     assert {operation.kind for operation in plan.operations} == {"F"}
@@ -174,7 +174,7 @@ def test_what_runs_ahead_needs_memory() -> None:
     stages = tuple(PlacedStage(blocks=(block.id,), devices=(n,)) for n, block in enumerate(blocks))
     placement = Placement(strategy="one-to-one", num_devices=2, stages=stages)
     profile = Profile.of("uneven", blocks, placement=placement, mode="inference")
-    asked = {"num_microbatches": 6, "time_limit": 2.0}
+    asked = {"num_microbatches": 6, "time_limit": 2.0, "deterministic": True}
     plan = search_plan(Request.of(profile, **asked)).plan
     assert [each.peak_bytes for each in plan.predicted.memory] == [50, 0]
     with pytest.raises(InfeasibleError, match=r"run ahead, and what they give then waits .* raise --memory to 50B"):
@@ -208,7 +208,9 @@ def test_classic_schedules_of_forwards() -> None:
 
 
 def plan_of(profile: Profile) -> Plan:
-    return search_plan(Request.of(profile, num_microbatches=4, scheduler="gpipe", time_limit=2.0)).plan
+    return search_plan(
+        Request.of(profile, num_microbatches=4, scheduler="gpipe", time_limit=2.0, deterministic=True)
+    ).plan
 
 
 @pytest.mark.parametrize(

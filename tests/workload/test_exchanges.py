@@ -418,7 +418,7 @@ def test_searches_have_late_inputs_beside_exchanges() -> None:
     profile = chain_of([20] * 4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)])
     stages = [exchanging([0], (1, 1), (0, 1)), exchanging([1], (2, 1), (2, 3)), exchanging([2, 3], (1, 2), (4, 5))]
     asked: dict[str, Any] = {"placement": placed(*stages), "cluster": pairs(6), "deterministic": True}
-    asked |= {"num_microbatches": 4, "microbatch_size": 2, "time_limit": 0.2}
+    asked |= {"num_microbatches": 4, "microbatch_size": 2, "time_limit": 0.2, "deterministic": True}
     found = {late: search_plan(Request.of(profile, late_inputs=late, **asked)).plan for late in (True, False, None)}
     for late, plan in found.items():
         assert check(plan, profile, pairs(6)).valid
