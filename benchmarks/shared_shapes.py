@@ -27,6 +27,7 @@ from tables import machine, markdown, note
 from time_optimal import composed
 
 from pipeplan.costs import build_workload
+from pipeplan.errors import InfeasibleError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
@@ -88,7 +89,10 @@ def limited_row(name: str, devices: int, part: float | None, options: argparse.N
         memory_bytes=[room] * devices,
     )
     budget = Budget(options.limit, clock=WorkClock(), workers=1) if options.work else Budget(options.limit)
-    found = search_schedule(workload, budget)
+    try:
+        found = search_schedule(workload, budget)
+    except InfeasibleError:
+        return (name.upper(), str(devices), str(microbatches), str(room), *["does not fit"] * 6)
     gap = found.makespan_ns / found.bound_ns - 1
     cells = (
         name.upper(),
