@@ -73,13 +73,16 @@ def test_plans_are_lowered_without_torch(module: str) -> None:
 
 
 def test_the_executor_is_small_and_stands_on_little() -> None:
-    """At most 3,780 lines, and 6,160 with all that it imports of runtime/; of models/ it knows the spec alone."""
+    """At most 3,840 lines, and 6,360 with all that it imports of runtime/; of models/ it knows the spec alone.
+
+    Some 60 and 200 of them came with copies of tensors that backward makes again and norms of shared samples.
+    """
     executor = in_room("executor")
     everything = closure_of(executor, within=RUNTIME)
     assert {room_of(module) for module in everything} <= {"executor", "models", "launch", "parallel"}
     assert [module for module in everything if room_of(module) == "models"] == [SPEC]
-    assert num_lines(executor) <= 3780
-    assert num_lines(everything) <= 6160
+    assert num_lines(executor) <= 3840
+    assert num_lines(everything) <= 6360
 
 
 def test_the_executor_replays_a_plan_alone() -> None:

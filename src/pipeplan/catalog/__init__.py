@@ -89,7 +89,18 @@ class ModelSize:
     device: str = "a100-80gb"
 
 
-RUNNING_FAMILIES = ("gpt", "gpt-experts", "encoder-decoder", "flava", "mmt", "dlrm", "candle-uno")
+RUNNING_FAMILIES = (
+    "gpt",
+    "gpt-experts",
+    "encoder-decoder",
+    "flava",
+    "mmt",
+    "dlrm",
+    "candle-uno",
+    "vgg-operators",
+    "wide-resnet-operators",
+    "lstm-operators",
+)
 """Families of models that can be run, too, by the zoo; the others are only profiles."""
 
 

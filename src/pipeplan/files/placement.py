@@ -14,6 +14,7 @@ from pipeplan.workload.elements import (
     EXPERT,
     EXPERT_SHARDS,
     REDUCE_EVERY,
+    REMADE,
     SEGMENTS,
     UNSHARD_EVERY,
     ZERO,
@@ -25,6 +26,7 @@ from pipeplan.workload.elements import (
     Items,
     Name,
     Recompute,
+    Remade,
     Segment,
     ZeroLevel,
     context_problem,
@@ -33,6 +35,7 @@ from pipeplan.workload.elements import (
     group_problem,
     mesh_of,
     recompute_problem,
+    remade_problem,
     segments_problem,
     sharing_problem,
 )
@@ -55,7 +58,16 @@ def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shar
     return None
 
 
-_SAID_ONLY = ("context_exchange", "expert_shards", "zero", "zero_group", "unshard_every", "reduce_every", "segments")
+_SAID_ONLY = (
+    "context_exchange",
+    "expert_shards",
+    "zero",
+    "zero_group",
+    "unshard_every",
+    "reduce_every",
+    "segments",
+    "remade",
+)
 
 
 class PlacedStage(FileModel):
@@ -101,6 +113,7 @@ class PlacedStage(FileModel):
     unshard_every: Annotated[Count | None, Field(description=UNSHARD_EVERY, json_schema_extra={SAID_ONLY: True})] = None
     reduce_every: Annotated[Count | None, Field(description=REDUCE_EVERY, json_schema_extra={SAID_ONLY: True})] = None
     segments: Annotated[Items[Segment], Field(description=SEGMENTS, json_schema_extra={SAID_ONLY: True})] = ()
+    remade: Annotated[Items[Remade], Field(description=REMADE, json_schema_extra={SAID_ONLY: True})] = ()
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_divided(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -138,6 +151,8 @@ class PlacedStage(FileModel):
             raise ValueError(f"configurations {problem}")
         if problem := recompute_problem(self.recompute, len(self.blocks)):
             raise ValueError(f"recompute {problem}")
+        if problem := remade_problem(self.remade, self.blocks, self.configurations, bool(self.recompute)):
+            raise ValueError(f"remade {problem}")
         whole = ("shards", "context", "expert", "recompute", "num_parted", "configurations")
         if problem := segments_problem(
             self.segments, self.blocks, {key: getattr(self, key) for key in whole}, self.zero

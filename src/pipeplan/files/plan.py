@@ -68,6 +68,7 @@ from pipeplan.workload.elements import (
     groups_problem,
     odd_neighbour,
     recompute_problem,
+    remade_problem,
     segments_problem,
     sharing_problem,
     slots_of,
@@ -363,7 +364,7 @@ class Plan(File):
                 stage.pop("cuts", None)
             if stage.get("speed") == 1:
                 del stage["speed"]
-            for key in ("kinds", "cache_bytes", "segments", "whole_gradient_bytes"):
+            for key in ("kinds", "cache_bytes", "segments", "whole_gradient_bytes", "remade"):
                 if not stage.get(key):
                     stage.pop(key, None)
             for bucket in stage.get("buckets", ()):
@@ -435,6 +436,8 @@ class Plan(File):
             raise ValueError(f"stages[{number}]: {problem}")
         if problem := recompute_problem(stage.recompute, len(stage.blocks)):
             raise ValueError(f"stages[{number}].recompute {problem}")
+        if problem := remade_problem(stage.remade, stage.blocks, stage.configurations, stage.recomputes):
+            raise ValueError(f"stages[{number}].remade {problem}")
         self._require_segments(number)
         if stage.route >= self.num_routes:
             raise ValueError(f"stages[{number}] is on route {stage.route}, but the plan has {self.num_routes}")

@@ -54,6 +54,7 @@ class RunPoint:
             shards=len(devices),
             recompute=self.model.options.recompute,
             configurations=split.configurations,
+            remade=split.remade,
         )
 
 

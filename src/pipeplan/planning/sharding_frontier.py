@@ -108,6 +108,7 @@ class Splits:
             devices=tuple(range(count)),
             shards=count,
             configurations=split.configurations,
+            remade=split.remade,
             microbatch_size=samples,
         )
         return Workload(
@@ -182,6 +183,7 @@ def _options(splitting: Splitting) -> CostOptions:
     return CostOptions(
         blocks=splitting.whole_blocks,
         shared=splitting.shared,
+        alone=False,
         rule=is_profiled if splitting.profiled else None,
         data_parallel_loading=splitting.data_parallel_loading,
         mesh_dimensions=splitting.mesh_dimensions,
@@ -359,7 +361,11 @@ def plan_of_strategy(
     split, options, devices = split_blocks(model, strategy), model.options, model.resharding.devices
     samples = model.operators.nodes[0].operation.axis("samples").size
     stage = PlacedStage(
-        blocks=split.blocks, devices=tuple(range(devices)), shards=devices, configurations=split.configurations
+        blocks=split.blocks,
+        devices=tuple(range(devices)),
+        shards=devices,
+        configurations=split.configurations,
+        remade=split.remade,
     )
     workload = build_workload(
         profile,

@@ -57,15 +57,17 @@ VARIANTS = ("before", "after", "both")
 class CostOptions:
     """How a cost graph is made.
 
-    ``blocks``: every block is one operator, by its rows. ``data_parallel_loading``: inputs come split by samples over
-    all devices. ``microbatches`` of one iteration share the sum of gradients; ``in_flight`` of them hold activations
-    at once. ``rule`` restricts configurations, ``reuse`` False keeps what every operator needs where it needs it, and
-    ``aligned`` lets no tensor change its layout on the way, but for sums. Meshes have up to ``mesh_dimensions``.
+    ``blocks``: every block is one operator, by its rows; with ``alone`` each keeps what its backward needs by itself.
+    ``data_parallel_loading``: inputs come split by samples over all devices. ``microbatches`` of one iteration share
+    the sum of gradients; ``in_flight`` of them hold activations at once. ``rule`` restricts configurations, ``reuse``
+    False keeps what every operator needs where it needs it, and ``aligned`` lets no tensor change its layout on the
+    way, but for sums. Meshes have up to ``mesh_dimensions``.
     With ``recompute`` every operator keeps only its inputs, and backward runs its forward again. Where they are
     ``shared``, devices may share sequences and experts of single blocks, which no executor runs.
     """
 
     blocks: bool = False
+    alone: bool = True
     data_parallel_loading: bool = False
     microbatches: int = 1
     in_flight: int = 1
@@ -517,7 +519,8 @@ def unpriced_model(
     """
     preset = device_preset(device) if device else _preset_of(profile, cluster)
     width = 4 if profile.source.dtype == "float32" else 2
-    operators = expand(profile, samples, width=width, whole_blocks=options.blocks, shared=options.shared)
+    how = {"whole_blocks": options.blocks, "shared": options.shared, "alone": options.alone}
+    operators = expand(profile, samples, width=width, **how)
     if options.data_parallel_loading:
         operators = _loaded(operators, devices)
     resharding = Resharding(cluster, devices)

@@ -6,9 +6,10 @@ the gradient that they give, its last ones gather what they give and cut their g
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from pipeplan.sharding.cost_model import VARIANTS, CostModel, Spared, held_bytes
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy
 from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
+from pipeplan.workload.elements import Remade
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +122,15 @@ def _tensor(model: CostModel, link: Link, variant: str, source: Configuration, t
 
 @dataclass(frozen=True, slots=True)
 class SplitBlocks:
-    """Blocks in the order they run, how each is split over the devices of a stage, and what that costs per device."""
+    """Blocks in the order they run, how each is split over the devices of a stage, and what that costs per device.
+
+    ``remade`` are tensors between them that backward makes again.
+    """
 
     blocks: tuple[str, ...]
     configurations: tuple[str, ...]
     costs: StageCost
+    remade: tuple[Remade, ...] = ()
 
 
 def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
@@ -134,8 +140,7 @@ def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
     memory.
 
     Raises:
-        UsageError: the strategy splits operators inside of blocks, loads data by an operator of its own, or makes
-            tensors again for backward.
+        UsageError: the strategy splits operators inside of blocks, or loads data by an operator of its own.
     """
     details = details_of(model, strategy)
     details = replace(details, operators=tuple(each for each in details.operators if each.block != OUTSIDE))
@@ -146,15 +151,17 @@ def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
                 f"the strategy splits {each.name!r}, an operator of block {each.block!r}, and plans run whole blocks; "
                 "track the frontier of whole blocks"
             )
-    again = next((each.link for each in details.tensors if each.again), None)
-    if again is not None:
-        raise UsageError(
-            f"the strategy makes the output of {again.source!r} again for the backward of {again.target!r}, and plans "
-            "keep what backward needs; track a frontier of blocks that keep it themselves"
-        )
     devices = model.resharding.devices
     names = tuple(each.configuration.name for each in details.operators)
-    return SplitBlocks(blocks, names if devices > 1 else (), _stage_cost(details, strategy, model.options.microbatches))
+    costs = _stage_cost(details, strategy, model.options.microbatches)
+    return SplitBlocks(blocks, names if devices > 1 else (), costs, tuple(_remade(details)))
+
+
+def _remade(details: Details) -> Iterator[Remade]:
+    for each in details.tensors:
+        if each.again:
+            kept: Literal["before", "after"] = "after" if each.variant == "after" else "before"
+            yield Remade(source=each.link.source, target=each.link.target, kept=kept)
 
 
 def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> StageCost:

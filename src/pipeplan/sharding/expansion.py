@@ -117,11 +117,18 @@ class _Builder:
 
 
 def expand(
-    profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool = False, shared: bool = False
+    profile: Profile,
+    samples: int,
+    *,
+    width: int = 2,
+    whole_blocks: bool = False,
+    shared: bool = False,
+    alone: bool = True,
 ) -> OperatorGraph:
     """The operators of a profile's blocks for a micro-batch of ``samples``; ``width`` is bytes per number.
 
-    With ``whole_blocks`` every block is one operator. Where they are ``shared`` devices may share sequences and experts
+    With ``whole_blocks`` every block is one operator; those that are an operator as they are keep what they need
+    ``alone``, or share it with their neighbours. Where they are ``shared`` devices may share sequences and experts
     of a block that has rows for it, and no tensor that is there for all samples.
     """
     by_id, whole = (
@@ -138,7 +145,7 @@ def expand(
         taken = tuple(edge.bytes_per_sample for edge in incoming)
         more = shared and id_ not in whole, profile.messages, profile.rings
         known = _BlockNumbers(by_id[id_], kinds[profile.alike[id_]], samples, width, taken, outgoing, *more)
-        flow, built = _expanded(known, incoming, flows, whole_blocks=whole_blocks)
+        flow, built = _expanded(known, incoming, flows, whole_blocks=whole_blocks, alone=alone)
         flows[id_] = flow
         nodes += built.nodes
         links += built.links
@@ -146,19 +153,19 @@ def expand(
 
 
 def _expanded(
-    known: _BlockNumbers, incoming: Sequence[Edge], flows: Mapping[str, _Flow], *, whole_blocks: bool
+    known: _BlockNumbers, incoming: Sequence[Edge], flows: Mapping[str, _Flow], *, whole_blocks: bool, alone: bool
 ) -> tuple[_Flow, _Builder]:
     inputs = [flows[edge.source] for edge in incoming]
     built = _Builder(known, inputs, [edge.gradient for edge in incoming])
     make = _KINDS.get((known.block.operator, tuple(sorted(known.block.dimensions))))
     if whole_blocks or make is None or any(edge.broadcast for edge in incoming):
-        return _Flow(_whole(built, incoming)), built
+        return _Flow(_whole(built, incoming, alone=alone)), built
     return make(built), built
 
 
-def _whole(built: _Builder, incoming: Sequence[Edge]) -> str:
+def _whole(built: _Builder, incoming: Sequence[Edge], *, alone: bool) -> str:
     known = built.known
-    single = single_operator(known.block, known.samples, known.width, known.taken, learns=built.learns)
+    single = single_operator(known.block, known.samples, known.width, known.taken, learns=built.learns, alone=alone)
     operation = single or _block(known, learns=built.learns)
     name = known.block.id
     built.nodes.append(OperatorNode(name, name, operation))

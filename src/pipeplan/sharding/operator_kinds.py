@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import ClassVar
 
@@ -140,7 +140,7 @@ class Relu(Splittable):
     """An element-wise function that keeps its output."""
 
     kind = "element-wise"
-    keeps = (False,)
+    keeps: ClassVar[tuple[bool, ...]] = (False,)
     keeps_output = True
 
     def share(self, numbers: Numbers) -> Operator:
@@ -562,6 +562,46 @@ def _sizes(block: Block) -> set[GroupSizes]:
 
 
 @dataclass(frozen=True)
+class ExecutedLayer(Product):
+    """A matrix product that shares of the rows sum."""
+
+    kind = "layer"
+    combined = frozenset({"rows"})
+
+    def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
+        return (InnerExchange("rows", "all_reduce", _given_bytes(self, numbers), 1, 0),)
+
+
+@dataclass(frozen=True)
+class ExecutedBentLayer(ExecutedLayer):
+    """With a function of each number that keeps its output."""
+
+    keeps_output = True
+
+
+@dataclass(frozen=True)
+class ExecutedConvolution(Convolution):
+    """A convolution that shares of the rows sum, of images whose pixels are never split."""
+
+    combined = frozenset({"rows"})
+
+    def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
+        return (InnerExchange("rows", "all_reduce", _given_bytes(self, numbers), 1, 0),)
+
+
+@dataclass(frozen=True)
+class ExecutedRecurrent(Recurrent):
+    """An LSTM layer; nothing is before the first step, whose state has no gradient."""
+
+    def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
+        return tuple(each._replace(backward=max(each.backward - 1, 0)) for each in super().exchanges(numbers))
+
+
+def _given_bytes(operation: Product | Convolution, numbers: Numbers) -> int:
+    return operation.width * tokens(numbers) * numbers["columns"]
+
+
+@dataclass(frozen=True)
 class _Alone(Splittable):
     """An operator that keeps its own copy of everything its backward needs, each in its layout."""
 
@@ -573,41 +613,78 @@ class _Alone(Splittable):
 
 
 @dataclass(frozen=True)
-class _ExecutedLayer(_Alone, Product):
-    """A matrix product that shares of the rows sum; ``bent``: with a function of each number, whose output is kept."""
-
-    bent: bool = False
-
-    kind = "layer"
-    combined = frozenset({"rows"})
-
-    def exchanges(self, numbers: Numbers) -> tuple[InnerExchange, ...]:
-        return (InnerExchange("rows", "all_reduce", self._output_bytes(numbers), 1, 0),)
-
-    def inside_bytes(self, numbers: Numbers) -> int:
-        return super().inside_bytes(numbers) + (self._output_bytes(numbers) if self.bent else 0)
-
-    def _output_bytes(self, numbers: Numbers) -> int:
-        return self.width * numbers["samples"] * numbers["places"] * numbers["columns"]
+class _LayerAlone(_Alone, ExecutedLayer):
+    """A matrix product."""
 
 
 @dataclass(frozen=True)
-class _ExecutedNorm(_Alone, Norm):
+class _BentLayerAlone(_Alone, ExecutedBentLayer):
+    """A matrix product whose output is kept."""
+
+    def inside_bytes(self, numbers: Numbers) -> int:
+        return super().inside_bytes(numbers) + _given_bytes(self, numbers)
+
+
+@dataclass(frozen=True)
+class _ConvolutionAlone(_Alone, ExecutedConvolution):
+    """A convolution."""
+
+
+@dataclass(frozen=True)
+class _RecurrentAlone(_Alone, ExecutedRecurrent):
+    """An LSTM layer."""
+
+
+@dataclass(frozen=True)
+class _BatchNormAlone(_Alone, BatchNorm):
+    """A norm over the batch."""
+
+
+@dataclass(frozen=True)
+class _ReluAlone(_Alone, Relu):
+    """A function that keeps its output."""
+
+    def inside_bytes(self, numbers: Numbers) -> int:
+        return self.width * tokens(numbers) * numbers["features"]
+
+
+@dataclass(frozen=True)
+class _MaxPoolAlone(_Alone, MaxPool):
+    """The largest around every second pixel of every second row."""
+
+
+@dataclass(frozen=True)
+class _NormAlone(_Alone, Norm):
     """A norm."""
 
 
 @dataclass(frozen=True)
-class _ExecutedAttention(_Alone, Attention):
+class _AttentionAlone(_Alone, Attention):
     """The middle of attention."""
 
 
 @dataclass(frozen=True)
-class _ExecutedActivation(_Alone, Activation):
+class _ActivationAlone(_Alone, Activation):
     """A function of each number."""
 
 
+_ALONE: dict[type[Splittable], type[Splittable]] = {
+    ExecutedLayer: _LayerAlone,
+    ExecutedBentLayer: _BentLayerAlone,
+    ExecutedConvolution: _ConvolutionAlone,
+    ExecutedRecurrent: _RecurrentAlone,
+    BatchNorm: _BatchNormAlone,
+    Relu: _ReluAlone,
+    MaxPool: _MaxPoolAlone,
+    Norm: _NormAlone,
+    Attention: _AttentionAlone,
+    Activation: _ActivationAlone,
+}
+"""Operators whose backward needs what they take or give, as they keep it by themselves."""
+
+
 def single_operator(
-    block: Block, samples: int, width: int, taken: Sequence[int], *, learns: bool = True
+    block: Block, samples: int, width: int, taken: Sequence[int], *, learns: bool = True, alone: bool = True
 ) -> Splittable | None:
     """The operator that a block is, by its kind and the names of its dimensions; None if it is not known to be one.
 
@@ -617,21 +694,60 @@ def single_operator(
         width: bytes per number.
         taken: bytes per sample of each input.
         learns: whether something before it needs a gradient.
+        alone: whether it keeps its own copies of what its backward needs, instead of tensors between operators.
     """
     make = _KINDS.get((block.operator, tuple(sorted(block.dimensions))))
     batch = Axis("samples", samples, called="samples")
-    return make(block.dimensions, batch, width, sum(taken), learns) if make is not None else None
+    made = make(block.dimensions, batch, width, sum(taken), learns) if make is not None else None
+    if made is None or not alone or type(made) not in _ALONE:
+        return made
+    return _ALONE[type(made)](**{each.name: getattr(made, each.name) for each in fields(made)})
 
 
 def _linear(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable | None:
     """With a function of each number after it; more places than one are for the block to know."""
     if taken > sizes["inputs"] * width:
         return None
-    return _ExecutedLayer(_product_axes(sizes, batch, 1), width, learns=learns, bent=True)
+    return ExecutedBentLayer(_product_axes(sizes, batch, 1), width, learns=learns)
+
+
+def _of_images(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
+    """A linear layer with a function of each number after it, of images' numbers channel by channel."""
+    _, places, _, columns = _product_axes(sizes, batch, 1)
+    rows = Axis("rows", sizes["channels"], sizes["inputs"] // sizes["channels"], "channels")
+    return ExecutedBentLayer((batch, places, rows, columns), width, learns=learns)
+
+
+def _convolution(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
+    rows, columns = Axis("rows", sizes["inputs"], called="inputs"), Axis("columns", sizes["outputs"], called="outputs")
+    axes, (kernel, stride) = (batch, _pixels(sizes), rows, columns), (sizes["kernel"], sizes["stride"])
+    return ExecutedConvolution(axes, width, learns=learns, kernel=kernel, stride=stride)
+
+
+def _of_channels(operation: type[Splittable]) -> Callable[[Numbers, Axis, int, int, bool], Splittable]:
+    """An operator that knows only of an image's channels."""
+
+    def made(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
+        axes = batch, _pixels(sizes), Axis("features", sizes["hidden"], called="hidden")
+        return operation(axes, width, learns=learns)
+
+    return made
+
+
+def _pixels(sizes: Numbers) -> Axis:
+    """All of an image, which is not split."""
+    return Axis("places", 1, sizes["side"] ** 2)
+
+
+def _recurrent(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
+    shared = math.gcd(sizes["inputs"], sizes["cells"])  # a share of the rows takes one of the input and of the state
+    rows = Axis("rows", shared, sizes["inputs"] // shared, "inputs")
+    axes = batch, rows, Axis("columns", sizes["cells"], called="cells")
+    return ExecutedRecurrent(axes, width, learns=learns, steps=sizes["sequence"])
 
 
 def _product(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
-    return _ExecutedLayer(_product_axes(sizes, batch, sizes["sequence"]), width, learns=learns)
+    return ExecutedLayer(_product_axes(sizes, batch, sizes["sequence"]), width, learns=learns)
 
 
 def _product_axes(sizes: Numbers, batch: Axis, places: int) -> tuple[Axis, ...]:
@@ -642,7 +758,7 @@ def _product_axes(sizes: Numbers, batch: Axis, places: int) -> tuple[Axis, ...]:
 def _attention(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
     size = sizes["hidden"] // sizes["heads"]
     axes = _image(sizes, batch, Axis("features", sizes["heads"], size, "heads"))
-    return _ExecutedAttention(axes, width, learns=learns, head_size=size)
+    return Attention(axes, width, learns=learns, head_size=size)
 
 
 def _of_numbers(operation: type[Splittable]) -> Callable[[Numbers, Axis, int, int, bool], Splittable]:
@@ -666,9 +782,17 @@ def _image(sizes: Numbers, batch: Axis, features: Axis) -> tuple[Axis, ...]:
 _KINDS: dict[tuple[str, tuple[str, ...]], Callable[[Numbers, Axis, int, int, bool], Splittable | None]] = {
     ("linear", ("inputs", "outputs")): _linear,
     ("product", ("inputs", "outputs", "sequence")): _product,
-    ("norm", ("hidden", "sequence")): _of_numbers(_ExecutedNorm),
+    ("norm", ("hidden", "sequence")): _of_numbers(Norm),
     ("attention-core", ("heads", "hidden", "sequence")): _attention,
-    ("activation", ("hidden", "sequence")): _of_numbers(_ExecutedActivation),
+    ("activation", ("hidden", "sequence")): _of_numbers(Activation),
     ("add", ("hidden", "sequence")): _of_numbers(Add),
     ("loss", ("sequence", "vocabulary")): _loss,
+    ("linear", ("channels", "inputs", "outputs")): _of_images,
+    ("convolution", ("inputs", "kernel", "outputs", "side", "stride")): _convolution,
+    ("batch-norm", ("hidden", "side")): _of_channels(BatchNorm),
+    ("relu", ("hidden", "side")): _of_channels(Relu),
+    ("add", ("hidden", "side")): _of_channels(Add),
+    ("max-pool", ("hidden", "side")): _of_channels(MaxPool),
+    ("mean", ("hidden", "side")): _of_channels(AveragePool),
+    ("recurrent", ("cells", "inputs", "sequence")): _recurrent,
 }

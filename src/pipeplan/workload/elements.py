@@ -336,6 +336,45 @@ SEGMENTS = (
 )
 
 
+AFTER: Literal["after"] = "after"
+"""What is kept of a tensor is the copy of the block that takes it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remade(Element):
+    """A tensor between two blocks of a stage, of which one copy is kept for backward, and the other is made again."""
+
+    source: Annotated[Name, Meaning("the block that gives it")]
+    target: Annotated[Name, Meaning("the block that takes it in another layout")]
+    kept: Annotated[
+        Literal["before", "after"], Meaning("the copy in the layout it is given in, or that in the one it is taken in")
+    ]
+
+
+REMADE = (
+    "tensors between its blocks of which only one copy is kept for backward, where these have them in two layouts; "
+    "none: each keeps its own"
+)
+
+
+def remade_problem(
+    remade: Sequence[Remade], blocks: Sequence[str], configurations: Sequence[str], recomputes: bool
+) -> str | None:
+    """What is wrong with the tensors that a stage makes again, if anything."""
+    if not remade:
+        return None
+    if not configurations or recomputes:
+        return "are of stages whose blocks have configurations and are not recomputed"
+    seen = set[tuple[str, str]]()
+    for each in remade:
+        if odd := next((block for block in (each.source, each.target) if block not in blocks), None):
+            return f"have {odd!r}, which is not one of its blocks"
+        if (each.source, each.target) in seen:
+            return f"have the tensor from {each.source!r} to {each.target!r} twice"
+        seen.add((each.source, each.target))
+    return None
+
+
 def segments_problem(
     segments: Sequence[Segment], blocks: Sequence[str], others: Mapping[str, object], zero: int = 0
 ) -> str | None:
@@ -484,6 +523,7 @@ class Stage(Element):
         ),
     ] = ()
     segments: Annotated[Items[Segment], Meaning(SEGMENTS, said_only=True)] = ()
+    remade: Annotated[Items[Remade], Meaning(REMADE, said_only=True)] = ()
 
     @property
     def copies(self) -> int:

@@ -31,7 +31,7 @@ from pipeplan.runtime.executor.message_graph import (
 )
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action, StateAction
-from pipeplan.workload.elements import RING, Again, Attribute, Dependency, Loop, Segment, Stage
+from pipeplan.workload.elements import RING, Again, Attribute, Dependency, Loop, Remade, Segment, Stage
 from pipeplan.workload.kinds import GRADIENT_ROLES, PARTED_ROLES, RESHARD, UNSHARD, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
@@ -178,8 +178,9 @@ class StagePart:
     ``parameter_bytes`` the plan expects on each device, and ``waiting_bytes`` held for a micro-batch's W; 0 if it says
     nothing of them. ``cuts`` are how many blocks run before each part of its forward but the first. Where actions
     exchange its state, ``block_groups`` are how many blocks they are of. ``segments`` are what kernel backends run,
-    of so many ``samples`` at a time. ``leaving`` says of outputs that go, or
-    whose gradients come, in slices of the sequence, of how many they are wanted; ``returning`` the same of gradients.
+    of so many ``samples`` at a time; ``remade`` are tensors between its blocks that backward makes again. ``leaving``
+    says of outputs that go, or whose gradients come, in slices of the sequence, of how many they are wanted;
+    ``returning`` the same of gradients.
     """
 
     index: int
@@ -203,6 +204,7 @@ class StagePart:
     cuts: tuple[int, ...] = ()
     block_groups: tuple[int, ...] = ()
     segments: tuple[Segment, ...] = ()
+    remade: tuple[Remade, ...] = ()
     samples: int = 0
     leaving: Mapping[str, frozenset[int]] = field(default_factory=dict)
     returning: Mapping[str, int] = field(default_factory=dict)
@@ -638,6 +640,7 @@ class _Lowering:
             cuts=stage.cuts,
             block_groups=tuple(each.blocks for each in stage.block_groups),
             segments=stage.segments,
+            remade=stage.remade,
             samples=stage.microbatch_size // stage.replicas,
             split=any(each.role is Role.INPUT_GRAD for each in operations),
             inputs={source: names for (source, target), names in crossings.items() if target == index},

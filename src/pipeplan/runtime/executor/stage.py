@@ -24,11 +24,12 @@ from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
 from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, StageLayouts, TensorLayout
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.attention_cores import RecomputedCores
-from pipeplan.runtime.parallel.batch_norms import recomputed
+from pipeplan.runtime.parallel.batch_norms import recomputed, samples_shared
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.experts import WordCounts, counting
+from pipeplan.runtime.parallel.kept_copies import KeptCopy, alone, saving
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
-from pipeplan.workload.elements import Again
+from pipeplan.workload.elements import AFTER, Again
 from pipeplan.workload.kinds import Role
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
@@ -107,7 +108,10 @@ class _ForwardGraphs:
 
 
 class _Values:
-    """What the blocks of a stage have made of a replica's samples, in every layout that some block takes it in."""
+    """What the blocks of a stage have made of a replica's samples, in every layout that some block takes it in.
+
+    ``saved`` is what blocks have saved of their outputs, where these are made again for them.
+    """
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class _Values:
         self._layouts, self._num_samples = layouts, num_samples
         self._given = {name: entering[name] for name in received}
         self._found = {(name, self._given[name]): tensor for name, tensor in received.items()}
+        self.saved: dict[str, KeptCopy] = {}
 
     def receive(self, received: Mapping[str, Tensor], entering: Mapping[str, TensorLayout]) -> None:
         """Take what comes only before a later part."""
@@ -154,6 +159,25 @@ class _Values:
         """A block's output as another takes it."""
         return self._in(source, self._layouts.taken.get(block, WHOLE_TENSOR))
 
+    def let_go_after(self, source: str, block: str) -> None:
+        """Of a block's output keep the copy that another takes, of which the block's own is made again."""
+        taken, given = self._layouts.taken[block], self._given[source]
+        if taken != given and source in self.saved:
+            copy = self.taken(source, block).detach()
+            again = partial(self._layouts.converted, source, copy, taken, given, self._num_samples)
+            self.saved.pop(source).replace(again)
+
+    def copy_taken(self, source: str, block: str) -> KeptCopy:
+        """The copy that a block takes of another's output."""
+        return KeptCopy(self.taken(source, block).detach())
+
+    def let_go_before(self, source: str, block: str, copy: KeptCopy) -> None:
+        """Of a block's output keep its own copy, of which the one that another has taken is made again."""
+        taken, given = self._layouts.taken[block], self._given[source]
+        if taken != given:
+            own = self.own(source).detach()
+            copy.replace(partial(self._layouts.converted, source, own, given, taken, self._num_samples))
+
     def whole(self, block: str) -> Tensor:
         """A block's output, whole on every device."""
         return self._in(block, WHOLE_TENSOR)
@@ -172,7 +196,8 @@ class _Values:
         if (block, layout) not in self._found:
             given = self._given[block]
             tensor = self._found[block, given]
-            self._found[block, layout] = self._layouts.converted(block, tensor, given, layout, self._num_samples)
+            made = self._layouts.converted(block, tensor, given, layout, self._num_samples)
+            self._found[block, layout] = alone(made) if made is not tensor else made
         return self._found[block, layout]
 
 
@@ -476,7 +501,9 @@ class StageRunner:
             casting = self.autocast() if self.autocast is not None else nullcontext()
             with casting, nullcontext() if self.evaluating else counting(self.word_counts, block):
                 run = partial(recomputed, module) if again is True else module
-                with RecomputedCores() if again == "selective" else nullcontext() as cores:
+                selective = RecomputedCores() if again == "selective" else nullcontext()
+                sharers = samples_shared(self.layouts.sharers(block))
+                with selective as cores, sharers, self._reusing(block, values) as saved:
                     made = run(*arguments)
         if cores is not None and not cores.count and block in self.part.cores:
             raise StageError(
@@ -485,6 +512,8 @@ class StageRunner:
             )
         if not isinstance(made, Tensor):
             raise StageError(f"block {block!r} returned {type(made).__name__}, and a block returns one tensor")
+        if own_copy := next((copy for copy in saved if copy.holds(made)), None):
+            values.saved[block] = own_copy
         if spec.loss:
             return self.layouts.summed(block, made)
         if len(rows) < len(own) and made.shape[:1] != (len(rows),):
@@ -493,6 +522,25 @@ class StageRunner:
                 "samples in their first dimension can be shared; leave samples out of its configuration"
             )
         return made
+
+    @contextmanager
+    def _reusing(self, block: str, values: _Values) -> Iterator[Sequence[KeptCopy]]:
+        """When a block has run, let go of copies that are made again for backward; give what it saves, if that may be
+        one of them later.
+        """
+        takes = [each for each in self.part.remade if each.target == block]
+        gives = any(each.source == block and each.kept == AFTER for each in self.part.remade)
+        if not takes and not gives:
+            yield ()
+            return
+        copies = {each.source: values.copy_taken(each.source, block) for each in takes if each.kept != AFTER}
+        with saving([*copies.values()], outputs=gives) as saved:
+            yield saved
+        for each in takes:
+            if each.kept == AFTER:
+                values.let_go_after(each.source, block)
+            else:
+                values.let_go_before(each.source, block, copies[each.source])
 
     def _differentiate(self, microbatch: int, passes: Iterable[Sequence[_Root]], *, last: bool) -> None:
         if not self.part.split:

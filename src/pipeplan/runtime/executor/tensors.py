@@ -302,6 +302,11 @@ class StageLayouts:
         (only,) = found if len(found) == 1 else (WHOLE_TENSOR,)
         return only if only.samples.size == 1 else WHOLE_TENSOR
 
+    def sharers(self, block: str) -> Shards:
+        """This rank's place among those that share the samples that the block runs on."""
+        samples = self.taken.get(block, WHOLE_TENSOR).samples
+        return WHOLE if samples.size == 1 else self.place(samples)
+
     def rows(self, block: str, own: Numbers) -> Numbers:
         """Those of a micro-batch's samples that this rank runs the block on."""
         samples = self.taken.get(block, WHOLE_TENSOR).samples

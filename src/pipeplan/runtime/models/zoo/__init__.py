@@ -14,9 +14,11 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo.encoder_decoder import TranslationSize
 from pipeplan.runtime.models.zoo.gpt import GPTSize
+from pipeplan.runtime.models.zoo.images import ConvolutionsSize, ResidualSize
 from pipeplan.runtime.models.zoo.layers import ZooSize
 from pipeplan.runtime.models.zoo.mixture import GPTExpertsSize
 from pipeplan.runtime.models.zoo.multi_branch import CaptionsSize, MultiModalSize, RecommendationSize, ResponseSize
+from pipeplan.runtime.models.zoo.recurrent import RecurrentSize
 
 __all__ = ["ZOO", "zoo_model"]
 
@@ -29,6 +31,9 @@ _FAMILIES: dict[str, type[ZooSize]] = {
     "mmt": MultiModalSize,
     "dlrm": RecommendationSize,
     "candle-uno": ResponseSize,
+    "vgg-operators": ConvolutionsSize,
+    "wide-resnet-operators": ResidualSize,
+    "lstm-operators": RecurrentSize,
 }
 """Families that run, as the catalog names them."""
 
@@ -55,7 +60,8 @@ def zoo_model(name: str, *, sequence: int | None = None, planned: int | None = N
     """
     if sequence is None and planned is not None and planned <= ZOO[name].longest:
         sequence = planned
-    return replace(_model(name, sequence), loss_of="samples", made_up=True)
+    model = _model(name, sequence)
+    return replace(model, loss_of=model.loss_of or "samples", made_up=True)
 
 
 def _model(name: str, sequence: int | None) -> Model:

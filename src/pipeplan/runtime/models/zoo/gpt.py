@@ -135,28 +135,37 @@ def operators_of_layers(stack: LayerStack, source: str) -> list[BlockSpec]:
     return found
 
 
+def _product(id_: str, stack: LayerStack, source: str, inputs: int, outputs: int, *, std: float = 0.02) -> BlockSpec:
+    """One of a layer."""
+    return product_by_operator(id_, stack.sequence, source, inputs, outputs, std=std, biased=stack.biased)
+
+
 def operators_of_head(stack: LayerStack, words: int, source: str) -> list[BlockSpec]:
     """Final norm, output layer and loss."""
     norm = norm_by_operator("head.norm", stack, source)
-    output = _product("head.output", stack, norm.id, stack.hidden, words, std=0.02, biased=False)
+    output = product_by_operator("head.output", stack.sequence, norm.id, stack.hidden, words, std=0.02, biased=False)
+    return [norm, output, loss_by_operator(output.id, stack.sequence, words)]
+
+
+def loss_by_operator(source: str, sequence: int, words: int) -> BlockSpec:
+    """The loss of so many words, or classes, at each place of a ``sequence``."""
     build = partial(LossOperator, words)
-    loss = BlockSpec(
+    return BlockSpec(
         "head.loss",
         "loss",
         build,
-        (output.id,),
+        (source,),
         ("targets",),
         loss=True,
-        dimensions={"sequence": stack.sequence, "vocabulary": words},
+        dimensions={"sequence": sequence, "vocabulary": words},
         splits={FEATURES: Split(build, takes=True), PLACES: Split(build)},
     )
-    return [norm, output, loss]
 
 
 def _attention(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
     prefix, hidden = f"{layer}.attention", stack.hidden
     norm = norm_by_operator(f"{prefix}.norm", stack, source)
-    made = _product(f"{prefix}.made", stack, norm.id, hidden, 3 * hidden, std=0.02)
+    made = _product(f"{prefix}.made", stack, norm.id, hidden, 3 * hidden)
     build = partial(AttentionCore, stack)
     core = BlockSpec(
         f"{prefix}.core",
@@ -173,7 +182,7 @@ def _attention(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
 def _feed_forward(layer: str, stack: LayerStack, source: str) -> list[BlockSpec]:
     prefix, hidden = f"{layer}.ffn", stack.hidden
     norm = norm_by_operator(f"{prefix}.norm", stack, source)
-    wide = _product(f"{prefix}.expand", stack, norm.id, hidden, 4 * hidden, std=0.02)
+    wide = _product(f"{prefix}.expand", stack, norm.id, hidden, 4 * hidden)
     bent = _each(f"{prefix}.activation", "activation", ActivationOperator, stack, (wide.id,), 4 * hidden)
     last = _product(f"{prefix}.projection", stack, bent.id, 4 * hidden, hidden, std=stack.last_std)
     return [norm, wide, bent, last, _each(f"{prefix}.sum", "add", AddOperator, stack, (source, last.id))]
@@ -187,18 +196,18 @@ def norm_by_operator(id_: str, stack: LayerStack, source: str) -> BlockSpec:
     return BlockSpec(id_, "norm", build, (source,), dimensions=stack.sizes, splits=_slices(build, cuts))
 
 
-def _product(
-    id_: str, stack: LayerStack, source: str, inputs: int, outputs: int, *, std: float, biased: bool | None = None
+def product_by_operator(
+    id_: str, sequence: int, source: str, inputs: int, outputs: int, *, std: float, biased: bool = True
 ) -> BlockSpec:
-    bias = stack.biased if biased is None else biased
-    build = partial(_tile, inputs, outputs, std, bias)
+    """A linear layer at each place of a ``sequence``, of whose weight devices may have tiles."""
+    build = partial(_tile, inputs, outputs, std, biased)
     return BlockSpec(
         id_,
         "product",
         build,
         (source,),
-        dimensions={"sequence": stack.sequence, "inputs": inputs, "outputs": outputs},
-        splits=Tile.ways(build, bias=bias) | {PLACES: Split(build)},
+        dimensions={"sequence": sequence, "inputs": inputs, "outputs": outputs},
+        splits=Tile.ways(build, bias=biased) | {PLACES: Split(build)},
     )
 
 

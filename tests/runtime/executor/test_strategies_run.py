@@ -1,0 +1,123 @@
+"""TensorOpt's models as the frontier splits them: points of their frontiers train as an unsplit run."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeplan.costs.clusters import named_cluster
+from pipeplan.costs.devices import device_preset
+from pipeplan.files import PlacedStage, Profile
+from pipeplan.planning.request import Batch, Request, Splitting
+from pipeplan.planning.sharding_frontier import Splits, split_frontier
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.profiling.estimate import estimate_model
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.workload.elements import Remade
+from runtime_support.plans import TRAINING, Case, Reports, Unsplit, assert_as_unsplit, reports_of
+from runtime_support.threads import require_equal_to_unsplit
+from support.commands import pipeplan
+from support.marks import slow_but
+
+PAPERS = (
+    "vgg16-tiny-operators",
+    "wide-resnet-tiny-operators",
+    "lstm-tiny-operators",
+    "gpt2-tiny-operators",
+    "dlrm-tiny",
+    "candle-uno-tiny",
+)
+"""VGG16, WideResNet, RNN and a Transformer, and GraphPipe's two that split by operators, too."""
+
+SAMPLES, DEVICES = 4, 4
+
+
+@functools.cache
+def profile_of(name: str) -> Profile:
+    return estimate_model(load_model(name), (1, 2, 4), device=device_preset("v100-16gb"), dtype=torch.float32)
+
+
+@functools.cache
+def frontier_of(name: str) -> tuple[Request, Splits]:
+    cluster = named_cluster("tensoropt", DEVICES)
+    request = Request(profile_of(name), DEVICES, Batch(1, SAMPLES), cluster=cluster)
+    return request, split_frontier(request, Splitting(within=0.01))
+
+
+@functools.cache
+def chosen(name: str) -> dict[str, int]:
+    """Of a frontier the leanest, the fastest and one between; and the one that makes most tensors again."""
+    request, found = frontier_of(name)
+    remade = [len(found.described(request, index).stages[0].remade) for index in range(len(found.points))]
+    assert max(remade) > 0
+    return {"leanest": 0, "middle": len(remade) // 2, "fastest": len(remade) - 1, "again": remade.index(max(remade))}
+
+
+@slow_but("name", PAPERS, "candle-uno-tiny".__eq__)
+def test_points_of_frontiers_train_as_an_unsplit_run(name: str) -> None:
+    request, found = frontier_of(name)
+    for index in set(chosen(name).values()):
+        require_equal_to_unsplit(load_model(name), found.plan(request, index))
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    """Of two points of each frontier, by four processes."""
+    cases: dict[str, Case] = {}
+    for name in PAPERS:
+        request, splits = frontier_of(name)
+        for what in ("leanest", "again"):
+            plan = splits.plan(request, chosen(name)[what])
+            cases[f"{name} {what}"] = plan, replace(TRAINING, model=name, clip_norm=1e-3)
+    return reports_of(cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAPERS)
+def test_four_processes_train_points_of_frontiers_as_one_would(name: str, reports: Reports) -> None:
+    """Losses, gradients and updated parameters, on gloo."""
+    for what in ("leanest", "again"):
+        options = replace(TRAINING, model=name, clip_norm=1e-3)
+        assert_as_unsplit(load_model(name), options, reports[f"{name} {what}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dlrm-tiny", "candle-uno-tiny"])
+def test_commands_lead_from_a_profile_to_a_run(name: str, tmp_path: Path) -> None:
+    """``profile``, ``frontier`` and ``run``, whose losses are those of an unsplit run."""
+    profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"
+    estimated = "--estimate", "--device", "v100-16gb", "--microbatch", "1,2,4"
+    assert pipeplan("profile", name, *estimated, "-o", profile).returncode == 0
+    asked = "--devices", 2, "--mini-batch", SAMPLES, "--point", 1
+    assert pipeplan("frontier", profile, *asked, "-o", plan).returncode == 0
+    assert json.loads(plan.read_text())["stages"][0]["remade"]
+    how = "--seed", 5, "--dtype", "float64", "--lr", "1e-3", "--weight-decay", "0"
+    done = pipeplan("run", plan, "--model", name, *how, "--local", "--steps", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    options = TrainOptions(name, seed=5, dtype="float64", learning_rate=1e-3, weight_decay=0.0)
+    unsplit = Unsplit(load_model(name), options)
+    expected = [unsplit.step(step, SAMPLES) for step in range(2)]
+    assert [step["loss"] for step in json.loads(done.stdout)["steps"]] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("remade", "told"),
+    [
+        ([Remade(source="layer0", target="nowhere", kept="after")], "have 'nowhere', which is not one of its blocks"),
+        ([Remade(source="layer0", target="layer1", kept="before")] * 2, "the tensor from 'layer0' to 'layer1' twice"),
+    ],
+)
+def test_tensors_that_cannot_be_made_again_are_refused(remade: list[Remade], told: str) -> None:
+    blocks = tuple(block.id for block in load_model("lstm-tiny-operators").blocks)
+    ways = ("copies2",) * len(blocks)
+    with pytest.raises(ValueError, match=told):
+        PlacedStage(blocks=blocks, devices=(0, 1), shards=2, configurations=ways, remade=tuple(remade))
+    with pytest.raises(ValueError, match="have configurations and are not recomputed"):
+        PlacedStage(
+            blocks=blocks, devices=(0, 1), shards=2, configurations=ways, remade=tuple(remade[:1]), recompute=True
+        )
