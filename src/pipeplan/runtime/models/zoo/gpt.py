@@ -158,7 +158,7 @@ def loss_by_operator(source: str, sequence: int, words: int) -> BlockSpec:
         ("targets",),
         loss=True,
         dimensions={"sequence": sequence, "vocabulary": words},
-        splits={FEATURES: Split(build, takes=True), PLACES: Split(build)},
+        splits={FEATURES: Split(build, takes=True)} | _places(sequence, build),
     )
 
 
@@ -207,8 +207,13 @@ def product_by_operator(
         build,
         (source,),
         dimensions={"sequence": sequence, "inputs": inputs, "outputs": outputs},
-        splits=Tile.ways(build, bias=biased) | {PLACES: Split(build)},
+        splits=Tile.ways(build, bias=biased) | _places(sequence, build),
     )
+
+
+def _places(sequence: int, build: Callable[[Shards], nn.Module]) -> dict[str, Split]:
+    """Where there are several, devices can share them; tensors have no dimension of a single one."""
+    return {PLACES: Split(build)} if sequence > 1 else {}
 
 
 def _tile(inputs: int, outputs: int, std: float, biased: bool, shards: Shards = WHOLE) -> Tile:
