@@ -256,6 +256,10 @@ class Weighing:
         """The least that any strategy costs in these weights."""
         return float(self.cost(self.solved.memory_bytes, self.solved.time_ns))
 
+    def of(self, root: Expression) -> Weighing:
+        """The same weights for fewer configurations, of which the rest is made; the strategy stays what bounds them."""
+        return replace(self, rest=outside(root, inside(root, self.solved.at)))
+
 
 @dataclass(frozen=True, slots=True)
 class Corner:

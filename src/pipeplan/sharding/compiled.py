@@ -13,12 +13,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeplan.search_constants import COMPILED_AFTER
-from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Points, Ranked, Table, made, union
-from pipeplan.sharding.threads import stoppable
+from pipeplan.sharding.table import IntArray, PointLimit, Points, Table, Weights, made, union
+from pipeplan.sharding.threads import nested, stoppable
 
 _offered = 0.0
 
@@ -74,28 +76,27 @@ class _CellSums:
         size = self.rows * self.columns
         if not self.left.num_points or not self.right.num_points:
             return made(self.rows, self.columns, _NOTHING)
-        sides = [_SortedCells.of(side, self.limit) for side in (self.left, self.right)]
+        weights = self.limit.weights if self.limit is not None else (0.0, 0.0)
+        sides = [_side(self.loops, side, weights) for side in (self.left, self.right)]
         most = np.full(size, np.inf)
         if self.limit is not None:
-            largest = sum(float(np.abs(side.costs).max()) for side in sides)
+            largest = sum(float(np.abs(side[_COSTS]).max()) for side in sides)
             most = np.maximum(self.limit.most.ravel(), -np.finfo(np.float64).max / 2)
             most += 1e-9 * np.abs(most) + 8 * np.spacing(largest)  # rounding may add some, never leave out
-        ends = np.linspace(0, size, min(size, _PIECES) + 1).astype(int).tolist()
+        turned = _points_of_a_cell(self.left) > _points_of_a_cell(self.right)  # the longer frontiers go by in blocks
+        apart = [self.strides[1:4], self.strides[4:]]
+        outer, inner = (1, 0) if turned else (0, 1)
+        strides = np.concatenate((self.strides[:1], apart[outer], apart[inner]))
+        pieces = 1 if nested() else min(size, _PIECES)
+        ends = np.linspace(0, size, pieces + 1).astype(int).tolist()
 
         def frontiers(stop: IntArray, cells: tuple[int, int]) -> Points | None:
             counts, points, complete = self.loops.frontiers(
-                (*cells, self.columns),
-                self.strides,
-                sides[0].arrays,
-                sides[0].costs,
-                sides[1].arrays,
-                sides[1].costs,
-                most,
-                stop,
+                (*cells, self.columns, int(turned)), strides, sides[outer], sides[inner], most, stop
             )
-            memory, time, a, b = np.ascontiguousarray(points.T)
-            picks = np.stack((sides[0].order[a], sides[1].order[b]))
-            return Points(np.repeat(np.arange(*cells), counts), memory, time, picks) if complete else None
+            memory, time, *picks = np.ascontiguousarray(points.T)
+            picked = np.stack((picks[outer], picks[inner]))
+            return Points(np.repeat(np.arange(*cells), counts), memory, time, picked) if complete else None
 
         return made(self.rows, self.columns, union(stoppable(frontiers, pairwise(ends))))
 
@@ -107,21 +108,15 @@ _NONE: IntArray = np.zeros(0, np.int64)
 _NOTHING = Points(_NONE, _NONE, _NONE, np.zeros((2, 0), np.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class _SortedCells:
-    """A table as the loop has it: cell by cell, the points of each by ascending cost, the p-th is ``order[p]``."""
+_COSTS = 6
+"""Where a side has what its points cost."""
 
-    arrays: tuple[IntArray, ...]
-    costs: FloatArray
-    order: IntArray
 
-    @classmethod
-    def of(cls, side: Table, limit: PointLimit | None) -> _SortedCells:
-        if limit is None:
-            order, costs = np.arange(side.num_points), np.zeros(side.num_points)
-        else:
-            ranked = Ranked.of(side, limit.weights)
-            order, costs = ranked.order, ranked.costs
-        first = np.minimum(side.starts[:-1], side.num_points - 1)
-        lows, highs = side.memory_bytes[first], side.memory_bytes[np.maximum(side.starts[1:] - 1, 0)]
-        return cls((side.starts, side.memory_bytes[order], side.time_ns[order], lows, highs), costs, order)
+def _side(loops: ModuleType, side: Table, weights: Weights) -> tuple[npt.NDArray[Any], ...]:
+    """A table as the loop has it."""
+    starts, memory, time = side.starts, side.memory_bytes, side.time_ns
+    return (starts, memory, time, *loops.sorted_cells(starts, memory, time, *weights))
+
+
+def _points_of_a_cell(side: Table) -> float:
+    return side.num_points / (side.rows * side.columns)

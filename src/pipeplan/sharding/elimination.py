@@ -41,6 +41,8 @@ class Reduced:
     joint: set[int] = field(default_factory=set)
     ends: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """The neighbours of every node, so that no step goes through all edges."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Combinations to go through where a node is eliminated, as far as they are known and nothing near has changed."""
 
     @classmethod
     def of(cls, graph: CostGraph) -> tuple[Reduced, dict[str, Expression], list[Expression]]:
@@ -80,10 +82,14 @@ class Reduced:
 
     def _steps(self, kept: Collection[int]) -> Iterator[tuple[int, int]]:
         """(combinations to go through, node) of every node that can be eliminated exactly."""
+        sizes = self.sizes
         for node in self.nodes.keys() - set(kept):
-            others, columns = self.ends[node], self.nodes[node].columns
-            if len(others) <= 2 or columns == 1:
-                yield columns * math.prod([self.nodes[end].columns for end in others]), node
+            if node not in sizes:
+                others, columns = self.ends[node], self.nodes[node].columns
+                exact = len(others) <= 2 or columns == 1
+                sizes[node] = columns * math.prod([self.nodes[end].columns for end in others]) if exact else 0
+            if sizes[node]:
+                yield sizes[node], node
 
     def _remove(self, node: int) -> None:
         """A node with at most two neighbours, into the edge between them, its neighbour, or any other (4), (6).
@@ -131,6 +137,7 @@ class Reduced:
         self._forget(node)
         self._forget(into)
         self.nodes[into] = row
+        self.sizes.pop(into, None)
         self.joint.add(into)
         for other, edge, part in widened:
             cells = np.arange(edge.rows)[:, None] * edge.columns + part[None, :]
@@ -146,16 +153,19 @@ class Reduced:
             self.done["edge"] += 1
             edge = self.writer.product(self.edges[pair], edge)
         self.edges[pair] = edge
-        self.ends[first].add(second)
-        self.ends[second].add(first)
+        for one, other in (pair, pair[::-1]):
+            self.ends[one].add(other)
+            self.sizes.pop(one, None)
 
     def _add_cost(self, node: int, row: Expression) -> None:
         self.nodes[node] = self.writer.product(self.nodes[node], row)
 
     def _forget(self, node: int) -> None:
         del self.nodes[node]
+        self.sizes.pop(node, None)
         for other in self.ends.pop(node, set()):
             self.ends[other].discard(node)
+            self.sizes.pop(other, None)
             del self.edges[min(node, other), max(node, other)]
 
 

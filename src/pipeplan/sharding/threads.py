@@ -27,10 +27,15 @@ _LOOK_SECONDS = 0.1
 _stop: ContextVar[npt.NDArray[np.int64] | None] = ContextVar("stop", default=None)
 
 
+def nested() -> bool:
+    """Whether this thread does already what was spread, so that it spreads nothing more."""
+    return _stop.get() is not None
+
+
 def spread(function: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
     """``function`` of every item, in their order; one item needs no thread. Raises TimeUpError."""
     given = list(items)
-    if _stop.get() is not None or len(given) < 2:
+    if nested() or len(given) < 2:
         return list(map(function, given))
     return _elsewhere(function, given)
 
@@ -47,7 +52,7 @@ def stoppable(function: Callable[[npt.NDArray[np.int64], Item], Made | None], it
             raise CancelledError
         return made
 
-    return list(map(run, given)) if _stop.get() is not None else _elsewhere(run, given)
+    return list(map(run, given)) if nested() else _elsewhere(run, given)
 
 
 def _elsewhere(function: Callable[[Item], Made], items: list[Item]) -> list[Made]:

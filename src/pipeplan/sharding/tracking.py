@@ -229,7 +229,7 @@ def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, We
 def _at_corner(reducing: Reducing, whole: Whole, corner: Corner) -> PartFrontier:
     """All strategies under a corner; its weightings are computed anew from the few configurations that it leaves."""
     narrow = reducing.whole(fewer(whole, Bounds((corner,))))
-    again = tuple(weighing(narrow.expression, each.solved.at) for each in corner.weighings)
+    again = tuple(each.of(narrow.expression) for each in corner.weighings)
     found = computed(narrow, Bounds((replace(corner, weighings=again),)))
     assert found
     return found
