@@ -67,7 +67,7 @@ def test_where_time_is_up_the_factor_is_what_is_proved_by_then() -> None:
         track(graph, within=1e-9, as_far=True)
     factors = []
     asked = int(questions.asked)
-    for seconds in [*range(1, asked // 20, asked // 150), *range(asked // 12, asked, asked // 6), 2 * asked]:
+    for seconds in [*range(1, asked // 10, asked // 400), *range(asked // 12, asked, asked // 6), 2 * asked]:
         with contextlib.suppress(TimeUpError), Limit(seconds, clock=Questions()).enforced():
             early = track(graph, within=1e-9, as_far=True)
             factors.append(early.factor)
