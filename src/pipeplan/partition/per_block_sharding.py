@@ -17,12 +17,12 @@ from pipeplan.errors import PipeplanError
 from pipeplan.files import Cluster, PlacedStage, Profile
 from pipeplan.partition.chain.costs import FloatArray
 from pipeplan.search_constants import FEW_CONFIGURATIONS, RUN_WEIGHTINGS
-from pipeplan.sharding.bounds import RELAXED, BoolArray
+from pipeplan.sharding.bounds import RELAXED
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import SplitBlocks, StageModels, split_blocks
 from pipeplan.sharding.graph import CostGraph, CostTie, Strategy, undominated
 from pipeplan.sharding.operator_kinds import is_profiled
-from pipeplan.sharding.table import IntArray, Weights
+from pipeplan.sharding.table import BoolArray, IntArray, Weights
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.workload.elements import Again
 

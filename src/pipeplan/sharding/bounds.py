@@ -24,12 +24,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeplan.search_constants import AS_QUICK, SPREAD_SUMS
 from pipeplan.sharding.compiled import kernels
 from pipeplan.sharding.graph import Expression, in_order
-from pipeplan.sharding.table import FloatArray, IntArray, PointLimit, Table, Weights, weighed
+from pipeplan.sharding.table import BoolArray, FloatArray, IntArray, PointLimit, Table, Weights, weighed
 from pipeplan.sharding.threads import spread
 from pipeplan.time_limit import checkpoint
 
@@ -85,7 +84,7 @@ def optimum(root: Expression, values: dict[int, FloatArray], weights: Weights) -
 
 def _inside(part: Expression, weights: Weights, sources: Sequence[FloatArray]) -> FloatArray:
     if part.given is not None:
-        return _least(part.given, weighed(part.given, weights))
+        return _least(part.given, weights)
     if part.cells is not None:
         chosen: FloatArray = sources[0].ravel()[part.cells]
         return chosen
@@ -138,11 +137,15 @@ def _narrowed(values: FloatArray, shape: tuple[int, ...]) -> FloatArray:
     return least
 
 
-def _least(table: Table, values: FloatArray) -> FloatArray:
-    """The least value of every cell, infinite where it has no point."""
-    cells = np.full(table.rows * table.columns, np.inf)
-    filled = np.flatnonzero(table.counts.ravel())
-    cells[filled] = np.minimum.reduceat(values, table.starts[:-1][filled])
+def _least(table: Table, weights: Weights) -> FloatArray:
+    """The least weighted cost of every cell, infinite where it has no point."""
+    loops = kernels(0)
+    if loops is not None:
+        cells: FloatArray = loops.least(table.starts, table.memory_bytes, table.time_ns, *weights)
+    else:
+        cells = np.full(table.rows * table.columns, np.inf)
+        filled = np.flatnonzero(table.counts.ravel())
+        cells[filled] = np.minimum.reduceat(weighed(table, weights), table.starts[:-1][filled])
     return cells.reshape(table.rows, table.columns)
 
 
@@ -237,9 +240,6 @@ def _cost(weights: Weights, solved: Solved) -> float:
     return weights[0] * solved.memory_bytes + weights[1] * solved.time_ns
 
 
-BoolArray = npt.NDArray[np.bool_]
-
-
 @dataclass(frozen=True, slots=True)
 class Weighing:
     """A strategy that is best for some weights, and the least that the rest adds to every cell in them."""
@@ -288,6 +288,14 @@ class Bounds:
 
     def useful(self, key: int, table: Table) -> BoolArray:
         """Which points of the table of the parts with this key may be in a strategy of the frontier, [P]."""
+        loops = kernels(0)
+        if loops is not None:
+            each = [pair for corner in self.corners for pair in zip(corner.weighings, corner.most, strict=True)]
+            limits = np.array([(*weighing.solved.at, most * (1 + RELAXED)) for weighing, most in each])
+            rests = np.array([weighing.rest[key].ravel() for weighing, _ in each])
+            points = table.starts, table.memory_bytes, table.time_ns
+            found: BoolArray = loops.under(*points, limits, rests, len(self.corners[0].weighings))
+            return found
         useful = np.zeros(table.num_points, dtype=bool)
         for corner in self.corners:
             useful[corner.under(key, table, table.cells, np.flatnonzero(~useful))] = True

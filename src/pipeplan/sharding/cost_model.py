@@ -16,7 +16,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
@@ -43,11 +42,9 @@ from pipeplan.sharding.operators import (
     sync_ns,
     way_of,
 )
-from pipeplan.sharding.table import IntArray, Table, table
+from pipeplan.sharding.table import BoolArray, IntArray, Table, table
 from pipeplan.time_limit import checkpoint
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, MemoryBytes
-
-BoolArray = npt.NDArray[np.bool_]
 
 VARIANTS = ("before", "after", "both")
 """Which copy of a tensor is kept for backward: as it was given, as it is taken, or both."""

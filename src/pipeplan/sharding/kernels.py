@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import float64, int64, njit, types
 
-from pipeplan.sharding.table import FloatArray, IntArray
+from pipeplan.sharding.table import BoolArray, FloatArray, IntArray
 
 _NEVER = np.int64(2**62)
 _MANY_BUCKETS, _MOST_BUCKETS = 1 << 13, 1 << 16
@@ -243,6 +243,45 @@ def frontiers(
             size += 1
         counts[cell - first] = size - before
     return counts, made[:size], 1
+
+
+@njit([_Floats(_Ints, _Ints, _Ints, float64, float64)], cache=True, nogil=True)
+def least(starts: IntArray, memory: IntArray, time: IntArray, of_memory: float, of_time: float) -> FloatArray:
+    """The least weighted cost of every cell, infinite where it has no point."""
+    costs = np.full(len(starts) - 1, np.inf)
+    for cell in range(len(starts) - 1):
+        for point in range(starts[cell], starts[cell + 1]):
+            costs[cell] = min(costs[cell], of_memory * memory[point] + of_time * time[point])
+    return costs
+
+
+@njit(
+    [types.boolean[::1](_Ints, _Ints, _Ints, types.float64[:, ::1], types.float64[:, ::1], int64)],
+    cache=True,
+    nogil=True,
+)
+def under(
+    starts: IntArray, memory: IntArray, time: IntArray, limits: FloatArray, rests: FloatArray, together: int
+) -> BoolArray:
+    """Which points are under some corner: what they cost and their cell's rest is at most a limit in all its weights.
+
+    ``limits`` are [W, 3]: what a byte and a nanosecond count for, and the limit; ``rests`` [W, cells]. So many weights
+    ``together`` are a corner's.
+    """
+    found = np.zeros(len(memory), np.bool_)
+    for cell in range(len(starts) - 1):
+        for point in range(starts[cell], starts[cell + 1]):
+            for corner in range(0, len(limits), together):
+                inside = True
+                for at in range(corner, corner + together):
+                    cost = limits[at, 0] * memory[point] + limits[at, 1] * time[point]
+                    if not cost + rests[at, cell] <= limits[at, 2]:
+                        inside = False
+                        break
+                if inside:
+                    found[point] = True
+                    break
+    return found
 
 
 @njit([float64[:, ::1](float64[:, ::1], float64[:, ::1])], cache=True, nogil=True)

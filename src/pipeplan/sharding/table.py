@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 Weights = tuple[float, float]
 """What a byte and a nanosecond count for where both become one number."""
 
@@ -67,7 +68,7 @@ class Table:
     @property
     def counts(self) -> IntArray:
         """Points of every cell, [rows, columns]."""
-        return np.diff(self.starts).reshape(self.rows, self.columns)
+        return (self.starts[1:] - self.starts[:-1]).reshape(self.rows, self.columns)
 
     @property
     def first(self) -> IntArray:

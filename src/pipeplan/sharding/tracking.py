@@ -24,7 +24,6 @@ from pipeplan.search_constants import (
     CORRIDOR,
     CORRIDOR_GROWTH,
     GAP_WEIGHTINGS,
-    MANY_SUMS,
     POINT_WEIGHTINGS,
     SUMS_AT_ONCE,
 )
@@ -223,7 +222,8 @@ def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, We
         left = _left(found, gap, corner.weighings[-1], limit)
         if left.factor <= 1 + within:
             return found.within(left.factor)
-        limit = min(left.highest, least + CORRIDOR_GROWTH[found.num_sums > MANY_SUMS] * (limit - least))
+        growth = next(times for sums, times in CORRIDOR_GROWTH if found.num_sums <= sums)
+        limit = min(left.highest, least + growth * (limit - least))
 
 
 def _at_corner(reducing: Reducing, whole: Whole, corner: Corner) -> PartFrontier:

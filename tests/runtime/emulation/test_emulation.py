@@ -410,6 +410,6 @@ def test_short_actions_are_stretched_on_real_ranks() -> None:
 def test_exchanges_of_a_very_long_run_are_not_written_out() -> None:
     """Each rank would: of a hundred thousand micro-batches that was all of its memory."""
     stage = SimpleNamespace(block_groups=[()])
-    plan: Any = SimpleNamespace(stages=[stage], loop=(), num_microbatches=100_000, operations=[None] * 16)
+    plan: Any = SimpleNamespace(stages=[stage], loop=(), num_microbatches=100_000, num_unrolled=1_600_000)
     with pytest.raises(UsageError, match=r"100,000 micro-batches the plan has 1,600,000 actions.*fewer --microbatches"):
         emulation.emulate(plan, RunOptions(), SimpleNamespace(), lambda _: None)  # type: ignore[arg-type]
