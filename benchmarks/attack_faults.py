@@ -84,8 +84,8 @@ SAID = {
     "disk full": r"cannot be written|could not|cannot|No space|too large",
 }
 """What the message says in some words, and the rank and place that it names."""
-WRITES = r"^rank VICTIM (could not write|cannot write) kept/"
-"""The same of a rank that finds no room for its part of a checkpoint."""
+WRITES = rf"^rank VICTIM (could not write kept/|cannot write kept/|.*{PLACE}.*(No space|too large))"
+"""The same of a rank that finds no room for its part of a checkpoint, or before, for what it finds the others by."""
 REMARKS = ("warning", "resuming", "2 processes on", "measuring ", "checkpoint ")
 
 

@@ -559,7 +559,7 @@ class Measured:
     @property
     def cells(self) -> tuple[str, ...]:
         """As a table has them."""
-        first = "" if math.isnan(self.first) else f"{self.first:.1f} / {self.made:.1f}"
+        first = " / ".join(f"{each:.1f}" for each in (self.first, self.made) if not math.isnan(each))
         first += f", read in {self.read:.1f}" if first and self.read >= _READING_IS_SHOWN else ""
         stops = ", ".join(f"{stop:.2f}" for stop in self.stops if not math.isnan(stop))
         return f"{self.known:.1f}", first, stops, self.ended

@@ -34,8 +34,7 @@ def test_marks_come_in_order(tmp_path: Path) -> None:
 
 
 BROKEN = {
-    "the same chain, `--placement bidirectional-v-shape`": "first plan",
-    "the same chain, `--placement circular --chunks 9`": "first plan",
+    "the same chain, of inference, `--pp 1024 --dp 1`": "limit",
 }
 """Rows of the page that break what is promised; the page names them where it says what does not hold."""
 
