@@ -240,6 +240,14 @@ def test_old_files_become_new_ones(second: type[Profile]) -> None:
     assert sha256_of(read.model_copy(update={"name": "chain"})) == sha256_of(again)  # no longer what was read
 
 
+def test_sizes_of_an_old_file_beyond_all_floats_are_refused() -> None:
+    content = copy.deepcopy(OLD["file"])
+    for block in content["blocks"]:
+        block |= {"parameter_bytes": 3, "optimizer_bytes": 10**400}
+    with pytest.raises(FileError, match="bytes"):
+        parse(json.dumps(content), Profile)
+
+
 def test_reading_changes_no_content(second: type[Profile]) -> None:
     content = completed(RECORDED[2]["file"], form_of_version("profile", 1))
     for version in range(1, NEXT):

@@ -15,8 +15,9 @@ import pipeplan as face
 from builders.clusters import cluster_of
 from builders.decoders import drawn_decoder, with_experts, with_pieces
 from pipeplan import Cluster, InfeasibleError, Profile, UsageError
+from pipeplan.errors import FileError
 from pipeplan.files import Plan
-from pipeplan.files.read_write import to_json
+from pipeplan.files.read_write import parse, to_json
 from pipeplan.planning.decode_choice import DecodeSearch
 from pipeplan.planning.decoding import LayerVolume, ServingAsked, Sharing
 from pipeplan.reporting.html.report import report_of
@@ -91,6 +92,8 @@ def test_experts_lie_on_devices_that_share_requests() -> None:
     assert stage.state[PARAMETERS] <= most + 2
     whole = replace(stage, configurations=tuple(each.replace("experts", "samples") for each in stage.configurations))
     assert not face.check(plan.model_copy(update={"stages": (whole,)}), profile=profile).valid
+    with pytest.raises(FileError, match="is not a mesh: write each axis once"):
+        parse(to_json(plan).replace('"experts2"', '"]["'), Plan)
     requests = [BlockLayout.of(stage, stage.configurations.index("experts2")).slots(device, 5) for device in range(2)]
     assert requests == [range(2), range(2, 5)]
     split = replace(stage, configurations=("experts2-shards2",) * len(stage.blocks))

@@ -76,6 +76,7 @@ from pipeplan.workload.elements import (
 )
 from pipeplan.workload.folding import devices_of, of_devices, split_alike, stage_problem
 from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, MASTER, PARAMETERS, PARTED_ROLES, Role
+from pipeplan.workload.mesh import Mesh
 from pipeplan.workload.network_jobs import gradient_sums
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
@@ -438,6 +439,11 @@ class Plan(File):
             raise ValueError(f"stages[{number}].recompute {problem}")
         if problem := remade_problem(stage.remade, stage.blocks, stage.configurations, stage.recomputes):
             raise ValueError(f"stages[{number}].remade {problem}")
+        for text in dict.fromkeys(stage.configurations):
+            try:
+                Mesh.parse(text)
+            except ValueError as error:
+                raise ValueError(f"stages[{number}].configurations: {error}") from None
         self._require_segments(number)
         if stage.route >= self.num_routes:
             raise ValueError(f"stages[{number}] is on route {stage.route}, but the plan has {self.num_routes}")

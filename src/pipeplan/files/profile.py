@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -645,11 +646,19 @@ _MEANT: dict[tuple[str, float | None], Content] = {
 """Recipes in which gradients take what parameters take, by number format and bytes of all other state over these."""
 
 
+def _ratio(own: int, rest: int) -> float | None:
+    """Bytes of other state over those of parameters; infinite beyond all floats, which is refused later."""
+    try:
+        return rest / own if own else None
+    except OverflowError:
+        return math.inf
+
+
 def _recipe_is_named(profile: Content) -> Content:
     """Version 2: blocks count parameters and the profile names the recipe that their bytes meant, if that is one."""
     dtype, blocks = profile["source"]["dtype"], profile["blocks"]
     sizes = [(block["parameter_bytes"], block["optimizer_bytes"]) for block in blocks]
-    ratios = {rest / own if own else None for own, rest in sizes if own or rest}
+    ratios = {_ratio(own, rest) for own, rest in sizes if own or rest}
     (ratio,) = ratios if len(ratios) == 1 else (None,)
     meant, width = _MEANT.get((dtype, ratio)), _DTYPES.get(dtype, 1)
     if meant is None or any(own % width for own, _ in sizes):
