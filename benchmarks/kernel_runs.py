@@ -2,11 +2,14 @@
 
     python benchmarks/kernel_runs.py --folder FOLDER          # goes on with the profile that is there
     python benchmarks/kernel_runs.py --folder FOLDER --model gpt2-tiny --sequence 16
+    python benchmarks/kernel_runs.py --folder FOLDER --compile # only what a slow compiler takes of a small model
 
 ``pipeplan profile --backends`` measures the model on one thread; a cover gives each stage's blocks to a backend of its
 own, the others to eager torch, and ``search --kernels COVER`` makes plans of it, beside the one of eager torch and the
 one of ``--kernels auto``. On 4 processes losses are compared with those of eager torch's plan; on 2, with one thread
 each, so are the iterations that the plans predict with those that are measured, which needs two idle cores.
+``--compile`` has gpt2-tiny measured by eager torch and inductor with nothing compiled before, and ends with 1 where
+that takes longer than two minutes.
 """
 
 from __future__ import annotations
@@ -16,9 +19,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tables import machine, markdown, note
@@ -33,9 +38,13 @@ TOLERANCE = 1e-4
 """Of losses, relative to eager torch's."""
 
 
-def pipeplan(*arguments: str) -> str:
-    """What a verb prints. Raises SystemExit with what it says where it fails."""
-    one = {**os.environ, "OMP_NUM_THREADS": "1"}
+LONGEST_COMPILE_S = 120.0
+"""Of gpt2-tiny by eager torch and inductor, with an empty cache of compiled code."""
+
+
+def pipeplan(*arguments: str, **more: str) -> str:
+    """What a verb prints, with ``more`` in its environment. Raises SystemExit with what it says where it fails."""
+    one = {**os.environ, "OMP_NUM_THREADS": "1", **more}
     command = [sys.executable, "-m", "pipeplan", *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, env=one)
     if ran.returncode:
@@ -116,6 +125,24 @@ def table(given: argparse.Namespace, devices: int, plans: Mapping[str, Path]) ->
     return markdown(["plan", "stages by", "losses off", "predicted, ms", "measured, ms", "off"], rows)
 
 
+def compiled() -> int:
+    """Print what measuring gpt2-tiny takes with nothing compiled before; 1 where that is too long."""
+    with TemporaryDirectory() as folder:
+        path, begun = Path(folder) / "profile.json", time.monotonic()
+        pipeplan(
+            *("profile", "gpt2-tiny", "--backends", "eager,inductor", "--threads", "1", "-o", str(path)),
+            TORCHINDUCTOR_CACHE_DIR=str(Path(folder) / "cache"),
+        )
+        took = time.monotonic() - begun
+        profile = read_profile(str(path))
+        groups = {fusion.blocks for fusion in profile.fusions for row in fusion.costs if row.backend == "inductor"}
+        single = sum(row.backend == "inductor" for block in profile.blocks for row in block.costs)
+    print(f"gpt2-tiny by eager torch and inductor, nothing compiled before: {took:.0f} s of {LONGEST_COMPILE_S:.0f}")
+    print(f"rows of inductor: {single} of single blocks, {len(groups)} of groups; left out: {len(profile.refusals)}")
+    print(machine())
+    return int(took > LONGEST_COMPILE_S)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="of the profile and plans")
@@ -127,7 +154,10 @@ def main() -> None:
     parser.add_argument("--devices", type=lambda text: tuple(map(int, text.split(","))), default=(2, 4))
     parser.add_argument("--search-seconds", type=int, default=20)
     parser.add_argument("--measure-limit", default="5min")
+    parser.add_argument("--compile", action="store_true", help="only what inductor takes of gpt2-tiny")
     given = parser.parse_args()
+    if given.compile:
+        raise SystemExit(compiled())
     given.folder.mkdir(parents=True, exist_ok=True)
     path = given.folder / "profile.json"
     pipeplan(

@@ -103,6 +103,19 @@ def test_alike_groups_are_measured_once_and_what_is_dearest_first() -> None:
     assert found.of_eager.blocks == profile.blocks
 
 
+def test_progress_says_what_comes_and_what_is_left() -> None:
+    profile, shown = chain(), list[tuple[int, int, str]]()
+    candidates, half = candidates_of(OperatorDag.of(profile), BACKENDS, profile, [1]), Measuring()
+    log = KernelLog.of(profile)
+    left = measured_groups(log, candidates, half, over=lambda: len(half.asked) == 3)
+    assert len(left) == len(candidates) - 3 > 0
+    rest = Measuring()
+    measured_groups(log, candidates, rest, progress=lambda *each: shown.append(each))
+    assert [(done, of) for done, of, _ in shown] == [(number, len(left)) for number in range(len(left))]
+    assert [label for *_, label in shown] == [each.label for each in left]
+    assert all(blocks[0] in label for blocks, (*_, label) in zip(rest.asked, shown, strict=True))
+
+
 def test_the_profile_is_the_log() -> None:
     log, _ = run(chain(), Measuring())
     again = Measuring()

@@ -58,6 +58,7 @@ class Machine:
     ran: list[tuple[Group, ...]] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     kept: list[Profile] = field(default_factory=list)
+    shown: list[tuple[int, int, str]] = field(default_factory=list)
 
     def numbered(self, groups: Groups) -> tuple[Group, ...]:
         place = OperatorDag.of(self.known).place
@@ -76,9 +77,12 @@ class Machine:
             before = group[1]
         return found
 
+    def show(self, done: int, most: int, what: str) -> None:
+        self.shown.append((done, most, what))
+
     def settled(self, given: Profile | None = None, left: Callable[[], float] = lambda: float("inf")) -> Profile:
         graph = OperatorDag.of(self.known)
-        runs = WholeRuns(graph, 1, self.run, keep=self.kept.append, tell=self.told.append, left=left)
+        runs = WholeRuns(graph, 1, self.run, self.kept.append, self.told.append, self.show, left)
         return runs.settled(given or self.known)
 
     def chosen(self, found: Profile, *, ran: bool = True) -> tuple[Group, ...]:
@@ -116,6 +120,10 @@ def test_the_best_cover_is_found_though_times_alone_lie() -> None:
     assert choose_kernels(found).single["a"] == 500  # at once, which looked twice as slow alone
     assert len(machine.ran) == len(set(machine.ran))
     assert machine.told == []
+    assert [done for done, *_ in machine.shown] == [*range(len(machine.ran))]
+    assert all(done < most for done, most, _ in machine.shown)
+    for cover, (*_, label) in zip(machine.ran, machine.shown, strict=True):
+        assert all(name in label for _, name in cover)
 
 
 def test_rows_are_of_runs_or_scaled_by_what_ran_of_their_backend() -> None:

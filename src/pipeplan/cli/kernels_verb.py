@@ -82,7 +82,11 @@ def kernels_command(
             if output not in (None, "-"):
                 outputs.write(choice.file, output)
 
-        found = evolved(choice, given, kept)
+        try:
+            found = evolved(choice, given, kept)
+        except KeyboardInterrupt:
+            found = choice
+            say("pipeplan: interrupted before the whole model had run; this is the operator level's cover", err=True)
         if output is not None and given["graph_level"]:
             outputs.write(found.file, output)
         if as_json:

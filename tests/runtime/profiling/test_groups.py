@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +30,7 @@ from pipeplan.runtime.models.load import load_where_even
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import device
 from pipeplan.runtime.parallel.batch_norms import batch_norm
+from pipeplan.runtime.profiling import groups
 from pipeplan.runtime.profiling.benches import RowKey
 from pipeplan.runtime.profiling.forwards import ForwardBench
 from pipeplan.runtime.profiling.groups import GroupBenches
@@ -123,6 +128,25 @@ def test_switches_of_eager_torch_run_forward_and_backward() -> None:
         assert change is not None
     row, change = measured.measure(["layer0.attention", "layer0.ffn"], 1, "onednn-off")
     assert change is None
+
+
+@pytest.mark.parametrize(("into", "back"), [(40, 0), (0, 60), (30, 50)])
+def test_a_change_of_backend_is_what_the_first_run_after_it_takes_longer(
+    into: int, back: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of its own: a run takes 100 ns by eager torch and 70 by the other, and more after one of the other."""
+    takes, ran = {"eager": (100, back), "onednn-off": (70, into)}, ["eager"]
+
+    def timed(work: Callable[[], object], where: torch.device) -> tuple[object, int]:
+        name = "eager" if isinstance(work, partial) else "onednn-off"
+        ns, more = takes[name]
+        ran.append(name)
+        return work(), ns + more * (ran[-2] != name)
+
+    monkeypatch.setattr(groups, "timed", timed)
+    _, change = benches("onednn-off", training=False).measure(["layer0.attention"], 1, "onednn-off")
+    assert change == (into + back) // 2
+    assert {"eager", "onednn-off"} == set(ran)
 
 
 class Mixed(nn.Module):
@@ -292,6 +316,27 @@ def test_the_graph_level_measures_whole_models(tmp_path: Path, monkeypatch: pyte
         (tuple(group["blocks"]), group["backend"]) for group in level["cover"]
     ]
     assert cover.predicted_ns == level["measured_ns"]
+
+    for after in (5, 300):
+        ends = iter([False] * after + [True])
+
+        def interrupting(module: GroupModule, *taken: torch.Tensor, ends: Iterator[bool] = ends) -> object:
+            if next(ends, False):
+                os.kill(os.getpid(), signal.SIGINT)
+            return slow(module, *taken)
+
+        monkeypatch.setattr(GroupModule, "forward", interrupting)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as a process begins: a command that ended ignores it
+        done = command(*asked, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        cover = parse((tmp_path / "cover.json").read_text(), Cover)
+        if after == 5:
+            assert "interrupted before the whole model had run" in " ".join(done.stderr.split())
+            assert [list(group.blocks) for group in cover.cover] == [group["blocks"] for group in found["cover"]]
+        else:
+            assert found["graph_level"]["interrupted"] is True
+            assert cover.predicted_ns == found["graph_level"]["measured_ns"] <= level["operator_level_ns"]
     if not torch.cuda.is_available():
         refused = command(*asked, "--device", "cuda", cwd=tmp_path)
         assert (refused.returncode, "--device cuda: torch finds no CUDA device here" in refused.stderr) == (2, True)
