@@ -2,8 +2,8 @@
 
 A command runs as its user starts it, with its ranks as processes of their own, but all are forked from one that has
 imported torch, which saves 4 s of processor time each. At a moment that is drawn, a step, or while a checkpoint is
-written, one of its processes is killed, stopped, stopped for a while, told to end, cut off from the others (all its
-sockets are shut down) or left without room on the disk; or its launcher stands still for longer than anything may take,
+written, one of its processes is killed, stopped, stopped for a while, told to end, cut off (a connection to
+another is shut down) or left without room on the disk; or its launcher stands still for longer than anything may take,
 or what it prints goes to a pager that nobody reads for so long. Then: the command ends within 10 s (after its timeout,
 where a process stands still), or goes on to its end after a pause, names what failed in one message, leaves no
 process, every checkpoint that was whole is, and the same command with ``--resume``, or again, gets to the end, with the
@@ -80,10 +80,10 @@ SAID = {
     "stopped": rf"^rank VICTIM hangs {PLACE}",
     "ended": r"interrupted|SIGTERM|ended",
     "interrupted": r"interrupted",
-    "cut off": rf"^rank VICTIM .*{PLACE}",
+    "cut off": rf"^rank \d+ .*{PLACE}",
     "disk full": r"cannot be written|could not|cannot|No space|too large",
 }
-"""What the message says in some words, and the rank and place that it names."""
+"""What the message says in some words, and the rank and place that it names: of a connection either of its ends."""
 WRITES = rf"^rank VICTIM (could not write kept/|cannot write kept/|.*{PLACE}.*(No space|too large))"
 """The same of a rank that finds no room for its part of a checkpoint, or before, for what it finds the others by."""
 REMARKS = ("warning", "resuming", "2 processes on", "measuring ", "checkpoint ")
@@ -184,26 +184,29 @@ def _keep(descriptors: Mapping[int, int]) -> None:
 
 
 def _listen_for_faults() -> None:
-    """Have a thread that shuts down this process's connections when a file of its number appears."""
+    """Have a thread that shuts down one of this process's connections when a file of its number appears."""
     wanted = Path(f"cut-{os.getpid()}")
 
     def wait() -> None:
-        while not wanted.exists() or not _cut_off():
+        while not wanted.exists() or not _cut_off(int(wanted.read_text())):
             time.sleep(0.01)
 
     threading.Thread(target=wait, daemon=True, name="faults").start()
 
 
-def _cut_off() -> bool:
-    """Shut down this process's connections; False if it has none yet."""
-    found = False
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
-                    found = True
-    return found
+def _cut_off(number: int) -> bool:
+    """Shut down one of this process's connections, in the order in which they were made; False if it has none yet."""
+    found = []
+    with contextlib.ExitStack() as stack:
+        for name in sorted(map(int, os.listdir("/proc/self/fd"))):
+            with contextlib.suppress(OSError):  # not one, or no more, or one that listens
+                if stat.S_ISSOCK(os.fstat(name).st_mode):
+                    each = stack.enter_context(socket.socket(fileno=os.dup(name)))
+                    if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername():
+                        found.append(each)
+        if found:
+            found[number % len(found)].shutdown(socket.SHUT_RDWR)
+    return bool(found)
 
 
 def start(command: str, folder: Path, out: str = "out") -> int:
@@ -354,6 +357,7 @@ class Fault:
     seconds: float
     step: int
     in_checkpoint: bool
+    connection: int = 0
 
     @property
     def is_on_launcher(self) -> bool:
@@ -371,6 +375,7 @@ def drawn(rng: Random) -> Fault:
         rng.choice([0.0, rng.uniform(0, 0.5), rng.uniform(0, 2)]),
         rng.randrange(STEPS) if rng.random() < 0.7 else -1,
         rng.random() < 0.5,
+        rng.randrange(8),
     )
 
 
@@ -550,7 +555,8 @@ def _inflict(fault: Fault, pid: int, folder: Path, pager: Pager | None) -> None:
                 time.sleep(0.7 if fault.kind == "slow" else TIMEOUT_S + 1.0)
                 os.kill(pid, signal.SIGCONT)
         elif fault.kind == "cut off":
-            (folder / f"cut-{pid}").touch()
+            (folder / "cut").write_text(str(fault.connection))
+            (folder / "cut").rename(folder / f"cut-{pid}")  # whole, as somebody waits for it
         else:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (512, 512))
 

@@ -16,6 +16,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import traceback
 import unicodedata
@@ -36,7 +37,7 @@ from attack_plans import GATHER, chain, placed, samples
 
 import pipeplan
 from builders.decoders import drawn_decoder, with_pieces
-from pipeplan.cli import export_verb, frontier_verb, import_verb, search_verbs
+from pipeplan.cli import export_verb, frontier_verb, import_verb, profile_verb, search_verbs
 from pipeplan.cli.main import VERBS, cli, main
 from pipeplan.cli.output import say_notes
 from pipeplan.files import BackendFusion, CostRow, Profile, parse
@@ -485,6 +486,10 @@ _DEAR = ("local", "processes", "communication", "workers", "output_all", "time_l
 
 _MOST_RANKS = 8
 _PATIENCE_S = 5.0
+"""After which Ctrl-C ends what runs or measures as long as it is asked to."""
+
+_AT_ONCE_S = 2.0
+"""Seconds of work in which it ends then; a machine that is busy otherwise takes longer."""
 
 
 # Running it --------------------------------------------------------------------------------------------------------
@@ -494,8 +499,8 @@ _PATIENCE_S = 5.0
 class Ran:
     """What a command did: its exit code, or the traceback of an error that it did not handle.
 
-    ``interrupted`` is whether Ctrl-C ended it, ``left`` are processes that live on, and ``notes`` what was said of the
-    answer beside it.
+    ``interrupted`` is whether Ctrl-C ended it, after ``stopping_s`` of work, ``left`` are processes that live on, and
+    ``notes`` what was said of the answer beside it.
     """
 
     code: int
@@ -503,19 +508,20 @@ class Ran:
     stderr: str
     error: str = ""
     interrupted: bool = False
+    stopping_s: float = 0.0
     left: Sequence[int] = ()
     notes: Sequence[str] = ()
 
 
 def run(given: Input, folder: Path) -> Ran:
-    """The command, in this process, from which its ranks are forked; where these go on and on, Ctrl-C ends it."""
+    """The command, in this process, from which its ranks are forked; where it runs or measures long, Ctrl-C ends it."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     stdin = io.TextIOWrapper(io.BytesIO(given.stdin), encoding="utf-8")
-    code, error, interrupted = 0, "", []
+    code, error, interrupted = 0, "", list[float]()
     before = set(children(os.getpid()))
 
     def interrupt(*_: object) -> None:
-        interrupted.append(True)
+        interrupted.append(time.process_time())
         raise KeyboardInterrupt
 
     with (
@@ -529,6 +535,7 @@ def run(given: Input, folder: Path) -> Ran:
         warnings.catch_warnings(),
         _noted() as notes,
         _forked_ranks(interrupt) as said,
+        _measured_for_a_while(interrupt),
     ):
         try:
             main()
@@ -536,10 +543,11 @@ def run(given: Input, folder: Path) -> Ran:
             code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
         except BaseException:
             error = traceback.format_exc()
+        stopping_s = time.process_time() - interrupted[0] if interrupted else 0.0
         said.seek(0)
         ranks = said.read().decode(errors="replace")
     left = living(sorted(set(children(os.getpid())) - before))
-    return Ran(code, _said(out), _said(err) + ranks, error, bool(interrupted), left, notes)
+    return Ran(code, _said(out), _said(err) + ranks, error, bool(interrupted), stopping_s, left, notes)
 
 
 @contextlib.contextmanager
@@ -572,17 +580,34 @@ def _forked_ranks(interrupt: Callable[..., None]) -> Iterator[IO[bytes]]:
             if len(started) == _MOST_RANKS:
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
             if not started:
-                signal.signal(signal.SIGALRM, interrupt)
-                signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+                _begin_patience(interrupt)
             started.append(Forked(*arguments, **how))
             return started[-1]
 
         names = SimpleNamespace(**{**vars(subprocess), "Popen": start})
-        try:
-            with mock.patch.object(local, "subprocess", names), mock.patch.object(local, "_STDERR", said.fileno()):
-                yield said
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        with mock.patch.object(local, "subprocess", names), mock.patch.object(local, "_STDERR", said.fileno()):
+            yield said
+
+
+def _begin_patience(interrupt: Callable[..., None]) -> None:
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+
+
+@contextlib.contextmanager
+def _measured_for_a_while(interrupt: Callable[..., None]) -> Iterator[None]:
+    """What measures a model goes on for as long as it is asked to, as 100,000 times for each block."""
+    measure = profile_verb._measure
+
+    def measure_until(*given: Any) -> None:
+        _begin_patience(interrupt)
+        measure(*given)
+
+    try:
+        with mock.patch.object(profile_verb, "_measure", measure_until):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _said(text: io.TextIOWrapper) -> str:
@@ -607,6 +632,8 @@ def judged(given: Input, ran: Ran) -> Ended:
         return Ended("traceback", "traceback", ran.error or ran.stderr)
     if ran.left:
         return Ended("orphan", "orphan", f"{ran.left}: {ran.stderr}")
+    if ran.stopping_s > _AT_ONCE_S:
+        return Ended("goes on after Ctrl-C", "hang", f"for {ran.stopping_s:.1f} s of work: {ran.stderr}")
     if ran.interrupted:
         return Ended("interrupted", "" if ran.code == 130 else "exit", f"exit {ran.code}: {ran.stderr}")
     if ran.code not in CODES:

@@ -13,7 +13,8 @@ WRONG = {
     "traceback": ("tracebacks", "Python's traceback, or an error of another kind than pipeplan's"),
     "hang": (
         "hangs",
-        "more than 10 s, twice, or 10 s of work for a bound; of processes as attack_faults and attack_searches say",
+        "more than 10 s, twice, 10 s of work for a bound, or 2 s of work after Ctrl-C of what runs or measures as it "
+        "is asked to; of processes as attack_faults and attack_searches say",
     ),
     "control": ("controls", "control characters, or a file's markup read, on the terminal"),
     "exit": ("exit codes", "one that is none of those promised, or no message with it, or several"),

@@ -253,7 +253,7 @@ def test_what_printed_programs_say(folder: Path, tmp_path: Path) -> None:
 def test_a_long_text_is_not_printed_whole(folder: Path, tmp_path: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     for place in ("name", "schema_version", "devices", "nonsense"):
-        (tmp_path / "bad.json").write_text(json.dumps(plan | {place: "x" * 10**5}))
+        (tmp_path / "bad.json").write_text(json.dumps(plan | {place: "x" * 10**7}))
         done = pipeplan("check", "bad.json", cwd=tmp_path)
         assert done.returncode == 2
         assert len(done.stderr) < 2000

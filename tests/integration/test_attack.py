@@ -204,6 +204,21 @@ def test_ranks_of_an_input_are_forked_interrupted_and_judged(
     assert attack_inputs.judged(given, attack_inputs.Ran(0, "", "", interrupted=True)).wrong == "exit"
 
 
+@pytest.mark.slow  # 2 s
+def test_what_measures_as_long_as_it_is_asked_to_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is no hang, unless it goes on then."""
+    monkeypatch.setattr(attack_inputs, "_PATIENCE_S", 0.5)
+    given = attack_inputs.Input(["profile", "gpt2-tiny", "--repeats", "100000", "-o", "out"])
+    ran = attack_inputs.run(given, tmp_path)
+    ended = attack_inputs.judged(given, ran)
+    assert (ended.how, ended.wrong) == ("interrupted", ""), ended.what
+    assert attack_inputs.judged(given, replace(ran, stopping_s=2.5)).wrong == "hang"
+    monkeypatch.setattr(attack_inputs, "_AT_ONCE_S", 0.0)
+    assert attack_inputs.judged(given, ran).wrong == "hang", "it is measured"
+
+
 # That it notices ----------------------------------------------------------------------------------------------------
 
 
@@ -406,7 +421,8 @@ KILLED = "rank 1 was killed (SIGKILL) in 0F3 (step 4, program\ncounter 3 of 40);
         ("stopped", "rank 1 hangs in 3RECV_F0 (step 4, program counter 5 of 40); rank 0 waits for it", ""),
         ("stopped", "rank 0 hangs in 3RECV_F0 (step 4, program counter 5 of 40); rank 1 waits for it", "says nothing"),
         ("cut off", KILLED.replace("SIGKILL", "SIGABRT"), ""),
-        ("cut off", "rank 0 lost rank 1 in 0F3 (step 4, program counter 3 of 40)", "says nothing"),
+        ("cut off", "rank 0 lost rank 1 in 0F3 (step 4, program counter 3 of 40)", ""),
+        ("cut off", "something is wrong", "says nothing"),
         ("slow", KILLED, "a pause ends it"),
         ("launcher slow", KILLED, "a pause ends it"),
         ("unread", KILLED, "a pause ends it"),

@@ -10,6 +10,7 @@ import importlib
 import math
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -192,6 +193,52 @@ def test_planners_ask_for_the_time(name: str) -> None:
     calls = counted(PLANNERS[name])
     assert calls.most <= MOST_CALLS
     assert calls.all > 2_000
+
+
+class Made:
+    """A clock that stands still, and notes the most bytes that are made between two looks at it, numpy's too."""
+
+    def __init__(self) -> None:
+        self.most = self.last = 0
+
+    def __call__(self) -> float:
+        now, peak = tracemalloc.get_traced_memory()
+        self.most, self.last = max(self.most, peak - self.last), now
+        tracemalloc.reset_peak()
+        return 0.0
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        tracemalloc.start()
+        try:
+            yield
+            self()
+        finally:
+            tracemalloc.stop()
+
+
+MAKING: dict[str, Callable[[int], object]] = {
+    "AutoPipe": lambda blocks: next(autopipe(PartitionProblem.of(chain(blocks), 8, 16, microbatch_sizes=[1]))),
+    "bound": lambda blocks: request_bound(of(blocks, 8)),
+    "cut for servers": lambda blocks: served(of(blocks, 8, 10**9)),
+    "even cuts": lambda blocks: next(even_cuts(of(blocks, 64))),
+    "longest stages": lambda blocks: longest_stages([np.arange(blocks + 1) ** 2], 64),
+    "one-to-one": lambda blocks: place(chain(blocks), "one-to-one", 8, microbatch_size=1, memory_bytes=[10**9] * 8),
+}
+
+
+@pytest.mark.parametrize("name", MAKING)
+def test_what_is_made_between_two_questions_does_not_grow_as_the_square_of_the_blocks(name: str) -> None:
+    """Tables of all runs of blocks are a few calls, and took seconds: of 10,000 blocks they had 800 MB."""
+
+    def most(num_blocks: int) -> int:
+        chain(num_blocks)
+        clock = Made()
+        with Limit(10, clock=clock).enforced(), clock.noting():
+            MAKING[name](num_blocks)
+        return clock.most
+
+    assert most(1_000) <= 8 * most(250) + 2**20, "as squares 16 times as many"
 
 
 def split(num_blocks: int, parameter_bytes: int = 0) -> Profile:

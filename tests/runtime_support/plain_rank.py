@@ -8,6 +8,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
 
 from pipeplan.runtime.launch import local
 from pipeplan.runtime.launch.__main__ import take_identity
@@ -34,11 +36,15 @@ def rank() -> None:
     time.sleep(job["stay_s"])
     progress.begin(Phase.DONE)
     report({"event": "done"})
+    if "done" in job:  # but for what there is no room for
+        Path(job["done"], str(identity["rank"])).touch()
     report.close()
 
 
 def parent(job: Report) -> None:
-    """Run two ranks with little patience, and say what is heard; one that ``stops`` does so at the first report."""
+    """Run two ranks with little patience, and say what is heard; one that ``stops`` does so at the first report, for an
+    hour by its clock.
+    """
     local._LATE_NS, local._PAUSE_NS = 0, 200_000_000
     num_heard = 0
 
@@ -49,6 +55,8 @@ def parent(job: Report) -> None:
             print("begun", flush=True)
         if num_heard == 1 and job["stops"]:
             os.kill(os.getpid(), signal.SIGSTOP)
+            now = time.monotonic_ns
+            mock.patch.object(time, "monotonic_ns", side_effect=lambda: now() + 3600 * 10**9).start()
 
     local.watch_local("", [("0F0",)] * 2, job, job["timeout_ns"], listen, RANK)
     print(f"heard {num_heard}", flush=True)

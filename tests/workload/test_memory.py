@@ -21,6 +21,9 @@ from pipeplan.checker.programs import Programs
 from pipeplan.checker.timeline import check_memory
 from pipeplan.errors import InvalidPlanError
 from pipeplan.planning.build_plan import assemble
+from pipeplan.time_limit import Limit
+from pipeplan.workload import held
+from pipeplan.workload.held import peaks_in_time
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind
 from pipeplan.workload.memory import memory_levels, peak_memory
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
@@ -70,6 +73,7 @@ def test_peaks_are_the_checkers(workload: Workload, seed: int) -> None:
             assert workload.static_bytes(device) + state.peak[device] == memory.peak_bytes == peak
             assert workload.states[device] + state.at_peak[device] == memory.parts
             assert state.peak[device] == max(memory_levels(graph, orders[device]), default=0)
+    assert peaks_in_time(graph, earliest_starts(graph, orders)) == [*zip(state.at_peak, state.peak_task, strict=True)]
 
 
 # Holds that overlap in time -----------------------------------------------------------------------------------
@@ -137,3 +141,22 @@ def test_holds_that_overlap_in_time_add_up(workload: Workload, seed: int) -> Non
         assert state.held[device] == 0
         assert state.peak[device] == max(sums)
         assert state.at_peak[device] == MemoryBytes(moments[sums.index(max(sums))][device])
+    assert peaks_in_time(graph, starts) == [*zip(state.at_peak, state.peak_task, strict=True)]
+
+
+def test_peaks_in_time_ask_for_the_time_whatever_number_of_devices_they_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not only once for all of them: of 1,024 devices they were millions of changes."""
+    monkeypatch.setattr(held, "_AT_ONCE", 100)
+
+    def questions(num_devices: int) -> int:
+        graph, asked = task_graph(chain_workload(num_devices, 60)), [0]
+
+        def clock() -> float:
+            asked[0] += 1
+            return 0.0
+
+        with Limit(1.0, clock=clock).enforced():
+            peaks_in_time(graph, [0] * graph.num_tasks)
+        return asked[0]
+
+    assert questions(32) >= 3 * questions(8) > 12

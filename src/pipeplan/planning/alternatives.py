@@ -251,20 +251,18 @@ def too_few(explanation: Explanation) -> list[str]:
     return [f"time ran out after {plans} of {MOST_ALTERNATIVES} that are explained: raise --time-limit for more"]
 
 
-def kept_alternatives(search: PlanSearch) -> tuple[AlternativeFigures, ...]:
+def kept_alternatives(search: PlanSearch) -> Iterator[AlternativeFigures]:
     """The same plans as figures for the plan's file, as many as ``MOST_KEPT_BYTES`` of JSON have room for.
 
     Unlike :class:`Alternative` it does not say what of the waiting is messages, which would be timed again.
     """
-    found: list[AlternativeFigures] = []
     size = 0
     for trial in _best(search):
         each = _kept(trial)
         size += len(each.model_dump_json()) + LAYOUT_BYTES
         if size > MOST_KEPT_BYTES:
-            break
-        found.append(each)
-    return tuple(found)
+            return
+        yield each
 
 
 def _kept(trial: Trial) -> AlternativeFigures:

@@ -98,6 +98,7 @@ from pipeplan.schedule.search import PLAIN, SEARCHING, FewerBytes, FirstLook, fi
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.search_constants import (
+    BESIDE_SECONDS,
     CHAINS_BETWEEN,
     CHAINS_FIRST,
     COUNTING_SECONDS,
@@ -1170,8 +1171,11 @@ class _BesidePlan:
     def of(cls, search: PlanSearch, best: Trial, workload: Workload, *, explain: bool) -> _BesidePlan:
         """All of it that there is a moment for."""
         found, request = cls(), search.request
-        with search.noting("plans beside the best"):
-            found.alternatives, found.tie = kept_alternatives(search), tied_with(search, best)
+        seconds = max(BESIDE_SECONDS, search.budget.remaining)
+        with search.noting("plans beside the best"), search.budget.moment(seconds):
+            for each in kept_alternatives(search):
+                found.alternatives += (each,)
+            found.tie = tied_with(search, best)
         with search.noting("what was asked of stages"):
             found.said = tuple(said_of_choices(request, workload, "what was found does not fit so"))
         if explain:

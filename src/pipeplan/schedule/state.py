@@ -101,7 +101,7 @@ class Schedule:
     @cached_property
     def fullest(self) -> tuple[int, int | None]:
         """Bytes of the device that has least left, or most without a limit, and of what plans may use of it."""
-        peaks = (memory.peak_bytes for memory in peak_memory(self.graph, self.orders, self.loop))
+        peaks = (memory.peak_bytes for memory in peak_memory(self.graph, self.orders, self.loop, self.starts))
         devices = self.graph.workload.devices
         each = [(peak, device.usable_bytes) for peak, device in zip(peaks, devices, strict=False)]
         return max(each, key=lambda own: own[0] if own[1] is None else own[0] - own[1])

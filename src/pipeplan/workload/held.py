@@ -7,12 +7,14 @@ What is kept from one action to others, what forwards give on, what is gathered 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
-from pipeplan.workload.columns import IntArray, Lines, column, sharing, spread
+from pipeplan.time_limit import checked, checked_by
+from pipeplan.workload.columns import IntArray, column, sharing, spread
 from pipeplan.workload.exchanges import WholeState
 from pipeplan.workload.kinds import WORKSPACE, MemoryBytes, MemoryKind
 from pipeplan.workload.task_graph import TaskGraph
@@ -24,77 +26,94 @@ Peak = tuple[MemoryBytes, int | None]
 
 @dataclass(frozen=True, slots=True)
 class _HeldChanges:
-    """[change] from ``times`` on, in ns, a device holds ``sizes`` bytes more; what ends does before what starts.
+    """[change] from ``times`` on, in ns, ``devices`` hold ``sizes`` [kind] bytes more; what ends does before starts.
 
-    ``tasks`` are those that start, or an exchange's number after them; changes of one start come together.
+    ``task`` is the first of those that start, one after another; None of what is exchanged, and of ends.
     """
 
-    kind: MemoryKind
-    devices: IntArray
+    devices: Sequence[int]
     times: IntArray
-    sizes: IntArray
+    sizes: Mapping[MemoryKind, IntArray]
     starts: bool
-    tasks: IntArray
+    task: int | None = None
 
 
 def peaks_in_time(
     graph: TaskGraph, starts: Sequence[int], exchanged: Sequence[tuple[tuple[int, ...], WholeState]] = ()
 ) -> list[Peak]:
-    """[device] its peak when actions start at ``starts`` [task], in ns, and what is ``exchanged`` is held meanwhile."""
-    changes = [*_of_actions(graph, column(starts, 4)), *_of_exchanges(graph, exchanged)]
-    if not changes:
-        return [(MemoryBytes(), None)] * len(graph.workload.devices)
-    columns = [(each.devices, each.times, each.sizes, each.tasks) for each in changes]
-    devices, times, sizes, tasks = (np.concatenate(each) for each in zip(*columns, strict=True))
-    counts = [len(each.devices) for each in changes]
-    begins = np.repeat([each.starts for each in changes], counts)
-    order = np.lexsort((tasks, begins, times, devices))
-    devices, times, tasks, begins = devices[order], times[order], tasks[order], begins[order]
-    lines = Lines(order, np.searchsorted(devices, np.arange(len(graph.workload.devices) + 1)))
-    levels = lines.running(sizes[order])
-    same = (devices[1:] == devices[:-1]) & (times[1:] == times[:-1]) & (begins[1:] == begins[:-1])
-    whole = np.append(~(same & (tasks[1:] == tasks[:-1])), np.ones(min(1, len(order)), bool))
-    noted = np.where(begins & whole, levels, 0)
-    names = [*dict.fromkeys(each.kind for each in changes)]
-    kinds = np.repeat([names.index(each.kind) for each in changes], counts)[order]
-    found = list[Peak]()
-    for device, place in enumerate(lines.highest(noted)):
-        if place is None or noted[place] <= 0:
-            found.append((MemoryBytes(), None))
-            continue
-        until = slice(int(lines.begins[device]), place + 1)
-        changed, own = sizes[order[until]], kinds[until]
-        held = {kind: int(changed[own == number].sum()) for number, kind in enumerate(names)}
-        task = int(tasks[place])
-        found.append((MemoryBytes(held), task if task < graph.num_tasks else None))
-    return found
+    """[device] its peak when actions start at ``starts`` [task], in ns, and what is ``exchanged`` is held meanwhile.
+
+    Raises TimeUpError.
+    """
+    changes = [*checked(_of_actions(graph, column(starts, 4))), *_of_exchanges(graph, exchanged)]
+    own: list[list[int]] = [[] for _ in graph.workload.devices]
+    for number, change in enumerate(changes):
+        for device in change.devices:
+            own[device].append(number)
+    alike = {numbers: [changes[number] for number in numbers] for numbers in map(tuple, own)}
+    sized = checked_by(alike.items(), lambda each: sum(len(change.times) for change in each[1]), _AT_ONCE)
+    found = {numbers: _peak(held) for numbers, held in sized}
+    return [found[tuple(numbers)] for numbers in own]
+
+
+_AT_ONCE = 2**17
+"""Changes that are looked through between two looks at the time."""
+
+
+def _peak(changes: Sequence[_HeldChanges]) -> Peak:
+    """That of devices with these changes, of which those that start are in the order of their tasks.
+
+    Each is nearly in order of time, in which sorting takes time in proportion to their number.
+    """
+    counts = [len(each.times) for each in changes]
+    if not sum(counts):
+        return MemoryBytes(), None
+    order = np.argsort(np.concatenate([each.times * 2 + each.starts for each in changes]), kind="stable")
+    levels = np.cumsum(np.concatenate([sum(each.sizes.values()) for each in changes])[order])
+    place = int(np.argmax(levels))  # where something starts, as only that raises it
+    if levels[place] <= 0:
+        return MemoryBytes(), None
+    there = np.zeros(len(order), bool)
+    there[order[: place + 1]] = True
+    held: defaultdict[MemoryKind, int] = defaultdict(int)
+    task, highest = None, int(order[place])
+    for each, begin, count in zip(changes, accumulate(counts, initial=0), counts, strict=False):
+        for kind, sizes in each.sizes.items():
+            held[kind] += int(sizes[there[begin : begin + count]].sum())
+        if each.task is not None and begin <= highest < begin + count:
+            task = each.task + highest - begin
+    return MemoryBytes(held), task
 
 
 def _of_actions(graph: TaskGraph, starts: IntArray) -> Iterator[_HeldChanges]:
     """Workspace while actions run, and what they hold from their start on to the end of the last that needs it."""
     workload, ends = graph.workload, starts + graph.times
-    for item, operation in enumerate(workload.operations):
-        if operation.workspace_bytes:
-            tasks = np.arange(graph.offsets[item], graph.offsets[item + 1])
-            size = column([operation.workspace_bytes], 4 + graph.num_tasks)
-            yield _change(WORKSPACE, workload.holders[item], starts[tasks], size, tasks)
-            yield _change(WORKSPACE, workload.holders[item], ends[tasks], -size)
-    taken: defaultdict[tuple[int, MemoryKind], int] = defaultdict(int)
+    taken: list[dict[MemoryKind, int]] = [{} for _ in workload.operations]
     for hold in workload.holds:
-        taken[hold.source, hold.kind] += hold.size
+        taken[hold.source][hold.kind] = taken[hold.source].get(hold.kind, 0) + hold.size
         if hold.targets:
             until, alike = held_until(graph, hold, ends)
             parts = 0 if alike else workload.effects[hold.source].num_parts
-            yield _change(hold.kind, workload.holders[hold.source], until, -_sizes(hold.size, len(until), parts))
-    for (item, kind), whole in taken.items():
-        tasks = np.arange(graph.offsets[item], graph.offsets[item + 1])
-        sizes = _sizes(whole, len(tasks), workload.effects[item].num_parts)
-        yield _change(kind, workload.holders[item], starts[tasks], sizes, tasks)
+            given = {hold.kind: -_sizes(graph, hold.size, len(until), parts)}
+            yield _HeldChanges(workload.holders[hold.source], until, given, starts=False)
+    for item, (operation, kept) in enumerate(zip(workload.operations, taken, strict=True)):
+        cut = slice(graph.offsets[item], graph.offsets[item + 1])
+        count, devices = cut.stop - cut.start, workload.holders[item]
+        sizes = {kind: _sizes(graph, size, count, workload.effects[item].num_parts) for kind, size in kept.items()}
+        if operation.workspace_bytes:
+            workspace = _sizes(graph, operation.workspace_bytes, count)
+            yield _HeldChanges(devices, ends[cut], {WORKSPACE: -workspace}, starts=False)
+            sizes[WORKSPACE] = sizes.get(WORKSPACE, 0) + workspace
+        if sizes:
+            yield _HeldChanges(devices, starts[cut], sizes, starts=True, task=cut.start)
 
 
-def _sizes(whole: int, count: int, num_parts: int) -> IntArray:
+def _sizes(graph: TaskGraph, whole: int, count: int, num_parts: int = 0) -> IntArray:
     """[action] bytes of so many: of two parts of a micro-batch each has a half, the first the larger one."""
-    size, numbers = column([whole], 4 + count), np.arange(count)
+    size = column([whole], 4 + graph.num_tasks)
+    if not num_parts:
+        return np.broadcast_to(size, (count,))
+    numbers = np.arange(count)
     return np.where(numbers < num_parts, np.where(numbers % 2, size // 2, size - size // 2), size)
 
 
@@ -115,23 +134,10 @@ def held_until(graph: TaskGraph, hold: Hold, ends: IntArray) -> tuple[IntArray, 
 
 def _of_exchanges(graph: TaskGraph, exchanged: Sequence[tuple[tuple[int, ...], WholeState]]) -> Iterator[_HeldChanges]:
     """What devices have whole for a time."""
-    alike: defaultdict[tuple[tuple[int, ...], MemoryKind], list[tuple[int, int, int, int]]] = defaultdict(list)
-    for number, (devices, each) in enumerate(exchanged, graph.num_tasks):
-        alike[devices, each.kind].append((number, each.begin_ns, each.end_ns, each.size))
+    alike: defaultdict[tuple[tuple[int, ...], MemoryKind], list[tuple[int, int, int]]] = defaultdict(list)
+    for devices, each in exchanged:
+        alike[devices, each.kind].append((each.begin_ns, each.end_ns, each.size))
     for (devices, kind), own in alike.items():
-        numbers, begins, ends, sizes = (column(each, 4 + len(exchanged)) for each in zip(*own, strict=True))
-        yield _change(kind, devices, begins, sizes, numbers)
-        yield _change(kind, devices, ends, -sizes)
-
-
-def _change(
-    kind: MemoryKind, devices: Sequence[int], times: IntArray, sizes: IntArray, tasks: IntArray | None = None
-) -> _HeldChanges:
-    """The same on every device, at each of the times: the start of a task, or an end."""
-    count = len(times)
-    of = np.repeat(np.array(devices, np.int64), count)
-    numbers = np.zeros(count, np.int64) if tasks is None else tasks
-    sizes = np.broadcast_to(sizes, (count,))
-    tiled = (np.tile(each, len(devices)) for each in (times, sizes, numbers))
-    at, size, task = tiled
-    return _HeldChanges(kind, of, at, size, tasks is not None, task)
+        begins, ends, sizes = (column(each, 4 + len(exchanged)) for each in zip(*own, strict=True))
+        yield _HeldChanges(devices, begins, {kind: sizes}, starts=True)
+        yield _HeldChanges(devices, ends, {kind: -sizes}, starts=False)

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,19 +40,26 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         time.sleep(0.01)
 
 
-def parent_of(lines: int, stay_s: float, timeout_ns: int, *, stops: bool = False) -> subprocess.Popen[str]:
+def parent_of(lines: int, stay_s: float, timeout_ns: int, **others: object) -> subprocess.Popen[str]:
     """A parent whose ranks have begun."""
-    job = {"lines": lines, "bytes": PIPE_BYTES // 4, "stay_s": stay_s, "timeout_ns": timeout_ns, "stops": stops}
+    job = {
+        "lines": lines,
+        "bytes": PIPE_BYTES // 4,
+        "stay_s": stay_s,
+        "timeout_ns": timeout_ns,
+        "stops": False,
+    } | others
     process = subprocess.Popen([*PARENT, json.dumps(job)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "begun\n"
     return process
 
 
-def test_a_stopped_parent_goes_on_where_it_was(mark: str) -> None:
-    """Longer than the timeout: its ranks meanwhile have ended, but for what its pipes have no room for."""
-    parent = parent_of(lines=40, stay_s=0.0, timeout_ns=500 * MILLISECOND, stops=True)
-    time.sleep(0.8)
+def test_a_stopped_parent_goes_on_where_it_was(mark: str, tmp_path: Path) -> None:
+    """Longer than the timeout, by its clock: its ranks have ended, but for what its pipes have no room for."""
+    parent = parent_of(lines=40, stay_s=0.0, timeout_ns=600 * 10**9, stops=True, done=str(tmp_path))
+    while len([*tmp_path.iterdir()]) < 2:
+        time.sleep(0.01)
     ranks = len(left_over(mark)) - 1
     parent.send_signal(signal.SIGCONT)
     out, err = parent.communicate()
@@ -174,7 +182,7 @@ def test_a_second_interruption_leaves_no_rank(mark: str, monkeypatch: pytest.Mon
 
 
 def chatter(job: Report, context: RankContext) -> None:
-    """The job of a rank: reports more than a pipe holds, while the other waits no longer than two seconds."""
+    """The job of a rank: reports more than a pipe holds, while the other waits no longer than two seconds; says so."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -184,18 +192,19 @@ def chatter(job: Report, context: RankContext) -> None:
     for _ in range(8):
         context.report({"event": "line", "filler": context.rank * PIPE_BYTES * "x"})
         dist.barrier(group)
+    Path(job["done"], str(context.rank)).touch()
 
 
-def test_ranks_go_on_while_nobody_reads_the_output_of_their_parent(mark: str) -> None:
+def test_ranks_go_on_while_nobody_reads_the_output_of_their_parent(mark: str, tmp_path: Path) -> None:
     heard = []
 
     def listen(rank: int, report: Report) -> None:
-        if not heard:
-            time.sleep(3)  # as where a pager is full
+        while not heard and len([*tmp_path.iterdir()]) < 2:  # as where a pager is full until they have done all
+            time.sleep(0.01)
         heard.append(rank)
 
     with warm_ranks():
-        local.watch_local(f"{__name__}:chatter", [("0F0",)] * 2, {}, 3600 * 10**9, listen)
+        local.watch_local(f"{__name__}:chatter", [("0F0",)] * 2, {"done": str(tmp_path)}, 3600 * 10**9, listen)
     assert sorted(heard) == [0] * 8 + [1] * 8
 
 
