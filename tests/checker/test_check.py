@@ -902,7 +902,7 @@ def test_summing_gradients_takes_what_the_cluster_says() -> None:
 def test_the_work_grows_with_the_actions() -> None:
     """Four times the actions take at most a little more than four times the function calls."""
     small, large = (calls_of(check, chain_plan(n, 4 * n)) for n in (12, 24))
-    assert 2 * small < large < 4.4 * small
+    assert 1.5 * small < large < 4.4 * small
 
 
 def calls_of(work: Callable[[Plan], object], plan: Plan) -> int:

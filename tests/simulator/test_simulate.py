@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 from random import Random
 
 import pytest
@@ -19,10 +20,12 @@ from builders.sharded import chain_of, pairs, sharded_plan
 from builders.timed import interleaved, named, numbered, timed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Plan
+from pipeplan.planning.build_plan import assemble
 from pipeplan.simulator.metrics import StepsBefore, critical_path, in_flight, rates
 from pipeplan.simulator.recost import recosted
-from pipeplan.simulator.simulation import simulate
+from pipeplan.simulator.simulation import orders_of, simulate
 from pipeplan.workload.bounds import weak_iteration_bound
+from pipeplan.workload.columns import Lines
 from pipeplan.workload.elements import Dependency, Operation
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
@@ -65,6 +68,26 @@ def test_forwards_hold_what_they_give_moment_by_moment(workload: Workload, seed:
     assert in_flight(graph, orders) == most_given(graph, starts)
     for device, memory in enumerate(peak_memory(graph, orders)):
         assert memory.parts == graph.workload.states[device] + state.at_peak[device]
+
+
+# Programs -----------------------------------------------------------------------------------------------------
+
+
+@given((placed(links=True) | placed_chains() | stage_graphs()).map(lambda drawn: drawn.workload) | workloads(), SEEDS)
+@settings(max_examples=40)
+def test_programs_say_the_orders_that_they_were_made_of(workload: Workload, seed: int) -> None:
+    """As a whole they are read as fast as they can be; what they say is what was written, action by action."""
+    graph = task_graph(workload)
+    orders = random_orders(graph, Random(seed))
+    plan = assemble(graph, orders, weak_iteration_bound(workload), Fraction(1), "random")
+    found = simulate(plan)
+    assert orders_of(plan, found.graph) == orders
+    assert found.starts == earliest_starts(graph, orders)
+    lines = Lines.of(orders)
+    assert [*lines] == [lines[line] for line in range(len(lines))] == orders
+    assert [*lines[1:3]] == orders[1:3]
+    assert found.rates == rates(graph, orders, found.starts)
+    assert found.memory == peak_memory(graph, orders)
 
 
 # Rates -------------------------------------------------------------------------------------------------------

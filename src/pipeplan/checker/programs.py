@@ -7,7 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -16,17 +16,14 @@ from pipeplan.checker.facts import Facts, Findings
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.action import Action, StateAction
-from pipeplan.workload.columns import IntArray, counted, sharing, spread
+from pipeplan.workload.columns import IntArray, counted, distinct, sharing, spread
 from pipeplan.workload.elements import Dependency, Hop
-from pipeplan.workload.samples import Slots, texts_of
+from pipeplan.workload.samples import Slots
 
 Entry = tuple[int, int]
 """An operation, or a hop (numbered after all operations), and the number of one of its actions or messages."""
 
 _AMBIGUOUS = -1
-
-_LOOKED_AT = 64
-"""Unknown entries of which the spelling is read before all are looked up again."""
 
 _ENTRY = re.compile("([0-9]+[A-Z_]+)([0-9]+)(?:[.]([01]))?(.*)")
 """The text before the micro-batch, the micro-batch, its part, and the text after, of an action's name."""
@@ -162,17 +159,70 @@ def read_programs(facts: Facts, messages: Messages | None, findings: Findings) -
     Without ``messages`` transfers are passed over.
     """
     firsts = facts.columns.firsts if messages is None else np.concatenate((facts.columns.firsts[:-1], messages.firsts))
-    programs = Programs(firsts, len(facts.ids), [], [])
+    programs, columns = (
+        Programs(firsts, len(facts.ids), [], []),
+        _SpelledEntries(max(each.count for each in facts.slots)),
+    )
     for device, program in checked(enumerate(facts.plan.programs), 1):
         reader = _Reader(facts, messages, device, findings)
-        ids, places = reader.at_once(program, firsts) or reader.one_by_one(program, firsts)
+        ids, places = reader.at_once(program, columns, firsts) or reader.one_by_one(program, firsts)
         programs.ids.append(ids)
         programs.places.append(places)
         programs.states.append(reader.states)
-    _require_all_actions(facts, programs, findings)
+    present = _present(programs)
+    _require_all_actions(facts, programs, present, findings)
     if messages is not None:
-        _require_all_messages(facts, messages, programs, findings)
+        _require_all_messages(facts, messages, programs, present, findings)
     return programs
+
+
+class _SpelledEntries(dict[str, int]):
+    """{entry: its number}: those that differ in their micro-batch alone follow each other, ``count`` of each.
+
+    All are entered when one is asked for that is not there yet, so that it is read once, and the rest is looked up.
+    ``spelled`` are those that were read.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.spelled: list[Action | StateAction] = []
+        self._numbers = tuple(map(str, range(count)))
+        self._last: tuple[Sequence[str], tuple[IntArray, IntArray] | None] = (), None
+
+    def read(self, program: Sequence[str]) -> tuple[IntArray, IntArray] | None:
+        """The spelling of each entry, and its micro-batch; None where there is one that no action can have.
+
+        Replicas often have one program, and stand side by side.
+        """
+        if program != self._last[0]:
+            numbers = np.fromiter(map(self.__getitem__, program), np.int64, len(program))
+            found = None if numbers.min(initial=0) < 0 else np.divmod(numbers, len(self._numbers))
+            self._last = program, found
+        return self._last[1]
+
+    def __missing__(self, text: str) -> int:
+        begin, match = len(self.spelled) * len(self._numbers), _ENTRY.fullmatch(text)
+        state = StateAction.read(text)
+        if state is not None:
+            self.spelled.append(state)
+            self[text] = begin
+            return begin
+        if match is None or int(match[2]) >= len(self._numbers):
+            return -1
+        after = f"{'' if match[3] is None else f'.{match[3]}'}{match[4]}"
+        self.spelled.append(Action.parse(text))
+        texts = map(match[1].__add__, self._numbers)
+        self.update(zip([each + after for each in texts] if after else texts, itertools.count(begin)))
+        return begin + int(match[2])
+
+
+@lru_cache(maxsize=64)
+def _numbers_of(slots: Slots, part: int | None) -> IntArray:
+    """[micro-batch] the action that runs it, or a part of it; -1 where none does."""
+    if slots.plain and part is None:
+        return np.arange(slots.count)
+    found = [slots.number(microbatch, part) for microbatch in range(slots.count)]
+    return np.array([-1 if number is None else number for number in found])
 
 
 @dataclass(slots=True)
@@ -187,45 +237,35 @@ class _Reader:
     states: list[tuple[int, StateAction]] = field(default_factory=list)
     _named: dict[tuple[str, str], tuple[int, Slots] | str] = field(default_factory=dict)
 
-    def at_once(self, program: Sequence[str], firsts: IntArray) -> tuple[IntArray, IntArray] | None:
-        """Ids and places of all entries, looked up in what they may be; None where something is wrong with one.
-
-        Whatever stands around the micro-batch is read once, and then known for all of them.
-        """
-        known: dict[str, int] = {}
-        for number in self.facts.on_device[self.device]:
-            texts = map(self.facts.ids[number].__add__, texts_of(self.facts.slots[number]))
-            known.update(zip(texts, range(int(firsts[number]), int(firsts[number + 1])), strict=True))
-        states: dict[str, StateAction] = {}
-        left = [text for text in program if text not in known]
-        while left:
-            for text in left[:_LOOKED_AT]:
-                state = StateAction.read(text)
-                if state is not None:
-                    states[text] = state
-                elif text not in known and not self._know(text, known, firsts):
-                    return None
-            left = [text for text in left if text not in known and text not in states]
-        ids = [known.get(text, -1) for text in program]
-        if len(ids) - ids.count(-1) != len({*ids} - {-1}):
+    def at_once(
+        self, program: Sequence[str], columns: _SpelledEntries, firsts: IntArray
+    ) -> tuple[IntArray, IntArray] | None:
+        """Ids and places of all entries, by what is spelled alike; None where something is wrong with one."""
+        found = columns.read(program)
+        if found is None:
             return None
-        self.states.extend((index, states[text]) for index, text in enumerate(program) if states and text in states)
-        found = np.array(ids, np.int64)
-        places = np.flatnonzero(found >= 0)
-        return found[places], places
-
-    def _know(self, text: str, known: dict[str, int], firsts: IntArray) -> bool:
-        """Enter all messages that are spelled like one; False where none is."""
-        match = _ENTRY.fullmatch(text)
-        if match is None or "_" not in match[1] or self.messages is None:
-            return False
-        found = self._message(Action.parse(text))
-        if isinstance(found, str):
-            return False
-        number, slots = found
-        texts = (f"{match[1]}{middle}{match[4]}" for middle in texts_of(slots))
-        known.update(zip(texts, range(int(firsts[number]), int(firsts[number + 1])), strict=True))
-        return text in known
+        spelled, microbatches = found
+        ids, states = np.full(len(program), -1), list[tuple[int, StateAction]]()
+        for which in np.flatnonzero(np.bincount(spelled)).tolist():
+            own, action = np.flatnonzero(spelled == which), columns.spelled[which]
+            if isinstance(action, StateAction):
+                states.extend((index, action) for index in own.tolist())
+                continue
+            if not action.is_compute and self.messages is None:
+                return None
+            item = self._operation(action) if action.is_compute else self._message(action)
+            if isinstance(item, str):
+                return None
+            numbers, asked = _numbers_of(item[1], action.part), microbatches[own]
+            if asked.max() >= len(numbers) or (numbers[asked] < 0).any():
+                return None
+            ids[own] = firsts[item[0]] + numbers[asked]
+        places = np.flatnonzero(ids >= 0)
+        ids = ids[places]
+        if not distinct(ids):
+            return None
+        self.states.extend(sorted(states, key=lambda each: each[0]))
+        return ids, places
 
     def one_by_one(self, program: Sequence[str], firsts: IntArray) -> tuple[IntArray, IntArray]:
         """Ids and places of the entries that are right, with all that is wrong noted."""
@@ -311,8 +351,10 @@ def _present(programs: Programs) -> list[dict[int, int]]:
     return [dict(zip(items.tolist(), counts.tolist(), strict=True)) for items, counts in found]
 
 
-def _require_all_actions(facts: Facts, programs: Programs, findings: Findings) -> None:
-    present = _present(programs)
+_Present = Sequence[Mapping[int, int]]
+
+
+def _require_all_actions(facts: Facts, programs: Programs, present: _Present, findings: Findings) -> None:
     for operation, devices in enumerate(facts.devices):
         for device in devices:
             missing = facts.counts[operation] - present[device].get(operation, 0)
@@ -322,8 +364,10 @@ def _require_all_actions(facts: Facts, programs: Programs, findings: Findings) -
                 findings.add("actions", f"programs[{device}]", text)
 
 
-def _require_all_messages(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
-    base, present = len(facts.ids), _present(programs)
+def _require_all_messages(
+    facts: Facts, messages: Messages, programs: Programs, present: _Present, findings: Findings
+) -> None:
+    base = len(facts.ids)
     for number, (*_, hop) in enumerate(messages.hops):
         count = len(messages.slots[number])
         for device, send in ((hop.source_device, True), (hop.target_device, False)):

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 
 from pipeplan.simulator.metrics import Waited
+from pipeplan.workload.columns import IntArray
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
 
-def master_stage(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> int | None:
+def master_stage(graph: TaskGraph, orders: Orders, starts: Sequence[int], waited: Waited | None = None) -> int | None:
     """The stage with most steps of the critical path among those it runs in turn, one forward and one backward.
 
     Of several such paths the one nearest to the last stage counts, and of equal stages the last, as in the paper. None
     where stages are no chain, each on devices of its own, or run something else than 1F1B; or where no step of the path
-    is in that phase. ``starts`` [task] are the earliest for these orders.
+    is in that phase. ``starts`` [task] are the earliest for these orders. What tasks ``waited`` for may be known.
     """
     workload = graph.workload
     wanted = _orders_of_1f1b(graph, workload)
@@ -29,13 +29,13 @@ def master_stage(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> int
         if actions and actions != wanted[workload.operations[graph.operation_of[actions[0]]].stage]:
             return None
     depths, count = workload.stage_depths, workload.num_microbatches
-    passed: Counter[int] = Counter()
-    for task in _path(graph, orders, starts):
-        operation = workload.operations[graph.operation_of[task]]
-        number, later = task - graph.offsets[graph.operation_of[task]], len(depths) - 1 - depths[operation.stage]
-        if later <= number if operation.role is Role.FORWARD else number < count - later:
-            passed[operation.stage] += 1
-    return max(passed, key=lambda stage: (passed[stage], depths[stage]), default=None)
+    path = _path(graph, waited or Waited.of(graph, orders, starts))
+    items, operations = graph.items[path], workload.operations
+    stages = np.array([operation.stage for operation in operations])[items]
+    forward = np.array([operation.role is Role.FORWARD for operation in operations])[items]
+    numbers, later = path - np.array(graph.offsets)[items], len(depths) - 1 - np.array(depths)[stages]
+    passed = np.bincount(stages[np.where(forward, later <= numbers, numbers < count - later)], minlength=len(depths))
+    return max(np.flatnonzero(passed).tolist(), key=lambda stage: (passed[stage], depths[stage]), default=None)
 
 
 def _orders_of_1f1b(graph: TaskGraph, workload: Workload) -> list[list[int]] | None:
@@ -63,9 +63,9 @@ def _orders_of_1f1b(graph: TaskGraph, workload: Workload) -> list[list[int]] | N
     return found
 
 
-def _path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Iterator[int]:
+def _path(graph: TaskGraph, waited: Waited) -> IntArray:
     """The actions of the critical path from its end on; of things that end at once the one at the latest stage."""
-    workload, waited, actions = graph.workload, Waited.of(graph, orders, starts), graph.num_actions
+    workload, actions = graph.workload, graph.num_actions
     last = np.flatnonzero(waited.ends[:actions] == waited.ends[:actions].max())
     task = int(last[np.argmin(waited.starts[last])])
     depths = [workload.stage_depths[operation.stage] for operation in workload.operations]
@@ -77,8 +77,9 @@ def _path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Iterator[i
     latest = np.full(len(depth), -1)
     latest[tasks[order]] = others[order]
     latest[waited.starts == 0] = -1
-    known = latest.tolist()
+    known, path = latest.tolist(), list[int]()
     while task >= 0:
-        if task < actions:
-            yield task
+        path.append(task)
         task = known[task]
+    found = np.array(path, np.int64)
+    return found[found < actions]

@@ -120,15 +120,14 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut
 
     With a ``loop`` its round runs more often, and what is after it is as much later.
     """
-    durations = graph.durations
-    orders = graph.on_devices(orders)
-    skipped = [0] * len(orders) if loop is None else _skipped_work(graph.workload, loop)
+    lines = Lines.of(graph.on_devices(orders))
+    skipped = [0] * len(lines) if loop is None else _skipped_work(graph.workload, loop)
     later = 0 if loop is None else loop.skipped_ns
-    lines = Lines.of(orders)
     work = np.concatenate((np.zeros(1, graph.times.dtype), np.cumsum(graph.times[lines.tasks])))[lines.begins]
     busy = tuple(each + more for each, more in zip(np.diff(work).tolist(), skipped, strict=True))
-    first = tuple(starts[order[0]] if order else 0 for order in orders)
-    last = tuple(starts[order[-1]] + durations[order[-1]] + later if order else 0 for order in orders)
+    ends = [(lines.tasks[begin], lines.tasks[end - 1]) if end > begin else None for begin, end in lines.bounds]
+    first = tuple(0 if both is None else starts[both[0]] for both in ends)
+    last = tuple(0 if both is None else starts[both[1]] + graph.durations[both[1]] + later for both in ends)
     makespan = max(last)
     spans = [end - start for start, end in zip(first, last, strict=True)]
     longest = spans.index(max(spans))  # ties: the smallest device
@@ -160,8 +159,8 @@ def in_flight(
     """
     if graph.workload.is_inference:
         return _given(graph, earliest_starts(graph, with_links(graph, orders)) if starts is None else starts)
-    lines = Lines.of(graph.on_devices(orders))
-    while_running, after, pieces = _holding(graph, lines)
+    lines, devices, places = Lines.of(graph.on_devices(orders)).once(graph.workload.leaders)
+    while_running, after, pieces = _holding(graph, lines, devices)
     if loop is not None and len(loop.moments) > 1:
         cuts = [slice(begin, end) for begin, end in pairwise(lines.begins.tolist())]
         written = ((lines.tasks[cut].tolist(), while_running[cut].tolist(), after[cut].tolist()) for cut in cuts)
@@ -169,13 +168,15 @@ def in_flight(
         most = [max(each, default=0) for each in numbers]
     else:
         most = [0 if place is None else int(while_running[place]) for place in lines.highest(while_running)]
-    return tuple(-(-each // number) for each, number in zip(most, pieces, strict=True))
+    counts = [-(-each // number) for each, number in zip(most, pieces, strict=True)]
+    return tuple(counts[place] for place in places)
 
 
-def _holding(graph: TaskGraph, lines: Lines) -> tuple[IntArray, IntArray, list[int]]:
+def _holding(graph: TaskGraph, lines: Lines, of: Sequence[int]) -> tuple[IntArray, IntArray, list[int]]:
     """[place] units of samples on whose behalf a device holds bytes while an action runs, and after it.
 
-    In any of its stages. And [device] how many units a micro-batch has, of those that units are counted by.
+    In any of its stages. And [line] how many units a micro-batch has, of those that units are counted by. Lines are
+    those ``of`` some devices.
     """
     workload = graph.workload
     units, pieces = [], []
@@ -183,7 +184,7 @@ def _holding(graph: TaskGraph, lines: Lines) -> tuple[IntArray, IntArray, list[i
     for stage in workload.stages:
         for device in stage.devices:
             sizes[device].add((stage.microbatch_size, stage.num_parted > 0))
-    for own in sizes:
+    for own in (sizes[device] for device in of):
         pieces.append(2 if any(parted for _, parted in own) else 1)
         units.append((math.gcd(*(size for size, _ in own)) or 1) // pieces[-1])
     devices, items = lines.numbers, graph.items[lines.tasks]
@@ -269,13 +270,16 @@ class CriticalStep(NamedTuple):
     lag_ns: int = 0
 
 
-def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[CriticalStep]:
+def critical_path(
+    graph: TaskGraph, orders: Orders, starts: Sequence[int], waited: Waited | None = None
+) -> list[CriticalStep]:
     """From time 0 to the last end, found backwards from the last end (the first such task).
 
     ``starts`` [task] are the earliest for these orders, so that every action begins at 0 or right when something
-    ends or arrives. Where several things let it, the device (or link) goes before inputs.
+    ends or arrives. Where several things let it, the device (or link) goes before inputs. What tasks ``waited`` for may
+    be known.
     """
-    before = StepsBefore(graph, orders, starts)
+    before = StepsBefore(graph, orders, starts, waited)
     task = int(np.argmax(before.ends))
     steps: list[CriticalStep] = []
     while (found := before.of(task)) is not None:
@@ -291,8 +295,8 @@ _INPUT, _DEVICE, _EXCHANGE = 1, 2, 3
 class StepsBefore:
     """Looks up what let a task start when it did; orders and starts as for :func:`critical_path`."""
 
-    def __init__(self, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> None:
-        self._graph, self._waited = graph, Waited.of(graph, orders, starts)
+    def __init__(self, graph: TaskGraph, orders: Orders, starts: Sequence[int], waited: Waited | None = None) -> None:
+        self._graph, self._waited = graph, waited or Waited.of(graph, orders, starts)
         self._starts, self.ends = starts, self._waited.ends
         reasons, others, lags = self._found()
         self._reasons: list[int] = reasons.tolist()

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise, repeat, zip_longest
+
+import numpy as np
 
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
@@ -20,6 +22,7 @@ from pipeplan.simulator.metrics import (
     CriticalStep,
     IdleShares,
     Rates,
+    Waited,
     critical_path,
     in_flight,
     puts_off_weight_grads,
@@ -30,6 +33,7 @@ from pipeplan.simulator.waits import Waits, waits_of
 from pipeplan.units import format_ns
 from pipeplan.workload.action import StateAction, operation_of
 from pipeplan.workload.bounds import weak_iteration_bound, work_bound
+from pipeplan.workload.columns import IntArray, Lines, distinct
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
 from pipeplan.workload.exchanges import StateTexts, texts_around
 from pipeplan.workload.folding import of_devices
@@ -53,22 +57,40 @@ def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
     Raises:
         InvalidPlanError: an action is unknown, in the wrong program, there twice, or missing.
     """
-    workload = graph.workload
-    orders = [_compute_order(graph, device, program) for device, program in enumerate(plan.programs)]
-    for link, (source, target) in enumerate(workload.links):
-        orders.append(_link_order(graph, link, source, target, plan.programs[source]))
+    workload, known = graph.workload, dict[tuple[int, ...], dict[str, int]]()
+    orders = list[list[int]]()
+    for device, program in enumerate(plan.programs):
+        here = workload.on_resource[device]  # replicas run the same actions, and mostly have one program
+        if device and here == workload.on_resource[device - 1] and program == plan.programs[device - 1]:
+            orders.append(orders[-1].copy())
+            continue
+        if here not in known:
+            known[here] = _actions_of(graph, device)
+        orders.append(_compute_order(device, program, known[here]))
+    if workload.links:
+        items = _names(workload)
+        sent = {source: _sent_by(graph, plan.programs[source], items[source]) for source in items}
+        for link, (source, target) in enumerate(workload.links):
+            orders.append(_link_order(graph, link, (source, target), sent[source]))
     return orders
 
 
-def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> list[int]:
-    number = _actions_of(graph, device)
-    order = [task for task in map(number.get, program) if task is not None]
-    # a transfer is 1SEND_F0 or 2RECV_F0
-    others = {text for text in program if "_" not in text and text not in number}
-    if not len(order) == len(set(order)) == len(number) or any(StateAction.read(text) is None for text in others):
+def _compute_order(device: int, program: Sequence[str], number: Mapping[str, int]) -> list[int]:
+    found = _looked_up(program, number)
+    # a transfer is 1SEND_F0 or 2RECV_F0; but of exchanges of state, nothing else has a dash, or is there twice
+    others = len(program) - len(found) - "".join(program).count("_")
+    strangers = {text for text in program if "_" not in text and text not in number} if others else ()
+    if len(found) != len(number) or not distinct(found) or any(StateAction.read(text) is None for text in strangers):
         computes = [text for text in program if "_" not in text and StateAction.read(text) is None]
         _require_all(device, computes, number)
+    order: list[int] = found.tolist()
     return order
+
+
+def _looked_up(program: Sequence[str], number: Mapping[str, int]) -> IntArray:
+    """The numbers of those texts that have one, in their order."""
+    found = np.fromiter(map(number.get, program, repeat(-1)), np.int64, len(program))
+    return found[found >= 0]
 
 
 def _actions_of(graph: TaskGraph, device: int) -> dict[str, int]:
@@ -84,7 +106,11 @@ def _actions_of(graph: TaskGraph, device: int) -> dict[str, int]:
 def _require_exchanges(plan: Plan, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> None:
     """State is exchanged where :mod:`pipeplan.workload.exchanges` has it, for it is timed by that. Raises."""
     before, after = texts_around(graph.workload, graph.networks_at(starts))
-    for device, order in enumerate(graph.on_devices(orders)):
+    own = graph.on_devices(orders)
+    for device, order in enumerate(own):
+        alike = device and (order, plan.programs[device]) == (own[device - 1], plan.programs[device - 1])
+        if alike and (before[device], after[device]) == (before[device - 1], after[device - 1]):
+            continue
         found = [text for text in plan.programs[device] if "SEND_" not in text and "RECV_" not in text]
         expected = list[str]()
         for task in order:
@@ -99,27 +125,30 @@ def _require_exchanges(plan: Plan, graph: TaskGraph, orders: Orders, starts: Seq
             )
 
 
-def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: Sequence[str]) -> list[int]:
-    """The messages of a link in the order of the SENDs; others from the same device are passed over."""
-    number = _messages_of(graph, link, source)
-    order = [number[text] for text in program if text in number]
-    there = sum(
-        graph.offsets[item + 1] - graph.offsets[item]
-        for item, transfer in enumerate(graph.workload.transfers, len(graph.workload.operations))
-        if transfer.link == link
-    )
-    if not len(order) == len(set(order)) == there:
+def _sent_by(graph: TaskGraph, program: Sequence[str], items: Mapping[_Name, int]) -> IntArray:
+    """The messages that a device sends over links that may be busy, in the order of the SENDs."""
+    return _looked_up(program, _messages_of(graph, items))
+
+
+def _link_order(graph: TaskGraph, link: int, ends: tuple[int, int], sent: IntArray) -> list[int]:
+    """The messages of a link, of those that its source sends, in their order; others are passed over."""
+    first, workload = len(graph.workload.operations), graph.workload
+    own = [item for item, transfer in enumerate(workload.transfers, first) if transfer.link == link]
+    order = sent[np.isin(graph.items[sent], own)]
+    count = sum(graph.offsets[item + 1] - graph.offsets[item] for item in own)
+    if len(order) != count or not distinct(order):
         raise InvalidPlanError(
-            f"programs[{source}] does not have each SEND to device {target} once; pipeplan check lists "
+            f"programs[{ends[0]}] does not have each SEND to device {ends[1]} once; pipeplan check lists "
             "everything that is wrong with the plan"
         )
-    return order
+    found: list[int] = order.tolist()
+    return found
 
 
-def _messages_of(graph: TaskGraph, link: int, source: int) -> dict[str, int]:
-    """{what the program of a link's source may say of a message: its task}."""
+def _messages_of(graph: TaskGraph, items: Mapping[_Name, int]) -> dict[str, int]:
+    """{what a device's program may say of a message: its task}, where it may say these names."""
     number: dict[str, int] = {}
-    for (before, after), item in _names(graph.workload, link, source).items():
+    for (before, after), item in items.items():
         tasks = range(*graph.offsets[item : item + 2])
         texts = (f"{before}{text}{after}" for text in texts_of(graph.workload.slots[item]))
         number.update(zip(texts, tasks, strict=True))
@@ -131,7 +160,7 @@ def _begins_of(plan: Plan, loop: Loop, graph: TaskGraph) -> tuple[list[int], lis
     begins, rounds = ([0] * (len(graph.offsets) - 1) for _ in range(2))
     devices = range(len(plan.devices))
     lines = [(device, _actions_of(graph, device)) for device in devices]
-    lines += [(ends[0], _messages_of(graph, link, ends[0])) for link, ends in enumerate(graph.workload.links)]
+    lines += [(device, _messages_of(graph, items)) for device, items in _names(graph.workload).items()]
     for device, number in lines:
         items = [graph.operation_of[number[text]] if text in number else None for text in plan.programs[device]]
         for index, each in enumerate(loop.rounds):
@@ -142,22 +171,24 @@ def _begins_of(plan: Plan, loop: Loop, graph: TaskGraph) -> tuple[list[int], lis
     return begins, rounds
 
 
-def _names(workload: Workload, link: int, device: int) -> dict[_Name, int]:
-    """{what a SEND in the device's program may say: the link's transfer it means}, where it can mean only one hop."""
+def _names(workload: Workload) -> dict[int, dict[_Name, int]]:
+    """[device] {what a SEND in its program may say: the transfer it means}, where it can mean only one hop."""
     ids = [operation.id for operation in workload.operations]
     items = {
-        (ids[transfer.source], ids[transfer.target], transfer.hop.target_device): item
+        (ids[transfer.source], ids[transfer.target], workload.links[transfer.link][0], transfer.hop.target_device): item
         for item, transfer in enumerate(workload.transfers, len(ids))
-        if transfer.link == link
     }
-    meant: dict[_Name, list[int | None]] = {}
+    meant: dict[int, dict[_Name, list[int | None]]] = {source: {} for source, _ in workload.links}
     for dependency in workload.dependencies:
         for hop in dependency.hops:
-            if hop.source_device == device:
-                item = items.get((dependency.source, dependency.target, hop.target_device))
+            if (here := meant.get(hop.source_device)) is not None:
+                item = items.get((dependency.source, dependency.target, hop.source_device, hop.target_device))
                 for name in _ways_to_say(dependency.source, dependency.target_stage, hop.target_device):
-                    meant.setdefault(name, []).append(item)
-    return {name: item for name, (item, *others) in meant.items() if item is not None and not others}
+                    here.setdefault(name, []).append(item)
+    return {
+        device: {name: item for name, (item, *others) in here.items() if item is not None and not others}
+        for device, here in meant.items()
+    }
 
 
 def _ways_to_say(source: str, stage: int, device: int) -> list[_Name]:
@@ -443,18 +474,20 @@ def simulate(
     if repetend is not None and plan.loop is not None and loop is not None:
         repetend = repetend_of_loop(graph.workload, loop)  # with other costs times settle elsewhere
     period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend, loop)
+    lines = Lines.of(orders)
+    waited = Waited.of(graph, lines, starts)
     return Simulation(
         plan=plan,
         workload=workload,
         graph=graph,
         orders=orders[: len(workload.devices)],
         starts=starts,
-        rates=rates(graph, orders, starts, loop),
-        in_flight=in_flight(graph, orders, loop, starts),
-        memory=peak_memory(graph, orders, loop, starts),
-        overflow=overflow(graph, orders, loop=loop, starts=starts),
-        critical_path=critical_path(graph, orders, starts),
-        master_stage=None if loop is not None else master_stage(graph, orders, starts),
+        rates=rates(graph, lines, starts, loop),
+        in_flight=in_flight(graph, lines, loop, starts),
+        memory=peak_memory(graph, lines, loop, starts),
+        overflow=overflow(graph, lines, loop=loop, starts=starts),
+        critical_path=critical_path(graph, lines, starts, waited),
+        master_stage=None if loop is not None else master_stage(graph, lines, starts, waited),
         lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else weak_iteration_bound(workload),
         period_lower_bound_ns=_period_bound(plan, workload),
         repetend=repetend,

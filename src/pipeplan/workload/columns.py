@@ -5,9 +5,10 @@ What is asked of all of them at once is asked of arrays. Here: numbers, lines, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +32,11 @@ def column(values: Sequence[int] | IntArray, times: int = 1) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True)
-class Lines:
-    """The orders of devices and links, one after another: a line's are ``tasks[begins[line] : begins[line + 1]]``."""
+class Lines(Sequence[Sequence[int]]):
+    """The orders of devices and links, one after another: a line's are ``tasks[begins[line] : begins[line + 1]]``.
+
+    They stand wherever orders do: each line is made a list when it is asked for.
+    """
 
     tasks: IntArray
     begins: IntArray
@@ -40,12 +44,52 @@ class Lines:
     @classmethod
     def of(cls, orders: Sequence[Sequence[int]]) -> Lines:
         """The same orders."""
+        if isinstance(orders, Lines):
+            return orders
         begins = [0, *accumulate(map(len, orders))]
         return cls(np.fromiter(chain.from_iterable(orders), np.int64, begins[-1]), np.array(begins))
 
-    def first(self, count: int) -> Lines:
-        """Only the first so many lines."""
-        return Lines(self.tasks[: self.begins[count]], self.begins[: count + 1])
+    def __len__(self) -> int:
+        return len(self.begins) - 1
+
+    @overload
+    def __getitem__(self, line: int) -> list[int]: ...
+    @overload
+    def __getitem__(self, line: slice) -> Lines: ...
+
+    def __getitem__(self, line: int | slice) -> list[int] | Lines:
+        """The tasks of a line, or some lines that follow each other."""
+        if isinstance(line, slice):
+            begin, end, _ = line.indices(len(self))
+            begins = self.begins[begin : max(begin, end) + 1]
+            return Lines(self.tasks[begins[0] : begins[-1]], begins - begins[0])
+        begin, end = self.begins[range(len(self))[line]], self.begins[range(1, len(self) + 1)[line]]
+        found: list[int] = self.tasks[begin:end].tolist()
+        return found
+
+    def __iter__(self) -> Iterator[list[int]]:
+        tasks: list[int] = self.tasks.tolist()
+        return (tasks[begin:end] for begin, end in self.bounds)
+
+    def once(self, leaders: Sequence[int]) -> tuple[Lines, list[int], list[int]]:
+        """Of lines that are the same as their leader's only that, which lines those are, and [line] its place there."""
+        begins, found, places = self.begins.tolist(), list[int](), list[int]()
+        for line, leader in zip(range(len(self)), leaders, strict=True):
+            own, others = (self.tasks[begins[each] : begins[each + 1]] for each in (line, leader))
+            if leader < line and np.array_equal(own, others):
+                places.append(places[leader])
+            else:
+                places.append(len(found))
+                found.append(line)
+        if len(found) == len(self):
+            return self, found, places
+        parts = [self.tasks[begins[line] : begins[line + 1]] for line in found]
+        return Lines(np.concatenate(parts), np.array([0, *accumulate(map(len, parts))])), found, places
+
+    @property
+    def bounds(self) -> Iterator[tuple[int, int]]:
+        """Where each line begins, and where it ends."""
+        return pairwise(self.begins.tolist())
 
     @property
     def counts(self) -> IntArray:
@@ -80,6 +124,12 @@ class Lines:
             for line, place in zip(lines, places[np.searchsorted(places, self.begins[lines])], strict=True):
                 found[int(line)] = int(place)
         return found
+
+
+def distinct(values: IntArray) -> bool:
+    """Whether no two of the values are the same."""
+    values = np.sort(values)
+    return not (values[1:] == values[:-1]).any()
 
 
 def counted(values: IntArray) -> tuple[IntArray, IntArray]:

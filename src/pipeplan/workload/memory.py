@@ -354,20 +354,23 @@ _AT_ONCE = 2**18
 def _peaks(graph: TaskGraph, orders: Orders, loop: LoopCut | None, starts: Sequence[int] | None = None) -> list[Peak]:
     """[device] its peak."""
     if graph.workload.order_tells_memory:
-        return [*_peaks_by_order(graph, graph.on_devices(orders), loop)]
+        return _peaks_by_order(graph, graph.on_devices(orders), loop)
     if starts is None:
         starts = earliest_starts(graph, with_links(graph, orders))
     return peaks_in_time(graph, starts, _exchanged(graph, starts) if graph.workload.exchanges else ())
 
 
-def _peaks_by_order(graph: TaskGraph, orders: Orders, loop: LoopCut | None) -> Iterator[Peak]:
+def _peaks_by_order(graph: TaskGraph, orders: Orders, loop: LoopCut | None) -> list[Peak]:
     """The same of devices whose orders say what they hold; of so many devices at once as take a moment."""
-    ends = (np.cumsum([*map(len, orders)]) - 1) // _AT_ONCE
-    cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(orders)]
+    lines, _, places = Lines.of(orders).once(graph.workload.leaders)
+    ends = (np.cumsum(lines.counts) - 1) // _AT_ONCE
+    cuts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(lines)]
+    found = list[Peak]()
     for begin, end in pairwise(cuts):
         if len(cuts) > 2:
             checkpoint()
-        yield from _peaks_of_lines(graph, Lines.of(orders[begin:end]), loop)
+        found += _peaks_of_lines(graph, lines[begin:end], loop)
+    return [found[place] for place in places]
 
 
 def _peaks_of_lines(graph: TaskGraph, lines: Lines, loop: LoopCut | None) -> Iterator[Peak]:

@@ -261,7 +261,8 @@ def _if_earliest(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> lis
     ready = np.zeros_like(found)
     np.maximum.at(ready, pairs.targets, found[pairs.sources] + after)
     np.maximum.at(ready, behind, found[before] + times[before])
-    return list(found.tolist()) if np.array_equal(ready, found) else None
+    earliest: list[int] | None = found.tolist() if np.array_equal(ready, found) else None
+    return earliest
 
 
 def _with_messages(graph: TaskGraph, lines: Lines, starts: IntArray) -> IntArray:
