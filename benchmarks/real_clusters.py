@@ -132,8 +132,8 @@ class Case:
 
 
 CASES = (
-    *(Case("gpt2-1.3b", devices) for devices in (8, 64, 512)),
-    *(Case("llama3-8b", devices) for devices in (8, 64, 512)),
+    *(Case("gpt2-1.3b", devices) for devices in (8, 16, 64, 512)),
+    *(Case("llama3-8b", devices) for devices in (8, 16, 64, 512)),
     *(Case("llama3-70b", devices) for devices in (64, 512)),
     Case("llama3-405b", 512),
     *(Case("gpt3-175b", devices) for devices in (64, 512)),

@@ -42,25 +42,45 @@ def chains(draw: st.DrawFn) -> Profile:
 
 
 @settings(max_examples=5, suppress_health_check=list(HealthCheck))
-@given(chains(), st.integers(1, 3), st.sampled_from(["auto", "one-to-one", "circular"]))
-def test_no_plan_is_quicker(profile: Profile, num_devices: int, wanted: str) -> None:
-    """Every cut, with every number of replicas and every size, against the bound over all of them."""
-    left_open = request_of(profile, "auto", Batch(2, 4), num_devices=num_devices, sizes=(1, 2, 4))
+@given(chains(), st.integers(1, 3), st.sampled_from([1, 8]), st.sampled_from(["auto", "one-to-one", "circular"]))
+def test_no_plan_is_quicker(profile: Profile, num_devices: int, samples: int, wanted: str) -> None:
+    """Every cut, with every number of replicas and every size, against the bound over all of them.
+
+    Of many samples what all compute counts, of a single one how long it takes through all blocks and back.
+    """
+    left_open = request_of(profile, "auto", Batch(samples, 1), num_devices=num_devices, sizes=(1, 2, 4))
     bound = request_bound(left_open)
     assert rows_bound(left_open) <= bound
-    for placement, (count, size) in itertools.product(every_placement(profile, num_devices), [(8, 1), (4, 2), (2, 4)]):
+    sizes = [(samples // size, size) for size in (1, 2, 4) if samples % size == 0]
+    for placement, (count, size) in itertools.product(every_placement(profile, num_devices), sizes):
         try:
             found = search_plan(request_of(profile, placement, Batch(count, size), **QUICK))
         except UsageError:  # replicas that do not share a micro-batch
             continue
         assert bound <= found.plan.predicted.iteration_ns
-    asked = request_of(profile, wanted, Batch(2, 4), num_devices=num_devices, sizes=(1, 2, 4), **QUICK)
+    asked = request_of(profile, wanted, Batch(samples, 1), num_devices=num_devices, sizes=(1, 2, 4), **QUICK)
     try:
         best = search_plan(asked)
     except UsageError:
         return
     assert best.lower_bound_ns <= best.placement_lower_bound_ns <= best.plan.predicted.iteration_ns
     assert (best.status == "optimal") == (best.lower_bound_ns == best.plan.predicted.iteration_ns)
+
+
+def test_of_what_is_split_only_input_gradients_are_waited_for() -> None:
+    """One sample on four devices: forwards, input gradients and one weight gradient; all were counted."""
+    row = CostRow(microbatch_size=1, forward_ns=10, input_grad_ns=10, weight_grad_ns=10)
+    for wanted in ("auto", "one-to-one"):
+        request = request_of(profile_of([row] * 4), wanted, Batch(1, 1), num_devices=4, **QUICK)
+        assert request_bound(request) == search_plan(request).plan.predicted.iteration_ns == 90
+
+
+def test_what_needs_no_gradient_waits_for_none() -> None:
+    """One sample on three devices, on which each backward follows its forward: only forwards wait for others."""
+    row = CostRow(microbatch_size=1, forward_ns=10, backward_ns=20)
+    for wanted in ("auto", "one-to-one"):
+        request = request_of(profile_of([row] * 3, gradient=False), wanted, Batch(1, 1), num_devices=3, **QUICK)
+        assert request_bound(request) == search_plan(request).plan.predicted.iteration_ns == 50
 
 
 @settings(max_examples=5, suppress_health_check=list(HealthCheck))

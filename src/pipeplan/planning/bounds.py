@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeplan.costs import can_split
 from pipeplan.costs.after import least_steps_ns
@@ -25,7 +25,7 @@ from pipeplan.files import Block, CostRow, Plan, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.planning.candidates import shards_of, strategy_choices, uniform_choices
-from pipeplan.planning.held_bounds import HeldBound, undominated, way_of
+from pipeplan.planning.held_bounds import HeldBound, back_ns, undominated, way_of
 from pipeplan.planning.request import SUBMODULES, Request, size_of
 from pipeplan.planning.uniform_space import Blocks, Choice
 from pipeplan.schedule.cpsat.solver import Budget
@@ -38,9 +38,9 @@ def request_bound(request: Request) -> int:
     """Least iteration in ns of any plan, for a request that leaves the placement open.
 
     All devices work all the time on the quickest costs that each block has, and one micro-batch passes all blocks one
-    after another on the fastest. With a strategy it is the least of what each of its choices of replicas, size and
-    recomputation needs, at that size. All parameters are stepped once. Of chains without a strategy memory counts, by
-    what is held on all devices together (:func:`held_bound`); messages and summing gradients are left out.
+    after another on the fastest; of a chain both by the same costs (:func:`held_bound`), and by what all devices hold
+    together. With a strategy it is the least of what each of its choices of replicas, size and recomputation needs, at
+    that size. All parameters are stepped once. Messages and summing gradients are left out.
     """
     request = request.levelled
     if request.placement == "auto":
@@ -113,7 +113,8 @@ def least_state_bytes(request: Request) -> int:
 
 
 def held_bound(request: Request) -> int:
-    """Ns that no iteration of any plan of a chain is below, by what devices hold; 0 where that says nothing.
+    """Ns that no iteration of any plan of a chain is below, by what it computes, how long a micro-batch takes to pass,
+    and what devices hold meanwhile, of all blocks together; 0 where that says nothing.
 
     Of blocks that each wait for the one before.
     """
@@ -121,7 +122,7 @@ def held_bound(request: Request) -> int:
     profile, splits = request.profile, _may_split(request)
     limits = [limit for limit in request.memory if limit is not None]
     blocks = Blocks.of(profile)
-    if len(limits) < request.num_devices or not blocks.chained:
+    if not blocks.chained:
         return 0
     levels = (request.recompute,) if request.recompute is not None else levels_of(profile)
     fastest = max(request.speeds)
@@ -144,23 +145,23 @@ def held_bound(request: Request) -> int:
             for key, row in rows.items()
         ]
         ways.append(undominated(found))
-    computing, room = float(sum(request.speeds)), sum(limits) - least_state_bytes(request)
+    limited = len(limits) == request.num_devices
+    computing, room = float(sum(request.speeds)), sum(limits) - least_state_bytes(request) if limited else None
     steps = least_steps_ns(profile)
     return HeldBound(ways, blocks.kinds, request.batch.mini_batch, computing, room, steps).least_ns()
 
 
 def _any_plan(request: Request) -> int:
     profile, splits, recomputes = request.profile, _may_split(request), request.recomputes
-    per_sample, shortest = Fraction(0), {}
+    per_sample, alone = Fraction(0), dict[str, _Alone]()
     for kind, count in checked(Counter(profile.alike.values()).items(), 4):
-        times = [(_compute_ns(splits, cost), cost) for cost in _possible(request, profile.by_id[kind], recomputes)]
-        per_sample += count * min(
-            (Fraction(ns * cost.shards * cost.context, cost.microbatch_size) for ns, cost in times), default=Fraction(0)
-        )
-        shortest[kind] = min((ns for ns, _ in times), default=0)
-    alone = {block: shortest[kind] for block, kind in profile.alike.items()}
+        rows = list(_possible(request, profile.by_id[kind], recomputes))
+        each_row = (Fraction(_compute_ns(splits, row) * row.shards * row.context, row.microbatch_size) for row in rows)
+        per_sample += count * min(each_row, default=Fraction(0))
+        alone[kind] = _Alone.least(rows, splits=splits)
+    each = {block: alone[kind] for block, kind in profile.alike.items()}
     work = (per_sample * request.batch.mini_batch + least_steps_ns(profile)) / sum(map(exactly, request.speeds))
-    return max(1, math.ceil(work), at_speed(_longest_way(profile, alone), max(request.speeds)))
+    return max(1, math.ceil(work), at_speed(_longest_way(profile, each), max(request.speeds)))
 
 
 def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> Iterator[CostRow]:
@@ -228,11 +229,11 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     if positions < 1:
         return None
     work: int | Fraction = 0
-    alone = {}
-    priced: dict[tuple[str, int], tuple[int, int] | None] = {}
+    alone = dict[str, _Alone]()
+    priced: dict[tuple[str, int], tuple[_Alone, int] | None] = {}
 
-    def times_of(block: Block, samples: int) -> tuple[int, int] | None:
-        """Ns alone, and of a whole micro-batch on as many devices as others have; of alike blocks worked out once."""
+    def times_of(block: Block, samples: int) -> tuple[_Alone, int] | None:
+        """What it takes alone, and ns of a whole micro-batch on as many devices as others have; of alike ones once."""
         key = profile.alike[block.id], samples
         if key in priced:
             return priced[key]
@@ -241,7 +242,8 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
         costs = {part: list(_costs(profile, block, samples // part, split, (choice.recompute,))) for part in parts}
         times = {part: min(_compute_ns(splits, each) for each in known) for part, known in costs.items() if known}
         least = min((part * ns for part, ns in times.items()), default=0) * shards // choice.shards
-        priced[key] = (min(times.values()), least) if 1 in times else None
+        own = _Alone.least((each for known in costs.values() for each in known), splits=splits)
+        priced[key] = (own, least) if 1 in times else None
         return priced[key]
 
     for block in checked(profile.blocks, 64):
@@ -257,9 +259,10 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     speeds = sorted(map(exactly, request.speeds), reverse=True)[: positions * each]
     bound = max(way, math.ceil((work * count + steps) * each / sum(speeds)))
     if choice.strategy == "one-to-one" and not choice.spread and request.num_parted == 0:
-        bound = max(bound, count * at_speed(max(alone.values()), fastest))  # it runs all of them on one device
+        longest = max(own.all_ns for own in alone.values())
+        bound = max(bound, count * at_speed(longest, fastest))  # it runs all of them on one device
         if _is_chain(profile) and not splits:  # the last device waits for the others, and they for it
-            bound = max(bound, way + (count - 1) * at_speed(alone[profile.blocks[-1].id], fastest))
+            bound = max(bound, way + (count - 1) * at_speed(alone[profile.blocks[-1].id].all_ns, fastest))
     return bound
 
 
@@ -280,28 +283,58 @@ def _own_sizes(request: Request, choice: Choice) -> dict[str, int]:
 
 def _compute_ns(splits: bool, cost: CostRow) -> int:
     """Least time of a forward and its backward, which is whole, or may be split."""
+    return cost.forward_ns + _backward_ns(splits, cost)
+
+
+def _backward_ns(splits: bool, cost: CostRow) -> int:
     backward = cost.whole_backward_ns
     if splits and cost.input_grad_ns is not None and cost.weight_grad_ns is not None:
         backward = min(backward, cost.input_grad_ns + cost.weight_grad_ns)
-    return cost.forward_ns + backward
+    return backward
 
 
 def _may_split(request: Request) -> bool:
     return request.split_backward is not False and can_split(request.profile)
 
 
-def _longest_way(profile: Profile, alone: Mapping[str, int]) -> int:
-    """One micro-batch through the blocks and back, in ns; messages may stay on a device."""
+class _Alone(NamedTuple):
+    """What a block takes at least, of any of its rows: its forward, the backward that the block before waits for, all
+    of its backward, and both together.
+    """
+
+    forward_ns: int
+    back_ns: int
+    backward_ns: int
+    all_ns: int
+
+    @classmethod
+    def least(cls, rows: Iterable[CostRow], *, splits: bool) -> _Alone:
+        """Of these rows; nothing where there are none."""
+        each = [
+            (row.forward_ns, back_ns(row, splits=splits), _backward_ns(splits, row), _compute_ns(splits, row))
+            for row in rows
+        ]
+        return cls(*map(min, zip(*each, strict=True))) if each else cls(0, 0, 0, 0)
+
+
+def _longest_way(profile: Profile, alone: Mapping[str, _Alone]) -> int:
+    """One micro-batch through the blocks and back, in ns; messages may stay on a device.
+
+    A backward waits for those after it whose gradients it needs, of what is split for the input gradients alone.
+    """
     place = {block.id: index for index, block in enumerate(profile.blocks)}
-    edges = [(place[edge.source], place[edge.target]) for edge in profile.edges]
-    order = topological_order(range(len(place)), edges)
-    times: Sequence[int] = [alone[block.id] for block in profile.blocks]
-    begins = longest_paths(order, [(source, target, times[source]) for source, target in edges])
-    return max(begins[index] + times[index] for index in range(len(times)))
+    count, own = len(place), [alone[block.id] for block in profile.blocks]
+    pairs = [(place[edge.source], place[edge.target], edge.gradient) for edge in profile.edges]
+    order = topological_order(range(count), [pair[:2] for pair in pairs])
+    edges = [(source, target, own[source].forward_ns) for source, target, _ in pairs]
+    edges += [(block, count + block, own[block].forward_ns) for block in range(count)]
+    edges += [(count + target, count + source, own[target].back_ns) for source, target, needed in pairs if needed]
+    begins = longest_paths([*order, *(count + block for block in reversed(order))], edges)
+    return max(begins[count + block] + each.backward_ns for block, each in enumerate(own))
 
 
 def _is_chain(profile: Profile) -> bool:
-    """Whether every block waits for the one before it, possibly among others."""
-    edges = {(edge.source, edge.target) for edge in profile.edges}
+    """Whether every block waits for the one before it, and that for its gradient, possibly among others."""
+    edges = {(edge.source, edge.target) for edge in profile.edges if edge.gradient}
     ids = [block.id for block in profile.blocks]
     return all(pair in edges for pair in zip(ids, ids[1:], strict=False))

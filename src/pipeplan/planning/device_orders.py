@@ -20,7 +20,7 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.start import with_orders
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of, workloads
 from pipeplan.schedule.state import Schedule
-from pipeplan.search_constants import SECONDS_PER_LOOK
+from pipeplan.search_constants import FINALISTS, SECONDS_PER_LOOK
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
@@ -28,12 +28,16 @@ from pipeplan.workload.workload import Workload
 
 @dataclass(frozen=True)
 class DeviceOrders(PlanStep):
-    """The best plan with fewer replicas of each position side by side, where that makes messages or sums quicker."""
+    """The best ``finalists`` with fewer replicas of each position side by side, where messages or sums are quicker so.
 
+    What is second where replicas of a position are neighbours may be first where they are not.
+    """
+
+    finalists: int = FINALISTS
     name = "device orders"
     when = (
-        "the best plan; a cluster of several levels; alike devices, which nothing keeps where they are; each position "
-        "has as many replicas of as many devices"
+        "the best {finalists} plans; a cluster of several levels; alike devices, which nothing keeps where they are; "
+        "each position has as many replicas of as many devices"
     )
 
     def applies(self, search: PlanSearch) -> bool:
@@ -44,22 +48,29 @@ class DeviceOrders(PlanStep):
         return cluster is not None and len(cluster.levels) > 1 and not kept
 
     def run(self, search: PlanSearch) -> None:
-        """Time the best plan's actions in each order of devices, and keep the quickest."""
-        best, cluster = search.best, search.request.cluster
-        if best is None or best.best is None or best.parted is not None or best.candidate.stay or cluster is None:
+        """Time the actions of each in each order of devices, and keep the quickest: the best plan first."""
+        best = search.best
+        others = (trial for trial in search.finalists[: self.finalists] if trial is not best)
+        for trial in [*([] if best is None else [best]), *others]:
+            self._try(search, trial)
+
+    @staticmethod
+    def _try(search: PlanSearch, trial: Trial) -> None:
+        cluster = search.request.cluster
+        if trial.best is None or trial.parted is not None or trial.candidate.stay or cluster is None:
             return
         budget, longest = search.budget, 0.0
-        for placement in device_orders(best.candidate.placement, cluster):
+        for placement in device_orders(trial.candidate.placement, cluster):
             begun = budget.used
             if budget.expired or (longest and budget.remaining < longest):
                 return
-            schedule = _retimed(search.request, best, placement)
-            budget.charge(SECONDS_PER_LOOK * best.num_actions)
-            if schedule is not None and iteration_of(schedule) < iteration_of(best.best):
-                best.candidate, best.best = replace(best.candidate, placement=placement), schedule
-                best.bounds = [schedule.bound_ns]
-                best.begin_again(search.request)
-                search.report(best)
+            schedule = _retimed(search.request, trial, placement)
+            budget.charge(SECONDS_PER_LOOK * trial.num_actions)
+            if schedule is not None and iteration_of(schedule) < iteration_of(trial.best):
+                trial.candidate, trial.best = replace(trial.candidate, placement=placement), schedule
+                trial.bounds = [schedule.bound_ns]
+                trial.begin_again(search.request)
+                search.report(trial)
             longest = max(longest, budget.used - begun)
 
 

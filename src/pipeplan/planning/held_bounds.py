@@ -1,4 +1,4 @@
-"""A lower bound on the iteration by what devices hold, over every plan of a chain: Little's law, block by block.
+"""A lower bound on the iteration by work, ways and what devices hold, over every plan of a chain: block by block.
 
 Each block of a plan runs in some way w: so many shards, samples of a micro-batch and parts of a sequence, with
 something computed again or nothing. Of a sample it takes W(w) of the devices' time, holds a(w) bytes of all devices
@@ -15,8 +15,10 @@ and for any weight z >= 0 of the second, T is at least
     (B min over w of [sum of W + z (a sum of l + v W)] + steps) / (sum s + z (sum M - state))
 
 The minimum is a dynamic programme from the last block to the first, over how long a sample has passed until then; that
-is rounded down to one of :data:`HELD_CELLS`, so that the bound holds. All ways may differ from block to block: whatever
-stages, replicas, micro-batch sizes and routes a plan has. Messages, and what else is held, are left out.
+is rounded down to one of :data:`HELD_CELLS`, so that the bound holds. In the end that is no more than T either, also
+where memory has no limit: micro-batches of many samples, which may be quickest for each, take longest to pass. All ways
+may differ from block to block: whatever stages, replicas, micro-batch sizes and routes a plan has. Messages, and what
+else is held, are left out.
 """
 
 from __future__ import annotations
@@ -48,21 +50,24 @@ class BlockWay(NamedTuple):
 class HeldBound(NamedTuple):
     """What the bound of a chain is made of: [kind] the ways of a block, the kind of each block, and what there is.
 
-    ``computing`` is the sum of the devices' speeds, ``room`` their bytes together beside the state, ``steps_ns`` what
-    the optimizer takes of them.
+    ``computing`` is the sum of the devices' speeds, ``room`` their bytes together beside the state,
+    None where some have no limit, ``steps_ns`` what the optimizer takes of them.
     """
 
     ways: Sequence[Sequence[BlockWay]]
     kinds: Sequence[int]
     samples: int
     computing: float
-    room: int
+    room: int | None
     steps_ns: int
 
     def least_ns(self) -> int:
-        """Ns that no iteration is below; 0 where memory says nothing."""
-        if self.room <= 0 or any(not own for own in self.ways) or self._count > HELD_WAYS:
+        """Ns that no iteration is below; 0 where that says nothing."""
+        if any(not own for own in self.ways) or self._count > HELD_WAYS:
             return 0
+        without = self._with(0.0)
+        if self.room is None or self.room <= 0:
+            return math.ceil(without * SLACK)
         usual = self.computing / self.room
         known = {weight: self._with(weight * usual) for weight in checked(HELD_WEIGHTS, 1)}
         for _ in checked(range(HELD_FINER), 1):
@@ -72,14 +77,14 @@ class HeldBound(NamedTuple):
                 if 0 <= near < len(order) - 1:
                     middle = math.sqrt(order[near] * order[near + 1])
                     known[middle] = self._with(middle * usual)
-        return math.ceil(max(known.values()) * SLACK)
+        return math.ceil(max(without, *known.values()) * SLACK)
 
     @property
     def _count(self) -> int:
         return sum(len(self.ways[kind]) for kind in self.kinds)
 
     def _with(self, weight: float) -> float:
-        """The bound with a weight of what is held."""
+        """The bound with a weight of what is held; 0: without a look at it."""
         quickest = [min(own, key=lambda way: way.work) for own in self.ways]
         longest = sum(quickest[kind].passing for kind in self.kinds)
         cells = min(HELD_CELLS, HELD_WORK // self._count)
@@ -89,7 +94,8 @@ class HeldBound(NamedTuple):
         least[0] = 0.0
         for kind in checked(reversed(self.kinds), 1):
             least = _one_more(least, self.ways[kind], times, cell, weight)
-        return (self.samples * float(least.min()) + self.steps_ns) / (self.computing + weight * self.room)
+        by_work = (self.samples * least + self.steps_ns) / (self.computing + weight * (self.room or 0))
+        return float(np.maximum(by_work, times).min())
 
 
 def _one_more(
@@ -120,10 +126,15 @@ def way_of(row: CostRow, half: CostRow | None, loose: int, fastest: float, *, sp
     forward, passing = row.forward_ns, row.forward_ns
     if half is not None:
         forward, passing = min(forward, 2 * half.forward_ns), min(passing, half.forward_ns)
-    backward, back = row.whole_backward_ns, row.whole_backward_ns
+    back, backward = back_ns(row, splits=splits), row.whole_backward_ns
     if splits and row.input_grad_ns is not None and row.weight_grad_ns is not None:
         backward = min(backward, row.input_grad_ns + row.weight_grad_ns)
-        back = min(back, row.input_grad_ns)
     work = (forward + backward) * devices / samples
     held, beside = max(0, row.activation_bytes - loose) * devices / samples, row.workspace_bytes * work / fastest
     return BlockWay(work, held, (passing + back) / fastest, beside)
+
+
+def back_ns(row: CostRow, *, splits: bool) -> int:
+    """What of a block's backward the block before waits for: where it may be split, the input gradient alone."""
+    split = splits and row.input_grad_ns is not None and row.weight_grad_ns is not None
+    return min(row.whole_backward_ns, row.input_grad_ns or 0) if split else row.whole_backward_ns

@@ -48,7 +48,7 @@ from pipeplan.planning.partition_trials import (
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, least_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS, num_left, plan_of, run_search, search_of
-from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
+from pipeplan.planning.trials import PlanSearch, Trial, on_cluster, unfit_by_state
 from pipeplan.planning.uniform_space import BoundedChoice
 from pipeplan.planning.workers import CandidateWorkers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
@@ -402,8 +402,11 @@ class _FrontierSearch:
     seconds_per_plan: float | None = None
 
     def search_all(self, requests: Sequence[Request], workers: CandidateWorkers | None) -> None:
-        """Search on each number of devices, most first, until a share of the time is over."""
-        ordered = sorted(requests, key=lambda asked: -asked.num_devices)
+        """Search on each number of devices until a share of the time is over: most first.
+
+        But for those that have no room for the model's state, which take none of it.
+        """
+        ordered = sorted(requests, key=lambda asked: (unfit_by_state(asked) is None, -asked.num_devices))
         for number, asked in enumerate(ordered, start=1):
             left = self.left(_HOW.searching)
             if self.best and left <= 0 and not asked.deterministic:

@@ -537,7 +537,7 @@ class PlanSearch:
             if not self._bounded:
                 self.others[None] = 1  # the least a bound is; it takes longer than the first plan to find out more
             in_turn = [step for step in steps if step.in_turn]
-            unfit = self._unfit()
+            unfit = unfit_by_state(self.request)
             if unfit is not None:
                 self.failures.append(unfit)
             else:
@@ -568,24 +568,6 @@ class PlanSearch:
         whole = self.budget.whole
         alone = whole is None or self.budget.seconds >= whole.seconds
         return max(LATE, LATE_SHARE * self.budget.seconds) if alone else 0.0
-
-    def _unfit(self) -> InfeasibleError | None:
-        """That nothing fits, where devices have less memory together than a model's state takes once.
-
-        Only where there is a table of layouts: else the search finds that out as soon, and says of which stage.
-        """
-        request, limits = self.request, [limit for limit in self.request.memory if limit is not None]
-        if len(limits) < request.num_devices or not has_table(request):
-            return None
-        state = least_state_bytes(request)
-        if state <= sum(limits):
-            return None
-        return InfeasibleError(
-            f"parameters, gradients and optimizer state take {format_bytes(state)}, each once, and "
-            f"{request.num_devices} devices have {format_bytes(sum(limits))} together: nothing fits; raise --memory to "
-            f"more than {format_bytes(rounded_up(state // request.num_devices))}, or give more --devices, of this size "
-            f"at least {-(-state // max(limits))}"
-        )
 
     def _bound(self) -> None:
         """Find out once, when there is a plan, what no plan that the request leaves open is below."""
@@ -849,6 +831,25 @@ class PlanSearch:
             value, made_by, _ = known
             now = what if what == made_by else f"{what}; the best is from {made_by}"
             self.progress(now, value, min(self.bound_ns, value), self.budget.elapsed)
+
+
+def unfit_by_state(request: Request) -> InfeasibleError | None:
+    """That nothing fits, where devices have less memory together than a model's state takes once.
+
+    Only where there is a table of layouts: else a search finds that out as soon, and says of which stage.
+    """
+    limits = [limit for limit in request.memory if limit is not None]
+    if len(limits) < request.num_devices or not has_table(request):
+        return None
+    state = least_state_bytes(request)
+    if state <= sum(limits):
+        return None
+    return InfeasibleError(
+        f"parameters, gradients and optimizer state take {format_bytes(state)}, each once, and "
+        f"{request.num_devices} devices have {format_bytes(sum(limits))} together: nothing fits; raise --memory to "
+        f"more than {format_bytes(rounded_up(state // request.num_devices))}, or give more --devices, of this size "
+        f"at least {-(-state // max(limits))}"
+    )
 
 
 def iteration_of(schedule: Schedule) -> int:
