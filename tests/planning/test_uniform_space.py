@@ -46,9 +46,8 @@ from pipeplan.planning.candidates import (
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import STEPS, search_plan, without
-from pipeplan.planning.trials import PlanSearch, Trial
+from pipeplan.planning.trials import Trial, unfit_by_state
 from pipeplan.planning.uniform_space import Blocks, Choice, longest_stages
-from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.simulator.simulation import simulate
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
@@ -730,7 +729,7 @@ def test_what_devices_cannot_keep_together_is_refused_at_once() -> None:
         how = {"num_devices": int(each["num_devices"]), "memory_bytes": int(each["memory_bytes"])}
         assert search_plan(replace(request, **how)).plan.stages
     assert told.value.would_do[0]["num_devices"] > 4  # than there are blocks
-    at_once = PlanSearch(request, Budget(deterministic=True), None, STEPS)._unfit()
+    at_once = unfit_by_state(request)
     assert str(at_once).endswith("or give more --devices, of this size at least 5")
     fixed = replace(request, shards=1, positions=2, replicas=1)
     with pytest.raises(InfeasibleError, match=r"2 devices of .* would do; that was found") as told:

@@ -153,12 +153,12 @@ def held_bound(request: Request) -> int:
 
 def _any_plan(request: Request) -> int:
     profile, splits, recomputes = request.profile, _may_split(request), request.recomputes
-    per_sample, alone = Fraction(0), dict[str, _Alone]()
+    per_sample, alone = Fraction(0), dict[str, _AloneTimes]()
     for kind, count in checked(Counter(profile.alike.values()).items(), 4):
         rows = list(_possible(request, profile.by_id[kind], recomputes))
         each_row = (Fraction(_compute_ns(splits, row) * row.shards * row.context, row.microbatch_size) for row in rows)
         per_sample += count * min(each_row, default=Fraction(0))
-        alone[kind] = _Alone.least(rows, splits=splits)
+        alone[kind] = _AloneTimes.least(rows, splits=splits)
     each = {block: alone[kind] for block, kind in profile.alike.items()}
     work = (per_sample * request.batch.mini_batch + least_steps_ns(profile)) / sum(map(exactly, request.speeds))
     return max(1, math.ceil(work), at_speed(_longest_way(profile, each), max(request.speeds)))
@@ -229,10 +229,10 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     if positions < 1:
         return None
     work: int | Fraction = 0
-    alone = dict[str, _Alone]()
-    priced: dict[tuple[str, int], tuple[_Alone, int] | None] = {}
+    alone = dict[str, _AloneTimes]()
+    priced: dict[tuple[str, int], tuple[_AloneTimes, int] | None] = {}
 
-    def times_of(block: Block, samples: int) -> tuple[_Alone, int] | None:
+    def times_of(block: Block, samples: int) -> tuple[_AloneTimes, int] | None:
         """What it takes alone, and ns of a whole micro-batch on as many devices as others have; of alike ones once."""
         key = profile.alike[block.id], samples
         if key in priced:
@@ -242,7 +242,7 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
         costs = {part: list(_costs(profile, block, samples // part, split, (choice.recompute,))) for part in parts}
         times = {part: min(_compute_ns(splits, each) for each in known) for part, known in costs.items() if known}
         least = min((part * ns for part, ns in times.items()), default=0) * shards // choice.shards
-        own = _Alone.least((each for known in costs.values() for each in known), splits=splits)
+        own = _AloneTimes.least((each for known in costs.values() for each in known), splits=splits)
         priced[key] = (own, least) if 1 in times else None
         return priced[key]
 
@@ -297,7 +297,7 @@ def _may_split(request: Request) -> bool:
     return request.split_backward is not False and can_split(request.profile)
 
 
-class _Alone(NamedTuple):
+class _AloneTimes(NamedTuple):
     """What a block takes at least, of any of its rows: its forward, the backward that the block before waits for, all
     of its backward, and both together.
     """
@@ -308,7 +308,7 @@ class _Alone(NamedTuple):
     all_ns: int
 
     @classmethod
-    def least(cls, rows: Iterable[CostRow], *, splits: bool) -> _Alone:
+    def least(cls, rows: Iterable[CostRow], *, splits: bool) -> _AloneTimes:
         """Of these rows; nothing where there are none."""
         each = [
             (row.forward_ns, back_ns(row, splits=splits), _backward_ns(splits, row), _compute_ns(splits, row))
@@ -317,7 +317,7 @@ class _Alone(NamedTuple):
         return cls(*map(min, zip(*each, strict=True))) if each else cls(0, 0, 0, 0)
 
 
-def _longest_way(profile: Profile, alone: Mapping[str, _Alone]) -> int:
+def _longest_way(profile: Profile, alone: Mapping[str, _AloneTimes]) -> int:
     """One micro-batch through the blocks and back, in ns; messages may stay on a device.
 
     A backward waits for those after it whose gradients it needs, of what is split for the input gradients alone.
