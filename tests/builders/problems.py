@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from builders.small_plans import with_tail
 from pipeplan.costs import build_workload
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
-from pipeplan.workload.elements import Bucket, Stage, TiedState
-from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
 __all__ = ["problems", "with_tails"]
@@ -65,22 +63,7 @@ def with_tails(draw: st.DrawFn, max_stages: int = 2, num_microbatches: int = 2) 
     """
     problem = draw(problems(max_stages, num_microbatches))
     workload = problem.workload if problem.reduction is None else problem.reduction.workload
-    few = st.sampled_from([0, 2, 5, 9])
-    stages = tuple(replace(each, sync_ns=draw(few), step_ns=draw(few), gather_ns=draw(few)) for each in workload.stages)
-    last = {each.stage: each.duration_ns for each in workload.operations if each.role in GRADIENT_ROLES}
-
-    def in_buckets(number: int, stage: Stage) -> Stage:
-        if not stage.sync_ns or draw(st.booleans()):
-            return stage
-        ahead = sorted(draw(st.lists(st.integers(0, last[number]), min_size=1, max_size=2)), reverse=True)
-        times = [draw(st.sampled_from([1, 2, 4])) for _ in (*ahead, 0)]
-        buckets = [Bucket(blocks=1, bytes=1, ahead_ns=a, sync_ns=ns) for a, ns in zip((*ahead, 0), times, strict=True)]
-        return replace(stage, buckets=tuple(buckets))
-
-    stages = tuple(in_buckets(*each) for each in enumerate(stages))
-    everywhere = tuple(each.devices for each in stages)
-    table = TiedState(name="table", stages=tuple(range(len(stages))), devices=everywhere, sync_ns=draw(few))
-    return OneMicrobatch.of(replace(workload, stages=stages, tied=(table,) if draw(st.booleans()) else ()))
+    return OneMicrobatch.of(with_tail(workload, draw(st.randoms(use_true_random=False))))
 
 
 def _group(num_devices: int) -> st.SearchStrategy[tuple[int, ...]]:

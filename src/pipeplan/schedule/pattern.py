@@ -60,10 +60,13 @@ class Pattern:
                 instances[i][u] += self.unroll  # later moments come after this instance, and before its next
                 found[i] = min(instances[i])
 
-    def copy(self, operations: Iterable[int]) -> list[Entry]:
-        """What runs in ``repetend_ns`` from time 0 on, in order, of operations of which no two run together."""
-        entries = [(start, operation, m) for operation in operations for m, start in self._from(0, operation)]
-        return [(operation, m) for _, operation, m in sorted(entries)]
+    def copy(self, operations: Iterable[int], durations: Sequence[int]) -> list[Entry]:
+        """What runs in ``repetend_ns`` from time 0 on, in order, of operations of which no two run together.
+
+        Of those that start at one moment what takes no time goes first, of older micro-batches before others.
+        """
+        entries = [(start, durations[x] > 0, m, x) for x in operations for m, start in self._from(0, x)]
+        return [(x, m) for _, _, m, x in sorted(entries)]
 
     def _from(self, moment: int, operation: int) -> Iterator[tuple[int, int]]:
         """(micro-batch, ns after the moment) of the instances that start in ``repetend_ns`` from a moment on."""
@@ -99,7 +102,7 @@ def compose(problem: OneMicrobatch, pattern: Pattern) -> list[list[int]]:
     the steady state, since the operations that are missing at the ends only free memory later than they take it.
     """
     return [
-        _composed(pattern.copy(operations), pattern.unroll, problem.num_microbatches)
+        _composed(pattern.copy(operations, problem.durations), pattern.unroll, problem.num_microbatches)
         for operations in problem.on_device
     ]
 
