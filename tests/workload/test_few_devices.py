@@ -191,7 +191,7 @@ def grown(problem: OneMicrobatch, most_known: int = MOST_KNOWN, most_labels: int
 )
 def test_random_shapes_against_every_schedule(kind: str, seeds: range) -> None:
     found = [never_above(small_problem(kind, Random(f"{kind} {seed}"))) for seed in seeds]
-    assert found.count(True) >= len(found) / 2, "the rest is where no device may fill, or nothing fits"
+    assert found.count(True) >= len(found) / 3, "the rest is where no device may fill, or nothing fits"
     assert found.count(None) <= len(found) / 10
 
 
