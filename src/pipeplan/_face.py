@@ -559,7 +559,7 @@ def frontier(
     etp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
-    split_level: Literal["block", "block-sharing", "operator"] = "block",
+    split_level: Literal["block", "operator"] = "block",
     device: str | None = None,
     data_parallel_loading: bool = False,
     tolerance: float = 0.0,
@@ -597,8 +597,7 @@ def frontier(
             wraps each layer; by default whole stages where that is shorter and fits, for as many actions as pays.
         chunks, replicas, tp, cp, cp_exchange, ep, etp, pp, recompute: with ``plans``: as in :func:`search`; by default
             searched.
-        split_level: what is split as a unit: whole blocks, the way plans run them; these also by sequences and experts,
-            which :func:`run` refuses; or each operator.
+        split_level: what is split as a unit: whole blocks, the way plans run them, or each operator.
         device: preset to estimate split times for, as ``"a100-80gb"``; by default the profile's.
         data_parallel_loading: inputs arrive already split by samples over all devices.
         tolerance: how far points may be off the frontier, as 0.01 for 1 % of memory and time; 0 is exact.

@@ -507,7 +507,7 @@ def test_configurations_take_what_stages_of_the_same_groups_do(
 ) -> None:
     """Of nodes of two, so that groups are in several."""
     profile, cluster = chain(2), nodes(4, node=2)
-    model = cost_model(profile, cluster, 8, replicas, device="v100-16gb", options=CostOptions(blocks=True, shared=True))
+    model = cost_model(profile, cluster, 8, replicas, device="v100-16gb", options=CostOptions(blocks=True))
     stage = PlacedStage(blocks=("b0",), devices=tuple(range(8)), replicas=replicas, shards=shards, context=context)
     axes = (("samples", replicas), ("places", context), ("shards", shards))
     own = find(model, "b0", "-".join(f"{name}{size}" for name, size in axes if size > 1))
@@ -516,7 +516,7 @@ def test_configurations_take_what_stages_of_the_same_groups_do(
 
 def test_so_it_is_with_experts() -> None:
     profile, cluster = chain(2, moe=True), nodes(2)
-    model = cost_model(profile, cluster, 16, 16, device="v100-16gb", options=CostOptions(blocks=True, shared=True))
+    model = cost_model(profile, cluster, 16, 16, device="v100-16gb", options=CostOptions(blocks=True))
     for experts in (8, 16):
         stage = PlacedStage(blocks=("b0",), devices=tuple(range(16)), replicas=16, expert=experts)
         require_alike(

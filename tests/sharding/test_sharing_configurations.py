@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from pipeplan.checker import check
-from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, Source, parse, to_json
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier
+from pipeplan.planning.steps import search_plan
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.sharding.baselines import ONLY
@@ -57,9 +57,7 @@ def profile() -> Profile:
 
 def found(cluster: Cluster | None = None, only: str | None = None, *, whole: bool = True) -> Splits:
     """On two devices."""
-    return split_frontier(
-        request_of(cluster), Splitting(device="v100-16gb", only=only, whole_blocks=whole, shared=True)
-    )
+    return split_frontier(request_of(cluster), Splitting(device="v100-16gb", only=only, whole_blocks=whole))
 
 
 def request_of(cluster: Cluster | None) -> Request:
@@ -134,7 +132,7 @@ def names_of(splits: Splits, chosen: dict[str, int]) -> list[str]:
 
 def test_experts_lie_beside_samples_and_nothing_else() -> None:
     """Devices that share experts have samples of their own: with others that split samples they are one split."""
-    model = cost_model(profile(), None, 8, SAMPLES, device="v100-16gb", options=CostOptions(blocks=True, shared=True))
+    model = cost_model(profile(), None, 8, SAMPLES, device="v100-16gb", options=CostOptions(blocks=True))
     ways = {way.name: way for way in model.configurations["experts"] if "experts" in way.name}
     expected = {"experts2-samples4", "samples4-experts2", "experts4-samples2", "samples2-experts4"}
     expected |= {"experts2-samples2-copies2", "samples2-experts2-copies2"}
@@ -169,7 +167,7 @@ LIKE_IT = ("layer0.attention", "layer0.experts", "head")
 """Blocks of a model that are as those of the profile."""
 
 
-def test_plans_of_them_are_checked_and_refused_by_run() -> None:
+def test_plans_of_them_are_checked_and_run() -> None:
     splits = found(LINKS)
     shared = [
         (index, names)
@@ -188,5 +186,17 @@ def test_plans_of_them_are_checked_and_refused_by_run() -> None:
             stage = replace(plan.stages[0], **{key: getattr(plan.stages[0], key) + more})
             assert not check(plan.model_copy(update={"stages": (stage,)}), profile(), LINKS).valid
         run = plan.model_copy(update={"stages": (replace(plan.stages[0], blocks=LIKE_IT),)})
-        with pytest.raises(UsageError, match=r"share the experts of block|not say that it can be split by places"):
-            require_splittable(run, load_model("gpt2-experts-tiny"))
+        require_splittable(run, load_model("gpt2-experts-tiny"))
+
+
+@pytest.mark.parametrize(("asked", "axes"), [({}, {"places2", "experts2"}), ({"context": 1, "expert": 1}, set())])
+def test_a_search_takes_them(asked: dict[str, int], axes: set[str]) -> None:
+    """The quickest strategy of one stage, where no stages are quicker; none that is not asked for."""
+    request = replace(request_of(LINKS), deterministic=True, chunks=1, **asked)
+    quickest = found(LINKS).points[-1]
+    plan = search_plan(request).plan
+    check(plan, profile(), LINKS).require("plan")
+    ways = {way for stage in plan.stages for way in stage.configurations}
+    assert axes <= ways
+    assert bool(axes) == bool({"places2", "experts2"} & ways)
+    assert (plan.predicted.iteration_ns == quickest.time_ns) == bool(axes)

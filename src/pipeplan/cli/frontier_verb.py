@@ -123,10 +123,9 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--split-level",
     cls=RenamedOption,
     was=("--grain",),
-    type=OneOf(["block", "block-sharing", "operator"]),
+    type=OneOf(["block", "operator"]),
     default="block",
-    help="What is split as a unit: whole blocks, the way plans run them; these also by sequences and experts, which "
-    "run refuses (block-sharing); or each operator on its own.",
+    help="What is split as a unit: whole blocks, the way plans run them, or each operator on its own.",
 )
 @click.option(
     "--device",
@@ -254,7 +253,6 @@ def frontier_request(ctx: click.Context) -> Request:
     splitting = _api.Splitting(
         device=flags["device"],
         whole_blocks=flags["split_level"] != "operator",
-        shared=flags["split_level"] != "block",
         data_parallel_loading=flags["data_parallel_loading"],
         within=flags["tolerance"],
         only=flags["only"],

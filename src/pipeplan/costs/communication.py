@@ -389,9 +389,27 @@ def dispatch_ns(sent_bytes: float, experts_each: int, devices: int, links: LinkP
     neighbours ``apart`` have the same experts, to one of them. Which experts words go to is taken as even and
     independent; ``sent_bytes`` are a device's words, each counted once.
     """
+    return _busiest_ns(lambda place: sent_bytes * places_reached(devices / place, experts_each), devices, links, apart)
+
+
+def counts_ns(devices: int, links: LinkPath, apart: int = 1) -> float:
+    """Ns in which each of ``devices`` tells each it will send words to how many, by :func:`dispatch_ns`'s links.
+
+    Those ``apart`` that have the same experts then tell each other how many have come to them.
+    """
+    there = _busiest_ns(lambda place: COUNTS_BYTES * (devices - place) / apart, devices, links, apart)
+    return there + _busiest_ns(lambda place: COUNTS_BYTES * (apart - place) * devices / apart, apart, links, 1)
+
+
+COUNTS_BYTES = 16
+"""What one device tells another: how many words come, and how many products with experts they are."""
+
+
+def _busiest_ns(sent: Callable[[int], float], devices: int, links: LinkPath, apart: int) -> float:
+    """Ns of the slowest link, by the bytes that a device sends out of a group of so many with its own among them."""
     ends = [*(place for place, _ in links.levels[1:]), devices]  # of the groups that a link is inside of
     times = [
-        1e9 * sent_bytes * places_reached(devices / max(place, apart), experts_each) / rate
+        1e9 * sent(max(place, apart)) / rate
         for (place, rate), end in zip(links.levels, ends, strict=False)
         if min(end, devices) > max(place, apart)
     ]

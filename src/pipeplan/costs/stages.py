@@ -664,7 +664,8 @@ def _settled(
     own = {name: value for name, value in said.items() if value is not None}
     own["speed"] = min(speeds[device] for device in placed.devices)
     own["expert_shards"] = profile.expert_shards_on(placed.expert, placed.expert_shards)
-    own["context_exchange"] = exchange_on(profile, placed.shards, placed.context)
+    if not placed.configurations:
+        own["context_exchange"] = exchange_on(profile, placed.shards, placed.context)
     own = {"microbatch_size": microbatch_size, "recompute": recompute} | own
     again = asked_again([blocks[id_] for id_ in own["blocks"]], own["recompute"])
     return Stage(**own | {"recompute": recompute_of(again)})

@@ -27,6 +27,7 @@ from pipeplan.costs.communication import (
     Exchange,
     LinkPath,
     beside_products,
+    counts_ns,
     dispatch_ns,
     hops_around,
     price_of_groups,
@@ -109,6 +110,11 @@ class WideGroups:
             )
             for group, links in self._paths
         )
+        return round((max if self.slowest else min)(each))
+
+    def counts_ns(self, apart: int) -> int:
+        """Ns for devices to tell each other how many words will come, by the links that those pass."""
+        each = (counts_ns(len(group), links, apart) for group, links in self._paths)
         return round((max if self.slowest else min)(each))
 
     @cached_property
@@ -306,9 +312,18 @@ def waited_for_sequences(said: SequenceMessages, context: int, *, around: bool) 
 
 
 def waited_for_experts(said: ExpertMessages) -> MessageWaits:
-    """Words go and come back in F, and their gradients in I; tokens for shared experts are gathered again for W."""
+    """Words go and come back in F, when it is known how many, and their gradients in I; tokens for shared experts are
+    gathered again for W.
+    """
     ahead = said.words_ns + said.gathered_ns + said.shared_ns
-    return MessageWaits(ahead, ahead, round(said.shared_ns / 2))
+    return MessageWaits(said.counts_ns + ahead, ahead, round(said.shared_ns / 2))
+
+
+def among_parts(said: ExpertMessages) -> tuple[Exchange, Exchange]:
+    """What devices that split the same experts exchange: words, with what goes along with them, and sums of parts."""
+    routing = said.gathered_bytes * said.routing_bytes // max(1, said.bytes)
+    gather, scatter = AROUND
+    return Exchange(gather, said.gathered_bytes + routing), Exchange(scatter, said.gathered_bytes)
 
 
 def waited_in(said: RowMessages, row: CostRow, *, around: bool = False) -> MessageWaits:
@@ -374,9 +389,12 @@ def _priced(said: RowMessages, groups: WideGroups, expert_shards: int) -> RowMes
     if said.expert is not None:
         own = dict[str, int]()
         if groups.words:
-            own["words_ns"] = groups.words_ns(said.expert, expert_shards)
+            own |= {
+                "counts_ns": groups.counts_ns(expert_shards),
+                "words_ns": groups.words_ns(said.expert, expert_shards),
+            }
         if (price := groups.of_arrays("expert_shards")) is not None and said.expert.gathered_bytes:
-            own["gathered_ns"] = sum(price(Exchange(how, said.expert.gathered_bytes)) for how in AROUND)
+            own["gathered_ns"] = sum(map(price, among_parts(said.expert)))
         if among is not None and said.expert.shared_bytes:
             own["shared_ns"] = sum(among(Exchange(how, said.expert.shared_bytes)) for how in AROUND)
         found["expert"] = said.expert.model_copy(update=own)

@@ -39,7 +39,6 @@ from pipeplan.workload.elements import (
     segments_problem,
     sharing_problem,
 )
-from pipeplan.workload.mesh import SAMPLES
 
 
 def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shards: int, samples: int) -> str | None:
@@ -53,8 +52,8 @@ def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shar
             return str(error)
         if mesh.size != shards:
             return f"has {text!r} for {mesh.size} devices, and {shards} devices split each block"
-        if samples % mesh.size_of(SAMPLES):
-            return f"has {text!r}, and {samples} samples cannot be shared evenly over {mesh.size_of(SAMPLES)} devices"
+        if samples % (own := mesh.of_samples.size):
+            return f"has {text!r}, and {samples} samples cannot be shared evenly over {own} devices"
     return None
 
 
@@ -133,7 +132,8 @@ class PlacedStage(FileModel):
     def _group_is_whole(self) -> PlacedStage:
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("devices name a device twice")
-        if problem := group_problem(self.shards, self.context, self.replicas, len(self.devices), self.context_exchange):
+        how = self.context_exchange, self.configurations
+        if problem := group_problem(self.shards, self.context, self.replicas, len(self.devices), *how):
             raise ValueError(problem)
         if problem := expert_problem(
             self.expert, len(self.devices), bool(self.configurations), self.expert_shards or 1

@@ -43,6 +43,7 @@ from pipeplan.workload.action import ACTION_PATTERN, Action, StateAction, operat
 from pipeplan.workload.elements import (
     GATHERED_CONTEXT,
     MAX_DEVICES,
+    RING,
     Count,
     Dependency,
     Device,
@@ -428,7 +429,8 @@ class Plan(File):
             what = f"{stage.whole_gradient_bytes} of {stage.state[GRADIENTS]} gradient_bytes"
             raise ValueError(f"stages[{number}].whole_gradient_bytes is {what}")
         size = len(stage.devices) * self.players_each
-        if problem := group_problem(stage.shards, stage.context, stage.replicas, size, stage.context_exchange):
+        how = stage.context_exchange, stage.configurations
+        if problem := group_problem(stage.shards, stage.context, stage.replicas, size, *how):
             raise ValueError(f"stages[{number}]: {problem}")
         own = bool(stage.configurations), stage.expert_shards
         if problem := expert_problem(stage.expert, size, *own):
@@ -901,7 +903,9 @@ class Plan(File):
                         name: getattr(stage, name) for name in PlacedStage.model_fields if name not in _PLACED_OTHERWISE
                     },
                     devices=self.group_of(stage),
-                    context_exchange=stage.context_exchange if stage.context > 1 else None,
+                    context_exchange=stage.context_exchange
+                    if stage.context > 1 or stage.context_exchange == RING
+                    else None,
                     expert_shards=stage.expert_shards if stage.expert > 1 else None,
                 )
                 for stage in self.stages

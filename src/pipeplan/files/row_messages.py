@@ -51,6 +51,7 @@ class ExpertMessages(FileModel):
     bytes: Annotated[Bytes, Field(description="a device's tokens, each once")]
     experts_per_token: Annotated[Count, Field(description="experts that each of these goes to")]
     words_ns: Annotated[Nanoseconds, Field(description="what it took them to go there and back when the row was made")]
+    counts_ns: Annotated[Nanoseconds, said_only(0, "what it took to tell how many will come, in F alone")] = 0
     routing_bytes: Annotated[Bytes, said_only(0, "which of a device's experts take its tokens, and by how much")] = 0
     gathered_bytes: Annotated[Bytes, said_only(0, "what devices that split the same experts gather of tokens")] = 0
     gathered_ns: Annotated[Nanoseconds, said_only(0, "and what that, and scattering sums, took")] = 0

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -133,10 +133,21 @@ class GroupLinks:
 
     @staticmethod
     def of(groups: Sequence[int], traffic: Traffic, cluster: Cluster, sync: Sequence[int]) -> GroupLinks:
-        """What groups of these sizes keep busy."""
+        """What groups of these sizes keep busy; ties of groups that are alike are priced once."""
         couples = sorted({(min(pair), max(pair)) for pair, size in traffic.items() if size and pair[0] != pair[1]})
-        ties = [_talk(g, h, groups, traffic, cluster) for g, h in couples]
-        ties += [_sum(g, groups[g], size, cluster) for g, size in enumerate(sync) if size and groups[g] > 1]
+        known = dict[tuple[int, ...], Tie]()
+        ties = list[Tie]()
+        for g, h in couples:
+            talk = groups[g], groups[h], traffic.get((g, h), 0), traffic.get((h, g), 0)
+            if talk not in known:
+                known[talk] = _talk(g, h, groups, traffic, cluster)
+            ties.append(replace(known[talk], first=g, second=h))
+        for g, size in enumerate(sync):
+            if not size or groups[g] == 1:
+                continue
+            if (groups[g], size) not in known:
+                known[groups[g], size] = _sum(g, groups[g], size, cluster)
+            ties.append(replace(known[groups[g], size], first=g, second=g))
         around: list[list[int]] = [[] for _ in groups]
         for index, tie in enumerate(ties):
             for group in {tie.first, tie.second}:

@@ -8,7 +8,7 @@ choosing a configuration for every block). Only what the best partitions would b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,8 @@ from pipeplan.sharding.bounds import RELAXED
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import SplitBlocks, StageModels, split_blocks
 from pipeplan.sharding.graph import CostGraph, CostTie, Strategy, undominated
-from pipeplan.sharding.operator_kinds import is_profiled
+from pipeplan.sharding.operator_kinds import WholeBlock, is_profiled
+from pipeplan.sharding.operators import Splits, Splittable
 from pipeplan.sharding.table import BoolArray, IntArray, Weights
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.workload.elements import Again
@@ -54,6 +55,7 @@ class RunPoint:
             shards=len(devices),
             recompute=self.model.options.recompute,
             configurations=split.configurations,
+            context_exchange=split.exchange,
             remade=split.remade,
         )
 
@@ -74,9 +76,18 @@ class BlockSplits:
         num_devices: int,
         microbatch_size: int,
         num_microbatches: int,
+        closed: Collection[str] = (),
     ) -> BlockSplits | None:
-        """On the first devices of a cluster; None where blocks have no costs that configurations follow from."""
-        options = CostOptions(blocks=True, microbatches=num_microbatches, rule=is_profiled)
+        """On the first devices of a cluster, whose rows are split along no axis that is ``closed``.
+
+        None where blocks have no costs that configurations follow from.
+        """
+
+        def rule(operation: Splittable, splits: Splits) -> bool:
+            left = isinstance(operation, WholeBlock) and not splits.keys().isdisjoint(closed)
+            return not left and is_profiled(operation, splits)
+
+        options = CostOptions(blocks=True, microbatches=num_microbatches, rule=rule)
         try:
             models = StageModels.of(cost_model(profile, cluster, num_devices, microbatch_size, options=options))
             found = cls(profile.topological_order(), models)
@@ -102,6 +113,7 @@ class GroupSplits:
 
     profile: Profile
     cluster: Cluster | None
+    closed: Collection[str] = ()
     _known: dict[tuple[int, int, int], tuple[BlockSplits, ...]] = field(default_factory=dict)
 
     def of(
@@ -110,7 +122,7 @@ class GroupSplits:
         """As :meth:`BlockSplits.of`, recomputing all or nothing; none where there are none."""
         key = num_devices, microbatch_size, num_microbatches
         if key not in self._known:
-            plain = BlockSplits.of(self.profile, self.cluster, *key)
+            plain = BlockSplits.of(self.profile, self.cluster, *key, self.closed)
             self._known[key] = () if plain is None else (plain, plain.recomputing())
         return [self._known[key][again] for again in recompute if isinstance(again, bool) and self._known[key]]
 

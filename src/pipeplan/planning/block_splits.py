@@ -29,6 +29,14 @@ from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.search_constants import FINALISTS, ONE_STAGE_SECONDS, ONE_STAGE_SHARE, SPLIT_SHARE
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.workload.elements import Again
+from pipeplan.workload.mesh import EXPERTS, PLACES
+
+
+def group_splits(request: Request) -> GroupSplits:
+    """Of a request, which may say how many devices share sequences or experts, and then single blocks do neither."""
+    asked = {PLACES: request.context, EXPERTS: request.expert}
+    closed = frozenset(axis for axis, count in asked.items() if count is not None)
+    return GroupSplits(request.profile, request.cluster, closed)
 
 
 def split_stages(
@@ -101,7 +109,7 @@ class OneStage(CandidateStep):
         placement = Placement(strategy="strategy", num_devices=devices, stages=(stage,))
         whole = PlacementCandidate(placement, Batch(1, request.batch.mini_batch), False, "one stage")
         limit = Limit(math.inf if request.deterministic else max(self.seconds, self.share * request.time_limit))
-        known = GroupSplits(request.profile, request.cluster)
+        known = group_splits(request)
         try:
             with limit.enforced():
                 return split_stages(known, whole, request.least_memory, request.recomputes)
@@ -131,7 +139,7 @@ class SplitFinalists(PlanStep):
     def run(self, search: PlanSearch) -> None:
         """Look at them; those that may be shorter become trials."""
         request = search.request
-        known = GroupSplits(request.profile, request.cluster)
+        known = group_splits(request)
         with search.budget.share(self.share * search.budget.seconds) as share, share.ended():
             for trial in search.finalists[: self.finalists]:
                 devices = [device for stage in trial.candidate.placement.stages for device in stage.devices]

@@ -6,7 +6,6 @@ Beside its points stand what is proved of them, and what a reader must know.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -62,11 +61,9 @@ from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
 from pipeplan.simulator.spares import Spares
-from pipeplan.texts import counted
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_bytes, format_ns, named_devices
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.mesh import EXPERTS, PLACES
 from pipeplan.workload.slices import parts_words
 from pipeplan.workload.workload import Workload
 
@@ -246,21 +243,6 @@ def sharing_notes(num_devices: int, samples: int, shares: Sequence[float], model
     if blocks and not model.options.blocks:
         count = len({node.block for node in model.operators.nodes})
         yield f"{named_devices(num_devices)}: {len(blocks)} of {count} blocks stay whole: their dimensions are unknown"
-
-
-def unrun_notes(num_devices: int, points: Sequence[FrontierPoint], model: CostModel) -> Iterator[str]:
-    """A note that plans of points whose devices share sequences or experts of single blocks are not run."""
-    blocks = {node.name for node in model.operators.nodes if node.operation.kind == "block"}
-    texts = ([way for name, way in point.configurations.items() if name in blocks] for point in points)
-    count = sum(any(map(_SHARED_ALONE.search, ways)) for ways in texts)
-    if count and model.options.blocks:
-        yield (
-            f"{named_devices(num_devices)}: by {counted(count, 'point')} devices share sequences (places) or experts "
-            "of single blocks, which is checked and simulated but not run: what runs shares them over whole stages"
-        )
-
-
-_SHARED_ALONE = re.compile(rf"\b({PLACES}|{EXPERTS})\d")
 
 
 def device_notes(device: str | None, model: CostModel) -> Iterator[str]:
@@ -473,7 +455,6 @@ def _of_splits(
             continue
         repeated = [share for index in fitting if (share := marked[index].repeated) is not None]
         notes += sharing_notes(count, samples, repeated, splits.model)
-        notes += unrun_notes(count, [marked[index] for index in fitting], splits.model)
         least = splits.points[0].memory_bytes
         if limit is not None and least > limit:
             notes.append(f"{named_devices(count)}: {_not_enough(least)}")

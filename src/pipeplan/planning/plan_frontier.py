@@ -25,7 +25,7 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning.alternatives import choice_words
-from pipeplan.planning.block_splits import split_stages
+from pipeplan.planning.block_splits import group_splits, split_stages
 from pipeplan.planning.candidates import (
     PlacementCandidate,
     any_stages,
@@ -212,7 +212,7 @@ def _searched(
 ) -> _FrontierSearch:
     """Try everything in turn, until the time is up, less what counting what is left will take."""
     requests = request.by_devices
-    splits = GroupSplits(request.profile, request.cluster)
+    splits = group_splits(request)
     levels = [level for asked in requests for level in asked.levels]
     free = [asked for asked in levels if _any_partition(asked)]
     streams = [uniform(asked) for asked in levels], [chains(asked, splits, quickest=quickest) for asked in free]

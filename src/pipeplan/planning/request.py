@@ -136,7 +136,7 @@ class Splitting:
 
     ``device`` is a preset whose times are taken instead of the profile's. ``whole_blocks``, as plans run them, or every
     operator inside; these ``profiled`` with as many samples and shards, as in plans that searches find, or also in
-    proportion to the nearest size; ``shared``: devices may share sequences and experts of single blocks, too;
+    proportion to the nearest size;
     ``data_parallel_loading``: inputs come split by samples. ``within`` as in
     :func:`pipeplan.sharding.tracking.track`. ``only`` names a planner that looks at less than all
     (:data:`pipeplan.sharding.baselines.ONLY`); meshes have up to ``mesh_dimensions``.
@@ -144,7 +144,6 @@ class Splitting:
 
     device: str | None = None
     whole_blocks: bool = True
-    shared: bool = False
     profiled: bool = False
     data_parallel_loading: bool = False
     within: float = 0.0

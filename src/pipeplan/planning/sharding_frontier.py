@@ -182,7 +182,6 @@ def least_of_splits(request: Request, splitting: Splitting) -> LeastMemory:
 def _options(splitting: Splitting) -> CostOptions:
     return CostOptions(
         blocks=splitting.whole_blocks,
-        shared=splitting.shared,
         alone=False,
         rule=is_profiled if splitting.profiled else None,
         data_parallel_loading=splitting.data_parallel_loading,
@@ -365,6 +364,7 @@ def plan_of_strategy(
         devices=tuple(range(devices)),
         shards=devices,
         configurations=split.configurations,
+        context_exchange=split.exchange,
         remade=split.remade,
     )
     workload = build_workload(

@@ -59,8 +59,7 @@ class CostOptions:
     the sum of gradients; ``in_flight`` of them hold activations at once. ``rule`` restricts configurations, ``reuse``
     False keeps what every operator needs where it needs it, and ``aligned`` lets no tensor change its layout on the
     way, but for sums. Meshes have up to ``mesh_dimensions``.
-    With ``recompute`` every operator keeps only its inputs, and backward runs its forward again. Where they are
-    ``shared``, devices may share sequences and experts of single blocks, which no executor runs.
+    With ``recompute`` every operator keeps only its inputs, and backward runs its forward again.
     """
 
     blocks: bool = False
@@ -73,7 +72,6 @@ class CostOptions:
     aligned: bool = False
     mesh_dimensions: int = MOST_DIMENSIONS
     recompute: bool = False
-    shared: bool = False
 
 
 class TensorNeed(NamedTuple):
@@ -516,8 +514,7 @@ def unpriced_model(
     """
     preset = device_preset(device) if device else _preset_of(profile, cluster)
     width = 4 if profile.source.dtype == "float32" else 2
-    how = {"whole_blocks": options.blocks, "shared": options.shared, "alone": options.alone}
-    operators = expand(profile, samples, width=width, **how)
+    operators = expand(profile, samples, width=width, whole_blocks=options.blocks, alone=options.alone)
     if options.data_parallel_loading:
         operators = _loaded(operators, devices)
     resharding = Resharding(cluster, devices)

@@ -20,8 +20,10 @@ from pipeplan.errors import UsageError
 from pipeplan.sharding.cost_model import VARIANTS, CostModel, Spared, held_bytes, once_ns
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy
+from pipeplan.sharding.operator_kinds import WholeBlock
 from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
-from pipeplan.workload.elements import Remade
+from pipeplan.workload.elements import RING, ContextExchange, Remade
+from pipeplan.workload.mesh import PLACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +126,15 @@ def _tensor(model: CostModel, link: Link, variant: str, source: Configuration, t
 class SplitBlocks:
     """Blocks in the order they run, how each is split over the devices of a stage, and what that costs per device.
 
-    ``remade`` are tensors between them that backward makes again.
+    ``remade`` are tensors between them that backward makes again. Where places of blocks are split, ``exchange`` is how
+    keys and values come, if costs are of a ring.
     """
 
     blocks: tuple[str, ...]
     configurations: tuple[str, ...]
     costs: StageCost
     remade: tuple[Remade, ...] = ()
+    exchange: ContextExchange | None = None
 
 
 def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
@@ -154,7 +158,11 @@ def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
     devices = model.resharding.devices
     names = tuple(each.configuration.name for each in details.operators)
     costs = _stage_cost(details, strategy, model.options.microbatches)
-    return SplitBlocks(blocks, names if devices > 1 else (), costs, tuple(_remade(details)))
+    ringed = {
+        node.name for node in model.operators.nodes if isinstance(node.operation, WholeBlock) and node.operation.rings
+    }
+    around = any(PLACES in each.configuration.splits for each in details.operators if each.name in ringed)
+    return SplitBlocks(blocks, names if devices > 1 else (), costs, tuple(_remade(details)), RING if around else None)
 
 
 def _remade(details: Details) -> Iterator[Remade]:

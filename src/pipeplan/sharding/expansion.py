@@ -122,14 +122,13 @@ def expand(
     *,
     width: int = 2,
     whole_blocks: bool = False,
-    shared: bool = False,
     alone: bool = True,
 ) -> OperatorGraph:
     """The operators of a profile's blocks for a micro-batch of ``samples``; ``width`` is bytes per number.
 
     With ``whole_blocks`` every block is one operator; those that are an operator as they are keep what they need
-    ``alone``, or share it with their neighbours. Where they are ``shared`` devices may share sequences and experts
-    of a block that has rows for it, and no tensor that is there for all samples.
+    ``alone``, or share it with their neighbours. Devices may share sequences and experts of a block that has rows for
+    it, and no tensor that is there for all samples.
     """
     by_id, whole = (
         profile.by_id,
@@ -143,7 +142,7 @@ def expand(
         incoming = [edge for edge in profile.edges if edge.target == id_]
         outgoing = max((edge.bytes_per_sample for edge in profile.edges if edge.source == id_), default=0)
         taken = tuple(edge.bytes_per_sample for edge in incoming)
-        more = shared and id_ not in whole, profile.messages, profile.rings
+        more = id_ not in whole, profile.messages, profile.rings
         known = _BlockNumbers(by_id[id_], kinds[profile.alike[id_]], samples, width, taken, outgoing, *more)
         flow, built = _expanded(known, incoming, flows, whole_blocks=whole_blocks, alone=alone)
         flows[id_] = flow

@@ -409,6 +409,8 @@ class WholeBlock(Splittable):
         sizes = self.sizes_of(self.numbers({name: split.extent for name, split in splits.items()}))
         if sizes not in _sizes(self.block):
             return False
+        if sizes.context > 1 and self.rings and (sizes.shards, sizes.context) not in self.rings:
+            return False  # keys and values of a stage come in one way
         if sizes.expert == 1:
             return True
         together = sample_splits(splits)  # a layout has one split of samples

@@ -32,7 +32,7 @@ from pipeplan.workload.kinds import (
     payload_of,
     role_of,
 )
-from pipeplan.workload.mesh import SHARDS, Mesh
+from pipeplan.workload.mesh import PLACES, SHARDS, Mesh
 from pipeplan.workload.samples import Slots
 
 MAX_COUNT = 1_000_000
@@ -148,10 +148,18 @@ EXPERT_SHARDS = "how many neighbours of these devices split each expert (expert 
 
 
 def group_problem(
-    shards: int, context: int, replicas: int, num_devices: int, exchange: ContextExchange | None = None
+    shards: int,
+    context: int,
+    replicas: int,
+    num_devices: int,
+    exchange: ContextExchange | None = None,
+    configurations: Sequence[str] = (),
 ) -> str | None:
-    """What is wrong with how many devices a stage has, if anything, and with how these exchange keys and values."""
-    if exchange == RING and context == 1:
+    """What is wrong with how many devices a stage has, if anything, and with how these exchange keys and values.
+
+    Where ``configurations`` say so they share those of single blocks.
+    """
+    if exchange == RING and context == 1 and not any(PLACES in each for each in configurations):
         return "context_exchange ring is of devices that share sequences, and context is 1"
     if shards * context * replicas == num_devices:
         return None

@@ -28,8 +28,8 @@ CACHE_BY_QUERIES = "cacheq"
 """The same where queries alone are gathered, and a new key and value is sent to the device that keeps it."""
 
 EXPERTS = "experts"
-"""The axis along which devices share requests, and have some of the experts each; all else of the block is whole. In
-training it is no axis of a mesh, but of neighbouring devices of a stage."""
+"""The axis along which devices share samples, or requests, and have some of the experts each; all else of the block is
+whole. Where a whole stage shares experts, these are neighbouring devices of it, and no axis of a mesh."""
 
 EXPERT_PARTS = "expertparts"
 """Along which neighbours among these split the same experts."""
@@ -110,6 +110,11 @@ class Mesh:
         named = [name for name, _ in axes if name != COPIES]
         if len(axes) < len(found) or len(set(named)) < len(named):
             raise ValueError(f"{text!r} is not a mesh: write each axis once with its size, as in samples2-shards4")
+        order = [name for name, size in axes if size > 1]
+        if {SAMPLES, EXPERTS} <= {*order} and abs(order.index(SAMPLES) - order.index(EXPERTS)) > 1:
+            raise ValueError(
+                f"{text!r} has {SAMPLES} and {EXPERTS} apart, which split samples as one: write them side by side"
+            )
         return cls(axes)
 
     def __str__(self) -> str:
@@ -135,6 +140,14 @@ class Mesh:
     def axis(self, name: str) -> MeshAxis:
         """The position of an axis; of size 1 if there is none with the name."""
         return dict(self.named).get(name, MeshAxis(1, 1))
+
+    @property
+    def of_samples(self) -> MeshAxis:
+        """The position of devices with samples of their own: those of experts have some, beside the axis of samples."""
+        samples, experts = self.axis(SAMPLES), self.axis(EXPERTS)
+        if samples.size == 1 or experts.size == 1:
+            return samples if experts.size == 1 else experts
+        return MeshAxis(samples.size * experts.size, min(samples.stride, experts.stride))
 
     def plane_without(self, names: Collection[str], device: int) -> tuple[Mesh, tuple[int, ...]]:
         """The mesh without some axes, and the devices that stand on it: those at this one's place along all of them."""

@@ -66,8 +66,9 @@ def meshes(names: tuple[str, ...], devices: int) -> list[Mesh]:
 def ways(name: str, block: str, devices: int) -> list[str]:
     """Every mesh on which a block runs."""
     model, found = load_model(name), []
-    for mesh in meshes((SAMPLES, COPIES, SHARDS, *model.block(block).splits), devices):
-        if SIZE % mesh.size_of(SAMPLES) == 0:
+    names = dict.fromkeys((SAMPLES, COPIES, SHARDS, PLACES, *model.block(block).splits))
+    for mesh in meshes(tuple(names), devices):
+        if SIZE % mesh.of_samples.size == 0:
             try:
                 model.require_splittable(block, mesh)
             except UsageError:
@@ -189,7 +190,7 @@ def test_the_norm_between_encoder_and_decoder_is_an_operator() -> None:
 
 
 def test_a_strategy_that_cannot_be_run_says_what_would_do() -> None:
-    model = load_model("gpt2-tiny")
+    model = load_model("tessel-mt5-tiny")
     blocks = tuple(block.id for block in model.blocks)
     stage = PlacedStage(blocks=blocks, devices=(0, 1), shards=2, configurations=("places2",) * len(blocks))
     with pytest.raises(UsageError, match=r"by places; write another point of the frontier"):
@@ -213,14 +214,23 @@ def test_matrix_products_can_be_split_in_every_way() -> None:
 @settings(max_examples=20)
 def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObject) -> None:
     """From any layout to any other every device gets its part of the same tensor, and its gradient comes back."""
-    axes = [MeshAxis(size, stride) for size in (1, 2, 4, 8) for stride in (1, 2, 4) if size * stride <= devices]
-    fitting = [each for each in product(axes, repeat=3) if all(apart(a, b) for a, b in combinations(each, 2))]
+    axes = [MeshAxis(size, stride) for size in (2, 4, 8) for stride in (1, 2, 4) if size * stride <= devices]
+    fitting = [
+        each
+        for each in product([MeshAxis(1, 1), *axes], repeat=4)
+        if all(apart(a, b) for a, b in combinations(each, 2))
+    ]
     source, target = (TensorLayout(*data.draw(st.sampled_from(fitting))) for _ in range(2))
-    whole = torch.arange(512.0).reshape(8, 8, 8)
+    whole = torch.arange(1024.0).reshape(8, 16, 8)
 
     def part(layout: TensorLayout, tensor: torch.Tensor, device: int) -> torch.Tensor:
-        for dimension, axis in layout.dimensions:
-            tensor = tensor.chunk(axis.size, dimension)[axis.place(device)]
+        for name, axis in layout.axes:
+            place = axis.place(device)
+            if name == "pieces":
+                pieces = tensor.chunk(2 * axis.size, 1)
+                tensor = torch.cat((pieces[place], pieces[-1 - place]), 1)
+            else:
+                tensor = tensor.chunk(axis.size, {"samples": 0, "places": 1, "features": -1}[name])[place]
         return tensor
 
     def one(shards: Shards) -> tuple[torch.Tensor, torch.Tensor]:
@@ -356,7 +366,7 @@ def test_configurations_that_make_no_sense_are_refused(texts: tuple[str, ...], t
         ("gpt2-tiny", "layer0.ffn", "rows4", "as rows4: it can be split by shards, and not by rows"),
         ("gpt2-tiny", "layer0.attention", "samples2-shards4", "has 2 heads, which 4 devices cannot share evenly"),
         (OPERATORS, "layer0.attention.core", "features8", "has 4 heads, which 8 devices cannot share evenly"),
-        ("gpt2-tiny", "embedding", "places2", "it does not say that it can be split by places"),
+        ("tessel-mt5-tiny", "encoder.embedding", "places2", "it does not say that it can be split by places"),
         ("candle-uno-tiny", "branch0.layer0", "rows2-shards2", "it cannot be split by rows and shards at once"),
         ("candle-uno-tiny", "branch0.layer0", "columns3", "3 devices cannot share evenly"),
         ("runtime_support.models:worded", "shift", "samples2", "it takes no samples that they could share"),

@@ -7,6 +7,7 @@ device's in each micro-batch, so that this is compared with what one process mak
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,14 +26,16 @@ from pipeplan.runtime.executor.rank_program import ProgramStep, program_of, prog
 from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import output_shapes
-from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.spec import Model, placed
 from pipeplan.runtime.parallel.device import Autocast
 from pipeplan.runtime.parallel.experts import WordCounts, counting, no_words, routed
 from pipeplan.runtime.parallel.grouped_rows import grouped
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
-from pipeplan.runtime.training.compatibility import require_splittable
+from pipeplan.runtime.training.compatibility import remark_on_experts, require_splittable
 from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.workload.mesh import EXPERTS as EXPERTS_AXIS
+from pipeplan.workload.mesh import Mesh
 from runtime_support import expert_models
 from runtime_support.expert_models import EACH, EXPERTS, FEW, HIDDEN, SEQUENCE
 from runtime_support.hugging_face import SEED, text, training_of
@@ -116,6 +119,63 @@ last, where shards of their block have."""
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
 def test_experts_on_several_devices_are_as_on_one(sizes: dict[str, Any]) -> None:
     require_equal_to_unsplit(model_of("uneven"), one_stage("uneven", **sizes))
+
+
+def block_by_block(name: str, attention: str, experts: str, **more: Any) -> Plan:
+    """One stage on four devices whose blocks are split as is said; its ends share samples."""
+    blocks = tuple(block.id for block in model_of(name).blocks)
+    ends = {blocks[0]: "samples4", blocks[-1]: "samples4"}
+    sparse = {block.id for block in model_of(name).blocks if EXPERTS_AXIS in block.splits}
+    ways = tuple(ends.get(block) or (experts if block in sparse else attention) for block in blocks)
+    stage = PlacedStage(
+        blocks=blocks, devices=(2, 0, 1, 3), microbatch_size=MICROBATCH, shards=4, configurations=ways, **more
+    )
+    return placed_plan(
+        model_of(name), [stage], num_microbatches=NUM_MICROBATCHES, microbatch_size=MICROBATCH, split=True
+    )
+
+
+MIXED = [
+    ("samples4", "experts4"),
+    ("places4", "samples2-experts2"),
+    ("samples2-places2", "experts2-samples2"),
+    ("places2-shards2", "experts2-copies2"),
+    ("shards2-places2", "places2-experts2"),
+    ("copies2-places2", "copies4"),
+]
+"""How attention is split, and how experts: devices share each of both alone, or beside samples, shards and copies."""
+
+
+@pytest.mark.parametrize(("attention", "experts"), MIXED)
+def test_blocks_share_sequences_or_experts_by_themselves(attention: str, experts: str) -> None:
+    plan = block_by_block("uneven", attention, experts)
+    check(plan).require("plan")
+    require_splittable(plan, model_of("uneven"))
+    require_equal_to_unsplit(model_of("uneven"), plan)
+
+
+def test_places_of_blocks_send_keys_and_values_around_a_ring() -> None:
+    plan = block_by_block("uneven", "places4", "experts4", context_exchange="ring")
+    require_equal_to_unsplit(model_of("uneven"), plan)
+
+
+@pytest.mark.parametrize(
+    ("block", "way", "problem"),
+    [
+        ("layer0.experts", "experts3", "there are 8, which is no multiple of 3"),
+        ("layer0.experts", "experts2-shards2", "devices that share its experts split nothing else of it"),
+        ("layer0.attention", "experts2", "it has no experts that devices could share"),
+        ("layer0.attention", "places3", "has sequences of 16, of which 3 devices cannot have"),
+    ],
+)
+def test_blocks_that_cannot_be_shared_so_are_refused(block: str, way: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        model_of("uneven").require_splittable(block, Mesh.parse(way))
+
+
+def test_experts_and_samples_lie_side_by_side() -> None:
+    with pytest.raises(ValueError, match="has samples and experts apart"):
+        Mesh.parse("samples2-copies2-experts2")
 
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "phimoe", "llama4_text")
@@ -269,12 +329,34 @@ CASES: dict[str, Callable[[], Plan]] = {
     "mixtral context": lambda: one_stage("mixtral", expert=2, context=2, split=True),
     "mixtral two stages": lambda: two_stages("mixtral", split=True),
     "qwen2_moe four shards": lambda: one_stage("qwen2_moe", expert=4, shards=2),
+    "uneven blocks": lambda: block_by_block("uneven", "places2-samples2", "experts4"),
+    "mixtral blocks": lambda: block_by_block("mixtral", "places4", "experts2-samples2"),
 }
 
 
 @functools.cache
 def case_of(name: str) -> Case:
     return CASES[name](), _training(name.partition(" ")[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("uneven", None),
+        pytest.param("mixtral", r"experts of '.*' and \d other blocks are computed with I", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_says_whose_weight_gradients_do_not_wait(name: str, said: str | None) -> None:
+    model = model_of(name)
+    for split in (True, False):
+        blocks = [block.id for block in model.blocks]
+        part = programs_of(one_stage(name, expert=2, split=split), blocks, model.edges, name)[2].stages[0]
+        modules = {
+            share: model.build_share(share, 0, placed(share, lambda line: Shards(len(line)))) for share in part.shares
+        }
+        found = remark_on_experts(model, [part], modules)
+        assert (found is None) == (said is None or not split)
+        assert found is None or re.search(said or "", found)
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +371,7 @@ SHORT = (
     "full_pieces context",
     "mixtral context",
     "uneven context",
+    "uneven blocks",
 )
 """Cases that run with the slow tests; the others with the long ones."""
 
@@ -323,21 +406,23 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
 def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of words, of keys and values where sequences are shared, and of messages between stages where there are two.
 
-    With words goes which experts take them. What a stage's devices send each other is as its actions take longer over
-    slower links, of a ring but for what attention hides. The plan is for float32, and runs here in float64.
+    With words goes which experts take them, and before them how many come. What a stage's devices send each other is as
+    its actions take longer over slower links, of a ring but for what attention hides. The plan is for float32, and runs
+    here in float64.
     """
     moved = Counter[int]()
     gather, route, begin_passing = ThreadGroup.gather, ThreadGroup.route, ThreadGroup.begin_passing
     send = MailChannels.send
 
     def gathered(self: ThreadGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
-        moved[self._name[self._index]] += tensor.is_floating_point() * tensor.nbytes * (self._members - 1) // 2
+        moved[self._name[self._index]] += tensor.nbytes * (self._members - 1) // 2
         return gather(self, tensor)
 
-    def scattered(self: ThreadGroup, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        together = torch.stack(list(pieces))
-        moved[self._name[self._index]] += together.nbytes // self._members * (self._members - 1) // 2
-        return torch.stack([found[self._index] for found in gather(self, together)]).sum(0)
+    def exchanged(self: ThreadGroup, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        together = torch.stack(list(pieces))  # counts are as long in the plan
+        given = together.nbytes // self._members * (self._members - 1)
+        moved[self._name[self._index]] += given // 2 if together.is_floating_point() else given
+        return [found[self._index] for found in gather(self, together)]
 
     def routed(self: ThreadGroup, rows: torch.Tensor, give: Sequence[int], get: Sequence[int]) -> torch.Tensor:
         moved[self._name[self._index]] += (sum(give) - give[self._index]) * rows.shape[1] * rows.itemsize // 2
@@ -352,7 +437,7 @@ def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeyp
         send(self, step, tensors, made)
 
     monkeypatch.setattr(ThreadGroup, "gather", gathered)
-    monkeypatch.setattr(ThreadGroup, "scatter", scattered)
+    monkeypatch.setattr(ThreadGroup, "exchange", exchanged)
     monkeypatch.setattr(ThreadGroup, "route", routed)
     monkeypatch.setattr(ThreadGroup, "begin_passing", passed)
     monkeypatch.setattr(MailChannels, "send", sent)
@@ -399,7 +484,7 @@ def test_gradients_and_parameters_that_each_rank_moves_are_the_plans(name: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["even four", "uneven two shards", "uneven context"])
+@pytest.mark.parametrize("name", ["even four", "uneven two shards", "uneven context", "uneven blocks"])
 def test_the_load_is_counted(name: str, reports: Reports) -> None:
     """By block: evenly 1; else as the places say of which each word chooses which experts."""
     plan, options = case_of(name)

@@ -10,7 +10,7 @@ from torch import nn
 
 import pipeplan
 from pipeplan.cli.profile_verb import LoadFactor
-from pipeplan.costs.communication import LinkPath, dispatch_ns
+from pipeplan.costs.communication import LinkPath, counts_ns, dispatch_ns
 from pipeplan.costs.devices import Kernel, device_preset
 from pipeplan.costs.uniform.shares import catalog_shares, machine_of, usual_attention
 from pipeplan.costs.uniform.step import step_time
@@ -73,8 +73,10 @@ def test_words_are_sent_and_brought_back_forth_and_in_backward(load: float) -> N
     path, routing = LinkPath(((1, 1e15), (8, 1e10 / 8)), 1000), 2 * TAKEN
     sizes_sent = (load * WORDS * each * WIDTH for each in (HIDDEN + routing, HIDDEN))
     both = sum(dispatch_ns(size, TAKEN, 16, path) for size in sizes_sent)
-    for name in ("forward_ns", "backward_ns", "input_grad_ns"):
-        assert getattr(slow, name) - getattr(fast, name) == pytest.approx(both, rel=1e-4)
+    counts = counts_ns(16, path)
+    assert counts == pytest.approx(1000 + 1e9 * 16 * 8 / (1e10 / 8)), "to each of eight in the other node"
+    for name, more in (("forward_ns", counts), ("backward_ns", 0), ("input_grad_ns", 0)):
+        assert getattr(slow, name) - getattr(fast, name) == pytest.approx(both + more, rel=1e-4)
     assert slow.weight_grad_ns == fast.weight_grad_ns
 
 
@@ -126,7 +128,8 @@ def test_devices_that_split_experts_have_the_words_of_all_of_them() -> None:
     assert split.forward_ns == pytest.approx(whole.forward_ns, rel=0.05), "half of each product, for twice the words"
     narrow = Cluster.of("narrow", 8, levels=[("pair", 2, 0, 10**9), ("node", 8, 0, 10**15)])
     waiting = rows(pipeplan.estimate(CONFIG, expert=(8,), etp=2, cluster=narrow, **HOW), 2)[1, 1, 8]
-    both = 2 * 1e9 * (2 * more / 2) / 1e9  # half of what is gathered comes from the other, and so much is scattered
+    routing = more * 2 * TAKEN / HIDDEN / 2  # goes along with words, not with sums
+    both = 2 * more + routing  # half of what is gathered comes from the other, and so much is scattered
     assert waiting.forward_ns - split.forward_ns == pytest.approx(both, rel=1e-3)
     assert (waiting.input_grad_ns or 0) - (split.input_grad_ns or 0) == pytest.approx(both, rel=1e-3)
     assert waiting.weight_grad_ns == split.weight_grad_ns

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import pipeplan
 from pipeplan.checker import check
-from pipeplan.costs.communication import LinkPath, dispatch_ns, places_reached
+from pipeplan.costs.communication import LinkPath, counts_ns, dispatch_ns, places_reached
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, DeviceKind, LinkLevel, Source
 from pipeplan.runtime.models.huggingface.families import with_experts_of_one
@@ -188,7 +188,7 @@ def test_what_devices_send_each_other_takes_the_links_of_the_cluster() -> None:
         path = LinkPath.in_cluster(links, each.expert)
         both = round(sum(dispatch_ns(size, 2, each.expert, path) for size in (sent + routing, sent)))
         assert both > 0
-        assert each.forward_ns == 1000 + both
+        assert each.forward_ns == 1000 + both + round(counts_ns(each.expert, path))
         assert (each.input_grad_ns, each.weight_grad_ns) == (2000 + both, 3000)
         assert each.backward_ns == 5000 + both
 

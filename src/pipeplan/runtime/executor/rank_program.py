@@ -33,7 +33,7 @@ from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.elements import RING, Again, Attribute, Dependency, Loop, Remade, Segment, Stage
 from pipeplan.workload.kinds import GRADIENT_ROLES, PARTED_ROLES, RESHARD, UNSHARD, Role, is_instruction
-from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
+from pipeplan.workload.mesh import COPIES, EXPERTS, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
 Rows = tuple[Message, Numbers]
 """What a message carries of these samples."""
@@ -809,8 +809,9 @@ def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
         for block, mesh in zip(stage.blocks, _meshes_of(stage), strict=True)
     )
     place, part = (line.index(rank) if line else 0 for line in (experts, parts))
-    own = partial(replace, context=context, experts=experts, expert=place, expert_parts=parts, expert_part=part)
-    own = partial(own, ring=stage.context_exchange == RING)
+    own = partial(replace, context=context, ring=stage.context_exchange == RING)
+    if experts:
+        own = partial(own, experts=experts, expert=place, expert_parts=parts, expert_part=part)
     return tuple(map(own, found))
 
 
@@ -830,17 +831,16 @@ def _expert_parts_of(stage: Stage, rank: int) -> tuple[int, ...]:
 
 
 def _share(block: str, mesh: Mesh, group: tuple[int, ...], place: int) -> Share:
-    places = mesh.axis(PLACES).of(place) if mesh.size_of(PLACES) > 1 else ()
-    inner, numbers = mesh.plane_without((SAMPLES, PLACES), place)
-    if inner.size == 1:
-        return Share(block, places=tuple(group[n] for n in places))
-    return Share(
-        block,
-        numbers.index(place),
-        tuple(group[n] for n in numbers),
-        () if inner.axes == ((SHARDS, inner.size),) else inner.axes,
-        tuple(group[n] for n in places),
+    places, experts = (
+        tuple(group[n] for n in mesh.axis(name).of(place)) if mesh.size_of(name) > 1 else ()
+        for name in (PLACES, EXPERTS)
     )
+    found = Share(block, places=places, experts=experts, expert=mesh.axis(EXPERTS).place(place))
+    inner, numbers = mesh.plane_without((SAMPLES, PLACES, EXPERTS), place)
+    if inner.size == 1:
+        return found
+    axes = () if inner.axes == ((SHARDS, inner.size),) else inner.axes
+    return replace(found, index=numbers.index(place), partners=tuple(group[n] for n in numbers), axes=axes)
 
 
 def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
@@ -854,7 +854,9 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
 
 def _lines_of(stage: Stage) -> Iterator[tuple[int, ...]]:
     """Those of a stage's blocks."""
-    axes = {mesh.axis(name) for mesh in _meshes_of(stage) for name, _ in mesh.axes if name != COPIES}
+    meshes = set(_meshes_of(stage))
+    axes = {mesh.axis(name) for mesh in meshes for name, _ in mesh.axes if name != COPIES}
+    axes |= {mesh.of_samples for mesh in meshes}
     inner = {axis.without(size) for axis in axes for size in range(1, axis.size) if axis.size % size == 0}
     for first in range(0, len(stage.devices), stage.shards):
         group = stage.devices[first : first + stage.shards]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -23,10 +24,10 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.message_graph import Message, Numbers, Slices, TensorKey
 from pipeplan.runtime.executor.rank_program import StagePart
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.context import own_pieces
+from pipeplan.runtime.parallel.context import by_device, in_order, own_pieces
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards, slice_of
 from pipeplan.workload.kinds import Role, role_of
-from pipeplan.workload.mesh import PLACES, SAMPLES, SHARDS, MeshAxis
+from pipeplan.workload.mesh import PLACES, SHARDS, MeshAxis
 
 Shape = tuple[int, ...]
 
@@ -238,17 +239,28 @@ _ALONE = MeshAxis(1, 1)
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """The devices among which a tensor's dimensions are cut: samples first, features last, places second of three."""
+    """The devices among which a tensor's dimensions are cut: samples first, features last, places second of three.
+
+    Along ``pieces`` each device has an early and a late piece of the sequence, which places may cut again.
+    """
 
     samples: MeshAxis = _ALONE
     features: MeshAxis = _ALONE
     places: MeshAxis = _ALONE
+    pieces: MeshAxis = _ALONE
 
     @property
-    def dimensions(self) -> tuple[tuple[int, MeshAxis], ...]:
-        """Each dimension with the axis that cuts it."""
-        return (0, self.samples), (1, self.places), (-1, self.features)
+    def axes(self) -> tuple[tuple[str, MeshAxis], ...]:
+        """What cuts it, with the axis of the mesh."""
+        return (
+            ("samples", self.samples),
+            ("pieces", self.pieces),
+            ("places", self.places),
+            ("features", self.features),
+        )
 
+
+_DIMENSION = {"samples": 0, "pieces": 1, "places": 1, "features": -1}
 
 WHOLE_TENSOR = TensorLayout()
 """On every device."""
@@ -281,14 +293,15 @@ class StageLayouts:
         """As the meshes of the stage's blocks say; ``along`` is the place of this rank in a line of ranks."""
         taken, given, divided = {}, {}, set[str]()
         for block, share, mesh in zip(part.blocks, part.shares, part.meshes, strict=True):
-            samples, places = mesh.axis(SAMPLES), mesh.axis(PLACES)
+            places = mesh.axis(PLACES)
+            places, pieces = (_ALONE, places) if model.in_pieces(block, mesh) else (places, _ALONE)
             if model.divides(share):
                 places = mesh.axis(SHARDS)
                 divided.add(block)
             takes, gives = (_ALONE if name is None else mesh.axis(name) for name in model.slices_of(share))
-            taken[block] = TensorLayout(samples, takes, places)
+            taken[block] = TensorLayout(mesh.of_samples, takes, places, pieces)
             is_loss = block in divided and model.block(block).loss  # which is the same on all of them
-            given[block] = TensorLayout(samples, gives, _ALONE if is_loss else places)
+            given[block] = TensorLayout(mesh.of_samples, gives, _ALONE if is_loss else places, pieces)
         context = along(part.context) if part.context else WHOLE
         return cls(taken, given, frozenset(divided), lambda axis: along(part.line(axis)), model.streams_of, context)
 
@@ -300,7 +313,7 @@ class StageLayouts:
         """How a tensor that enters the stage is kept for these blocks: divided along the sequence if all take it so."""
         found = {self.taken[block] if block in self.divided else WHOLE_TENSOR for block in takers}
         (only,) = found if len(found) == 1 else (WHOLE_TENSOR,)
-        return only if only.samples.size == 1 else WHOLE_TENSOR
+        return only if only.samples.size == only.pieces.size == 1 else WHOLE_TENSOR
 
     def sharers(self, block: str) -> Shards:
         """This rank's place among those that share the samples that the block runs on."""
@@ -320,6 +333,7 @@ class StageLayouts:
         layout, rows = self.taken.get(block, WHOLE_TENSOR), own_pieces(rows, self.context)
         if layout == WHOLE_TENSOR:
             return rows
+        rows = own_pieces(rows, self.place(layout.pieces))
         divides = layout.places.size > 1 and block not in self.divided
         mine = self.place(layout.places).sliced(rows, 1) if divides else rows
         return self.place(layout.features).sliced(mine) if rows.is_floating_point() else mine
@@ -329,7 +343,9 @@ class StageLayouts:
         layout = self.given.get(block, WHOLE_TENSOR)
         if layout == WHOLE_TENSOR:
             return loss
-        return self.place(layout.places).summed(self.place(layout.samples).summed(loss))
+        for axis in (layout.samples, layout.pieces, layout.places):
+            loss = self.place(axis).summed(loss)
+        return loss
 
     def converted(
         self, block: str, tensor: Tensor, source: TensorLayout, target: TensorLayout, num_samples: int
@@ -342,26 +358,48 @@ class StageLayouts:
         """
         if source == target:
             return tensor
-        ends = zip(source.dimensions, target.dimensions, strict=True)
-        pairs = [(dimension, old, new, old.shared(new)) for (dimension, old), (_, new) in ends]
-        given = {dimension: old.without(kept) for dimension, old, _, kept in pairs if old.size > kept}
-        taken = {dimension: new.without(kept) for dimension, _, new, kept in pairs if new.size > kept}
+        if (
+            source.pieces != target.pieces and source.places.size * target.places.size > 1
+        ):  # places are cut inside pieces
+            ways = source, replace(source, places=_ALONE), replace(target, places=_ALONE), target
+            for before, after in pairwise(ways):
+                tensor = self.converted(block, tensor, before, after, num_samples)
+            return tensor
+        ends = zip(source.axes, target.axes, strict=True)
+        pairs = [(name, old, new, old.shared(new)) for (name, old), (_, new) in ends]
+        given = {name: old.without(kept) for name, old, _, kept in pairs if old.size > kept}
+        taken = {name: new.without(kept) for name, _, new, kept in pairs if new.size > kept}
         for_all = source.samples.size == 1 and (not tensor.ndim or tensor.shape[0] != num_samples)
-        if for_all and 0 in taken:
-            tensor = self.place(taken.pop(0)).shared(tensor)
+        if for_all and "samples" in taken:
+            tensor = self.place(taken.pop("samples")).shared(tensor)
         streams = self.streams(block)
         for gone, come in _exchanges(given, taken) if streams == 1 else ():
-            tensor = self.place(given.pop(gone)).exchanged(tensor, come, gone)
+            axis = given.pop(gone)
+            tensor = _towards(come, tensor, axis.size)
+            tensor = self.place(axis).exchanged(tensor, _DIMENSION[come], _DIMENSION[gone])
+            tensor = _from(gone, tensor, axis.size)
             del taken[come]
-        for dimension, axis in given.items():
-            tensor = self.place(axis).gathered(tensor, dimension, streams if dimension == 1 else 1)
-        for dimension, axis in taken.items():
-            tensor = self.place(axis).sliced(tensor, dimension, streams if dimension == 1 else 1)
+        for name, axis in given.items():
+            parts = streams if name == "places" else 1
+            tensor = _from(name, self.place(axis).gathered(tensor, _DIMENSION[name], parts), axis.size)
+        for name, axis in taken.items():
+            parts = streams if name == "places" else 1
+            tensor = self.place(axis).sliced(_towards(name, tensor, axis.size), _DIMENSION[name], parts)
         return tensor
 
 
-def _exchanges(given: Mapping[int, MeshAxis], taken: Mapping[int, MeshAxis]) -> list[tuple[int, int]]:
-    """Dimensions of which one gives up the axis that the other is to be cut along, and nothing else happens to both."""
+def _towards(name: str, tensor: Tensor, count: int) -> Tensor:
+    """What is about to be cut among so many devices, their parts one behind the other."""
+    return by_device(tensor, count) if name == "pieces" else tensor
+
+
+def _from(name: str, tensor: Tensor, count: int) -> Tensor:
+    """What has come of so many devices, their parts one behind the other, in its order."""
+    return in_order(tensor, count) if name == "pieces" else tensor
+
+
+def _exchanges(given: Mapping[str, MeshAxis], taken: Mapping[str, MeshAxis]) -> list[tuple[str, str]]:
+    """What gives up the axis that something else is to be cut along, where nothing else happens to both."""
     return [
         (gone, come)
         for gone, old in given.items()

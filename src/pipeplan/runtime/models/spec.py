@@ -307,15 +307,17 @@ class Model:
             if share.expert_parts:
                 cut = self._cuts_of_each_expert(share.block)[parameter]
                 own.append(Slice(cut, len(share.expert_parts), share.expert_part))
-            return ParameterPart(tuple(own), of_experts=True)
-        splits, slices, copies, copy = self._splits_of(share), [], 1, 0
-        for name, axis in share.mesh.named:
-            place = axis.place(share.index)
-            if name in splits and parameter in splits[name].cuts:
-                slices.append(Slice(splits[name].cuts[parameter], axis.size, place))
-            elif name not in splits or not splits[name].adds_up(parameter, axis.size):
-                copies, copy = copies * axis.size, copy * axis.size + place
-        return ParameterPart(tuple(slices), copies, copy)
+            return ParameterPart(tuple(own), *_copies_of(share, lambda name, size: name == COPIES), of_experts=True)
+        splits = self._splits_of(share)
+        cuts = {name: split.cuts[parameter] for name, split in splits.items() if parameter in split.cuts}
+        slices = (
+            Slice(cuts[name], axis.size, axis.place(share.index)) for name, axis in share.mesh.named if name in cuts
+        )
+
+        def is_copied(name: str, size: int) -> bool:
+            return name not in cuts and (name not in splits or not splits[name].adds_up(parameter, size))
+
+        return ParameterPart(tuple(slices), *_copies_of(share, is_copied))
 
     def slices_of(self, share: Share) -> tuple[str | None, str | None]:
         """Axes along which a share's inputs, and its output, are slices of the last dimension; None where whole."""
@@ -339,9 +341,23 @@ class Model:
         split = self.block(id_).split
         return split is not None and split.divides(count)
 
+    def in_pieces(self, id_: str, mesh: Mesh) -> bool:
+        """Whether devices of a mesh that share places of a block have an early and a late piece of each sequence.
+
+        So they have of blocks that do not say by themselves how places are split.
+        """
+        return mesh.size_of(PLACES) > 1 and PLACES not in self.block(id_).splits
+
+    def _run_as(self, share: Share) -> BlockSpec:
+        """The block as the devices of a share run it: that of pieces, where they have such. Raises UsageError."""
+        spec = self.block(share.block)
+        if not share.places or PLACES in spec.splits:
+            return spec
+        return self.shared_by(len(share.places)).block(share.block)
+
     def _sharing_experts(self, share: Share) -> Split | None:
         """How a share's devices share the block's experts; None where it has none, or each device has all."""
-        return self.block(share.block).splits.get(EXPERTS) if share.experts else None
+        return self._run_as(share).splits.get(EXPERTS) if share.experts else None
 
     def _cuts_of_each_expert(self, id_: str) -> Mapping[str, Cut]:
         """How each expert of a block is split: as where devices have parts of all of them."""
@@ -350,8 +366,8 @@ class Model:
 
     def _splits_of(self, share: Share) -> dict[str, Split]:
         """How a block is split along each axis of its share's mesh that splits it. Raises UsageError."""
-        spec = self.block(share.block)
-        known = {name: split for name, split in spec.splits.items() if name != EXPERTS}  # shared by a whole stage
+        spec = self._run_as(share)
+        known = {name: split for name, split in spec.splits.items() if name != EXPERTS}  # which are no share's axis
         known |= {} if spec.split is None else {SHARDS: spec.split}
         axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
         for name in axes:
@@ -371,24 +387,35 @@ class Model:
 
         So many meshes share sequences, by what the model is in that context.
         """
-        spec, (inner, _) = self.block(id_), mesh.plane_without((SAMPLES, PLACES), 0)
-        if mesh.size_of(SAMPLES) > 1 and not (spec.sources or spec.samples):
+        spec, (inner, _) = self.block(id_), mesh.plane_without((SAMPLES, PLACES, EXPERTS), 0)
+        if mesh.of_samples.size > 1 and not (spec.sources or spec.samples):
             raise UsageError(f"{self._cannot(id_, mesh)}it takes no samples that they could share")
-        if mesh.size_of(PLACES) > 1 and PLACES not in spec.splits:
+        places, experts = (tuple(range(size)) if (size := mesh.size_of(name)) > 1 else () for name in (PLACES, EXPERTS))
+        if self.in_pieces(id_, mesh) and self.in_context is None:
             raise UsageError(f"{self._cannot(id_, mesh)}it does not say that it can be split by {PLACES}")
+        if experts and not self.require_shared_experts(id_, len(experts), 1):
+            raise UsageError(f"{self._cannot(id_, mesh)}it has no experts that devices could share")
+        if experts and any(size > 1 and name != COPIES for name, size in inner.axes):
+            raise UsageError(f"{self._cannot(id_, mesh)}devices that share its experts split nothing else of it")
         with torch.device("meta"):
             whole = spec.build()
             for index in {0, inner.size - 1}:  # the largest share and the smallest
                 share = Share(id_, index, tuple(range(inner.size)) if inner.size > 1 else (), inner.axes)
-                share = replace(share, context=tuple(range(context)) if context > 1 else ())
+                share = replace(
+                    share, context=tuple(range(context)) if context > 1 else (), places=places, experts=experts
+                )
                 self._share(share, whole, _alone(share))
 
     def _share(self, share: Share, whole: nn.Module, shards: Shards) -> nn.Module:
+        spec = self._run_as(share)
         try:
-            spec, splits = self.block(share.block), self._splits_of(share)
-            splits |= {PLACES: spec.splits[PLACES]} if share.places else {}
+            splits = self._splits_of(share)
+            splits |= {PLACES: spec.splits[PLACES]} if share.places and PLACES in spec.splits else {}
             splits |= {EXPERTS: experts} if (experts := self._sharing_experts(share)) is not None else {}
-            splits |= {CONTEXT: spec.split} if share.context and not splits and spec.split is not None else {}
+            in_pieces = (share.context or share.places) and not splits
+            splits |= {CONTEXT: spec.split} if in_pieces and spec.split is not None else {}
+            if share.places and not splits:
+                raise UsageError("it does not say how it runs on pieces of sequences")
             if not splits:
                 return whole
             made = next(iter(splits.values())).build(shards)
@@ -500,14 +527,26 @@ def tied_groups(named: Iterable[tuple[str, str, Tensor]]) -> tuple[tuple[tuple[s
 
 
 def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
-    """The place of a share's rank on all axes of its mesh; ``along`` is its place in a line of ranks."""
+    """The place of a share's rank on all axes of its mesh; ``along`` is its place in a line of ranks.
+
+    Blocks that say nothing of places have pieces of the sequences, as in a context.
+    """
     axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]
     found = {name: along(share.along(name)) for name in axes}
-    lines = ((PLACES, share.places), (CONTEXT, share.context))
+    lines = ((PLACES, share.places), (CONTEXT, share.context or share.places))
     of_experts = ((EXPERTS, share.experts), (EXPERT_PARTS, share.expert_parts))
     found |= {name: along(line) for name, line in (*lines, *of_experts) if line}
-    found |= {CONTEXT: Ring.of(found[CONTEXT])} if share.ring else {}
+    found |= {CONTEXT: Ring.of(found[CONTEXT])} if share.ring and CONTEXT in found else {}
     return replace(found.get(SHARDS, WHOLE), along=found)
+
+
+def _copies_of(share: Share, is_copied: Callable[[str, int], bool]) -> tuple[int, int]:
+    """How many devices of a share's mesh have the same, along axes of a name and a size, and which of them it is."""
+    copies, copy = 1, 0
+    for name, axis in share.mesh.named:
+        if is_copied(name, axis.size):
+            copies, copy = copies * axis.size, copy * axis.size + axis.place(share.index)
+    return copies, copy
 
 
 def _alone(share: Share) -> Shards:

@@ -72,3 +72,22 @@ def own_positions(length: int, context: Shards, device: torch.device | None = No
         return torch.arange(length, device=device)
     pieces = pieces_of(length * context.count, context)
     return torch.cat([torch.arange(begin, end, device=device) for begin, end in pieces])
+
+
+def in_order(gathered: Tensor, count: int, dimension: int = 1) -> Tensor:
+    """Places in the order of their sequences, of the pieces of so many devices, one device behind the other.
+
+    Of devices that have neighbouring pieces of a larger number of them these are those that fewer devices would have.
+    """
+    if count == 1:
+        return gathered
+    pieces = gathered.chunk(PIECES * count, dimension)
+    return torch.cat((*pieces[::PIECES], *reversed(pieces[1::PIECES])), dimension)
+
+
+def by_device(whole: Tensor, count: int, dimension: int = 1) -> Tensor:
+    """The other way round: of places in order the pieces of so many devices, one device behind the other."""
+    if count == 1:
+        return whole
+    pieces = whole.chunk(PIECES * count, dimension)
+    return torch.cat([pieces[at] for first in range(count) for at in (first, len(pieces) - 1 - first)], dimension)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from pipeplan.runtime.parallel.attention_cores import ATTENTION
-from pipeplan.runtime.parallel.context import PIECES, Ring, pieces_of
+from pipeplan.runtime.parallel.context import Ring, by_device, in_order, pieces_of
 from pipeplan.runtime.parallel.partial_attention import (
     Merged,
     PartialAttention,
@@ -106,7 +106,14 @@ class _Gathered(torch.autograd.Function):
             of_query.add(found.query, look.queries)
             for total, each in zip(of_both, found[1:], strict=True):
                 look.of_keys(total).add_(each)
-        return of_query.whole, context.scattered(_by_device(of_whole, context.count), _PLACES), None, None, None, None
+        return (
+            of_query.whole,
+            context.scattered(by_device(of_whole, context.count, _PLACES), _PLACES),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 _to_gathered: Callable[[Tensor, Tensor, list[int], Shards, float, int | None], Tensor] = _Gathered.apply
@@ -128,20 +135,4 @@ def _looks(query: Tensor, context: Shards, window: int | None) -> Iterator[Reach
 
 def _gathered(pieces: Tensor, context: Shards) -> Tensor:
     """What all devices have, in the order of the sequence."""
-    return _in_order(context.joined(pieces, _PLACES), context.count)
-
-
-def _in_order(gathered: Tensor, count: int) -> Tensor:
-    """Places of whole sequences, of the pieces of all devices, one device behind the other."""
-    if count == 1:
-        return gathered
-    pieces = gathered.chunk(PIECES * count, _PLACES)
-    return torch.cat((*pieces[::PIECES], *reversed(pieces[1::PIECES])), _PLACES)
-
-
-def _by_device(whole: Tensor, count: int) -> Tensor:
-    """The other way round: of a whole sequence the pieces of all devices, one device behind the other."""
-    if count == 1:
-        return whole
-    pieces = whole.chunk(PIECES * count, _PLACES)
-    return torch.cat([pieces[at] for first in range(count) for at in (first, len(pieces) - 1 - first)], _PLACES)
+    return in_order(context.joined(pieces, _PLACES), context.count, _PLACES)

@@ -107,7 +107,7 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
 
 def warn_if_compiled(queue: WeightGradQueue, module: nn.Module, name: str) -> None:
     """Warn if a part of a module, of which a backward filled ``queue``, is compiled, as is seen or as nothing waits."""
-    deferrable = (weight for child in module.modules() for weight in _deferrable(child))
+    deferrable = (weight for child in module.modules() for weight in deferrable(child))
     nothing_waits = len(queue) == 0 and any(weight.requires_grad for weight in deferrable)
     if nothing_waits or any(map(_is_compiled, module.modules())):
         warnings.warn(
@@ -143,7 +143,7 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # torch's
 
 
-def _deferrable(module: nn.Module) -> tuple[Tensor, ...]:
+def deferrable(module: nn.Module) -> tuple[Tensor, ...]:
     """The module's weights whose gradients can wait; modules that call the functions here name theirs."""
     if isinstance(module, DeferredLinear | DeferredEmbedding):
         return (module.weight,)

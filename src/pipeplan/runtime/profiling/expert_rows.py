@@ -20,9 +20,9 @@ from itertools import product
 import torch
 
 from pipeplan.costs.blocks import require_row
-from pipeplan.costs.communication import Exchange, LinkPath, Prices, dispatch_ns, prices_in
+from pipeplan.costs.communication import Exchange, LinkPath, Prices, counts_ns, dispatch_ns, prices_in
 from pipeplan.costs.devices import Kernel, Work
-from pipeplan.costs.wide_groups import AROUND, waited_for_experts
+from pipeplan.costs.wide_groups import AROUND, among_parts, waited_for_experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow
 from pipeplan.files.row_messages import ExpertMessages
@@ -260,8 +260,8 @@ def with_own_experts(work: Work, spread: Spread, spec: BlockSpec, label: str) ->
 
 def words_ns(spec: BlockSpec, samples: int, width: int, spread: Spread, links: LinkPath, prices: Prices) -> int:
     """Ns for a device's words, whose own part of ``samples`` sequences the block is for, to go there and come back."""
-    there, gathered, _ = _sent_ns(spec, samples, width, spread, links, prices)
-    return there + gathered
+    said = _said_of_words(spec, samples, width, spread, links, prices)
+    return said.counts_ns + said.words_ns + said.gathered_ns
 
 
 def said_of_experts(
@@ -274,26 +274,12 @@ def said_of_experts(
     prices: Prices,
 ) -> ExpertMessages:
     """What goes to a block's experts and comes back, and what devices that split shared experts gather and scatter."""
-    own = spec, samples, width, spread
-    there, gathered, size = _sent_ns(*own, links, prices)
-    tokens = _tokens_bytes(*own)
     shared = 0
     if split.shards > 1 and "shared_ffn" in spec.dimensions:
         shared = samples * split.shards * spec.dimensions["sequence"] * spec.dimensions["hidden"] * width
-    return ExpertMessages(
-        bytes=round(tokens),
-        experts_per_token=spec.dimensions[TAKEN],
-        words_ns=there,
-        routing_bytes=round(_routing_bytes(*own)),
-        gathered_bytes=size,
-        gathered_ns=gathered,
-        shared_bytes=shared,
-        shared_ns=sum(round(prices(Exchange(how, shared), split.shards)) for how in AROUND) if shared else 0,
-    )
-
-
-def _tokens_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> float:
-    return samples * spec.dimensions["sequence"] * spec.dimensions["hidden"] * width * spread.load
+    of_shared = sum(round(prices(Exchange(how, shared), split.shards)) for how in AROUND) if shared else 0
+    found = _said_of_words(spec, samples, width, spread, links, prices)
+    return found.model_copy(update={"shared_bytes": shared, "shared_ns": of_shared})
 
 
 def _routing_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> float:
@@ -303,19 +289,25 @@ def _routing_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) ->
     return samples * spec.dimensions["sequence"] * numbers * spread.load
 
 
-def _sent_ns(
+def _said_of_words(
     spec: BlockSpec, samples: int, width: int, spread: Spread, links: LinkPath, prices: Prices
-) -> tuple[int, int, int]:
-    """Ns for words to go and to come back, and for devices that split experts to gather so many bytes of them."""
-    sent, taken = _tokens_bytes(spec, samples, width, spread), spec.dimensions[TAKEN]
-    routing = round(_routing_bytes(spec, samples, width, spread))
-    there = round(
-        sum(dispatch_ns(size, taken, spread.size, links, spread.split) for size in (round(sent) + routing, round(sent)))
+) -> ExpertMessages:
+    """What goes to a block's experts and comes back, and what devices that split the same experts gather of it."""
+    sent = samples * spec.dimensions["sequence"] * spec.dimensions["hidden"] * width * spread.load
+    taken, routing = spec.dimensions[TAKEN], round(_routing_bytes(spec, samples, width, spread))
+    both = (dispatch_ns(size, taken, spread.size, links, spread.split) for size in (round(sent) + routing, round(sent)))
+    found = ExpertMessages(
+        bytes=round(sent),
+        experts_per_token=taken,
+        words_ns=round(sum(both)),
+        counts_ns=round(counts_ns(spread.size, links, spread.split)),
+        routing_bytes=routing,
+        gathered_bytes=round(sent * taken * spread.split) if spread.split > 1 else 0,
     )
     if spread.split == 1:
-        return there, 0, 0
-    size = round(sent * taken * spread.split)
-    return there, sum(round(prices(Exchange(how, size), spread.split)) for how in AROUND), size
+        return found
+    gathered = sum(round(prices(each, spread.split)) for each in among_parts(found))
+    return found.model_copy(update={"gathered_ns": gathered})
 
 
 def gathered_bytes(spec: BlockSpec, samples: int, width: int, spread: Spread) -> int:

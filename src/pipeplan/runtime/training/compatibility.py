@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import nn
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.recipe import AUTOCAST
 from pipeplan.runtime.executor.message_graph import Message, hops_of
 from pipeplan.runtime.executor.process_groups import require_alike
-from pipeplan.runtime.executor.rank_program import Program
+from pipeplan.runtime.executor.rank_program import Program, StagePart
 from pipeplan.runtime.executor.tensors import TensorSpec, spec_of
 from pipeplan.runtime.launch.status import warn
 from pipeplan.runtime.models.shapes import num_whole, output_shapes
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.agreement import all_alike
 from pipeplan.runtime.parallel.device import gathered
+from pipeplan.runtime.parallel.weight_grads import deferrable
 from pipeplan.runtime.training.data import fingerprint
 from pipeplan.runtime.training.options import DTYPES, FORWARDS_IN, MASTERED, RUNNABLE, TrainOptions
 from pipeplan.units import format_bytes
@@ -149,6 +153,23 @@ class _Formats(NamedTuple):
         return ""
 
 
+def remark_on_experts(model: Model, parts: Iterable[StagePart], modules: Mapping[Share, nn.Module]) -> str | None:
+    """Which experts' weight gradients do not wait for W, where backward is split; None where there are none."""
+    found = dict[str, None]()
+    for share in chain.from_iterable(part.shares for part in parts if part.split):
+        waiting = {id(weight) for child in modules[share].modules() for weight in deferrable(child)}
+        held = (modules[share].get_parameter(name) for name in _in_experts(share.block, model))
+        if any(id(weight) not in waiting for weight in held):
+            found[share.block] = None
+    if not found:
+        return None
+    others = f" and {len(found) - 1} other blocks" if len(found) > 1 else ""
+    return (
+        f"weight gradients of the experts of {next(iter(found))!r}{others} are computed with I and not with W, as "
+        "where they are profiled"
+    )
+
+
 def warn_of_waiting(lacks: Sequence[tuple[int, float, str]]) -> None:
     """Say on standard error, in one line, of which stages less than half of what is planned waits for W."""
     if lacks:
@@ -237,8 +258,9 @@ def _of_stage(
 ) -> tuple[float, float]:
     """Bytes on each of a stage's devices, of what each has of every parameter: shared ones once, and as often."""
     every = sum(held.values())
-    for block in stage.blocks if stage.expert > 1 else ():
-        every += sum(sizes[block, name] / stage.expert - held[block, name] for name in _in_experts(block, model))
+    for number, block in enumerate(stage.blocks):
+        if (experts := max(stage.expert, stage.mesh_of(number).size_of(EXPERTS))) > 1:
+            every += sum(sizes[block, name] / experts - held[block, name] for name in _in_experts(block, model))
     own = [[holder for holder in group if holder in held] for group in model.tied]
     return every - sum(held[holder] for holders in own for holder in holders[1:]), every
 
@@ -256,8 +278,8 @@ def _in_experts(block: str, model: Model) -> tuple[str, ...]:
 
 
 def _num_parts(mesh: Mesh) -> int:
-    """Into how many parts a block's parameters are cut."""
-    parts, _ = mesh.plane_without((SAMPLES, PLACES, COPIES), 0)
+    """Into how many parts a block's parameters are cut, but for experts."""
+    parts, _ = mesh.plane_without((SAMPLES, PLACES, COPIES, EXPERTS), 0)
     return parts.size
 
 
@@ -291,22 +313,12 @@ def require_splittable(plan: Plan, model: Model) -> None:
     for index, stage in enumerate(plan.stages):
         for number, block in enumerate(stage.blocks) if stage.shards * stage.context > 1 else ():
             try:
-                _require_no_experts(block, stage.mesh_of(number))
                 model.require_splittable(block, stage.mesh_of(number), stage.context)
             except UsageError as error:
                 raise UsageError(
                     f"stages[{index}] splits its blocks over {stage.shards * stage.context} devices, and {error}; "
                     f"{_remedy(stage)}"
                 ) from None
-
-
-def _require_no_experts(block: str, mesh: Mesh) -> None:
-    """Refuse a mesh along which devices share experts, which is priced and not run. Raises UsageError."""
-    if mesh.size_of(EXPERTS) > 1:
-        raise UsageError(
-            f"devices share the experts of block {block!r} by its configuration {mesh}, which is not run: only whole "
-            "stages share experts (expert of a stage, search --ep)"
-        )
 
 
 def _require_shared_experts(plan: Plan, model: Model) -> None:

@@ -73,6 +73,7 @@ from pipeplan.runtime.training.checkpoint import (
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from pipeplan.runtime.training.compatibility import (
     identity_of,
+    remark_on_experts,
     require_agreement,
     require_splittable,
     warn_of_waiting,
@@ -262,7 +263,9 @@ class Trainer:
             if self.rank == 0:
                 sizes = warning_of_sizes(on_device(plan, self.rank), programs, run_as, specs, dtype)
                 self.as_planned = sizes is None
-                self.remarks += filter(None, (warning_of_format(plan, options), warning_of_overlap(plan), sizes))
+                experts = remark_on_experts(run_as, self.program.stages.values(), self.modules)
+                said = warning_of_format(plan, options), warning_of_overlap(plan), sizes, experts
+                self.remarks += filter(None, said)
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
             self.tokens_per_sample, self.as_planned = of_first((self.tokens_per_sample, self.as_planned))
             self.all_ranks = AllRanks(self.device, progress, timeout)

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -498,7 +498,7 @@ def load_configuration(
     known: dict[str, Any] = {"settings": settings, "made_up": True, "decoder": _decoder(whole, grain, model)}
     known["spread"] = partial(_spread, whole, grain)
     known["outlined"] = partial(_outlined, whole, grain)
-    known["in_context"] = partial(_in_context, whole, grain) if _shares_sequences(whole, grain) else None
+    known["in_context"] = cache(partial(_in_context, whole, grain)) if _shares_sequences(whole, grain) else None
     model = replace(model, sharded=sharded, texts=texts_of(whole.contents), loss_of=loss_of, **known)
     return _named_as_in_transformers(_split_for_runs(model, whole, grain))
 

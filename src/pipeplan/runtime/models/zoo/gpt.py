@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -283,7 +283,7 @@ class GPTSize(ZooSize):
         if self.writes:
             return ZooSize.model(self, name)
         at, placed = partial(self._writing, name, False), partial(self._writing, name, True)
-        shared = partial(self._in_context, name)
+        shared = cache(partial(self._in_context, name))
         return replace(ZooSize.model(self, name), decoder=CausalDecoder(at, placed, self.positions), in_context=shared)
 
     def _in_context(self, name: str, count: int) -> Model:
