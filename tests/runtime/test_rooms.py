@@ -73,16 +73,17 @@ def test_plans_are_lowered_without_torch(module: str) -> None:
 
 
 def test_the_executor_is_small_and_stands_on_little() -> None:
-    """At most 3,840 lines, and 6,360 with all that it imports of runtime/; of models/ it knows the spec alone.
+    """At most 3,870 lines, and 6,450 with all that it imports of runtime/; of models/ it knows the spec alone.
 
-    Some 60 and 200 of them came with copies of tensors that backward makes again and norms of shared samples.
+    Some 60 and 200 of them came with copies of tensors that backward makes again and norms of shared samples, some 30
+    and 90 with blocks whose devices share sequences or experts by themselves.
     """
     executor = in_room("executor")
     everything = closure_of(executor, within=RUNTIME)
     assert {room_of(module) for module in everything} <= {"executor", "models", "launch", "parallel"}
     assert [module for module in everything if room_of(module) == "models"] == [SPEC]
-    assert num_lines(executor) <= 3840
-    assert num_lines(everything) <= 6360
+    assert num_lines(executor) <= 3870
+    assert num_lines(everything) <= 6450
 
 
 def test_the_executor_replays_a_plan_alone() -> None:

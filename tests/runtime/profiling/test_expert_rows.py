@@ -128,7 +128,7 @@ def test_devices_that_split_experts_have_the_words_of_all_of_them() -> None:
     assert split.forward_ns == pytest.approx(whole.forward_ns, rel=0.05), "half of each product, for twice the words"
     narrow = Cluster.of("narrow", 8, levels=[("pair", 2, 0, 10**9), ("node", 8, 0, 10**15)])
     waiting = rows(pipeplan.estimate(CONFIG, expert=(8,), etp=2, cluster=narrow, **HOW), 2)[1, 1, 8]
-    routing = more * 2 * TAKEN / HIDDEN / 2  # goes along with words, not with sums
+    routing = more * 2 * TAKEN / HIDDEN  # goes along with words, not with sums
     both = 2 * more + routing  # half of what is gathered comes from the other, and so much is scattered
     assert waiting.forward_ns - split.forward_ns == pytest.approx(both, rel=1e-3)
     assert (waiting.input_grad_ns or 0) - (split.input_grad_ns or 0) == pytest.approx(both, rel=1e-3)

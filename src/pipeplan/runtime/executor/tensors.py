@@ -252,12 +252,7 @@ class TensorLayout:
     @property
     def axes(self) -> tuple[tuple[str, MeshAxis], ...]:
         """What cuts it, with the axis of the mesh."""
-        return (
-            ("samples", self.samples),
-            ("pieces", self.pieces),
-            ("places", self.places),
-            ("features", self.features),
-        )
+        return tuple((name, getattr(self, name)) for name in _DIMENSION)
 
 
 _DIMENSION = {"samples": 0, "pieces": 1, "places": 1, "features": -1}
@@ -375,27 +370,26 @@ class StageLayouts:
         streams = self.streams(block)
         for gone, come in _exchanges(given, taken) if streams == 1 else ():
             axis = given.pop(gone)
-            tensor = _towards(come, tensor, axis.size)
-            tensor = self.place(axis).exchanged(tensor, _DIMENSION[come], _DIMENSION[gone])
-            tensor = _from(gone, tensor, axis.size)
+            found = self.place(axis).exchanged(_towards(come, tensor, axis), _DIMENSION[come], _DIMENSION[gone])
+            tensor = _from(gone, found, axis)
             del taken[come]
         for name, axis in given.items():
             parts = streams if name == "places" else 1
-            tensor = _from(name, self.place(axis).gathered(tensor, _DIMENSION[name], parts), axis.size)
+            tensor = _from(name, self.place(axis).gathered(tensor, _DIMENSION[name], parts), axis)
         for name, axis in taken.items():
             parts = streams if name == "places" else 1
-            tensor = self.place(axis).sliced(_towards(name, tensor, axis.size), _DIMENSION[name], parts)
+            tensor = self.place(axis).sliced(_towards(name, tensor, axis), _DIMENSION[name], parts)
         return tensor
 
 
-def _towards(name: str, tensor: Tensor, count: int) -> Tensor:
-    """What is about to be cut among so many devices, their parts one behind the other."""
-    return by_device(tensor, count) if name == "pieces" else tensor
+def _towards(name: str, tensor: Tensor, axis: MeshAxis) -> Tensor:
+    """What is about to be cut, with what each device gets behind what the one before it does."""
+    return by_device(tensor, axis.size) if name == "pieces" else tensor
 
 
-def _from(name: str, tensor: Tensor, count: int) -> Tensor:
-    """What has come of so many devices, their parts one behind the other, in its order."""
-    return in_order(tensor, count) if name == "pieces" else tensor
+def _from(name: str, tensor: Tensor, axis: MeshAxis) -> Tensor:
+    """What has come of devices, one's behind another's, in its order."""
+    return in_order(tensor, axis.size) if name == "pieces" else tensor
 
 
 def _exchanges(given: Mapping[str, MeshAxis], taken: Mapping[str, MeshAxis]) -> list[tuple[str, str]]:
