@@ -191,7 +191,7 @@ def test_sixteen_that_share_experts_on_two_nodes() -> None:
     crossing = math.fsum(len({a // 8, b // 8} - {0}) for a in range(16) for b in range(16)) / 256
     inside = math.fsum(len({a, b} - {0}) for a in range(16) for b in range(16)) / 256
     words = round(sum(max(size * crossing, size * inside / (INSIDE / 1e9)) + 1000 for size in (44 * KB, 40 * KB)))
-    counts = 1000 + 16 * 8  # to each of eight in the other node
+    counts = 1000 + 16 * 16 * 8  # of sixteen, to each of eight in the other node
     assert after.forward_ns - before.forward_ns == counts + words - 20
     assert after.input_grad_ns - (before.input_grad_ns or 0) == words - 20
     assert after.weight_grad_ns == before.weight_grad_ns

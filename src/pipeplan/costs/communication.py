@@ -397,12 +397,13 @@ def counts_ns(devices: int, links: LinkPath, apart: int = 1) -> float:
 
     Those ``apart`` that have the same experts then tell each other how many have come to them.
     """
-    there = _busiest_ns(lambda place: COUNTS_BYTES * (devices - place) / apart, devices, links, apart)
-    return there + _busiest_ns(lambda place: COUNTS_BYTES * (apart - place) * devices / apart, apart, links, 1)
+    each = COUNTS_BYTES * devices / apart  # of all, as who has how much to do is known to all
+    there = _busiest_ns(lambda place: each * (devices - place) / apart, devices, links, apart)
+    return there + _busiest_ns(lambda place: each * (apart - place), apart, links, 1)
 
 
 COUNTS_BYTES = 16
-"""What one device tells another: how many words come, and how many products with experts they are."""
+"""What one device says of another: how many words come to it, and how many products with experts they are."""
 
 
 def _busiest_ns(sent: Callable[[int], float], devices: int, links: LinkPath, apart: int) -> float:

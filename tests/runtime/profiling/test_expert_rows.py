@@ -74,7 +74,9 @@ def test_words_are_sent_and_brought_back_forth_and_in_backward(load: float) -> N
     sizes_sent = (load * WORDS * each * WIDTH for each in (HIDDEN + routing, HIDDEN))
     both = sum(dispatch_ns(size, TAKEN, 16, path) for size in sizes_sent)
     counts = counts_ns(16, path)
-    assert counts == pytest.approx(1000 + 1e9 * 16 * 8 / (1e10 / 8)), "to each of eight in the other node"
+    assert counts == pytest.approx(1000 + 1e9 * 16 * 16 * 8 / (1e10 / 8)), (
+        "of sixteen, to each of eight in the other node"
+    )
     for name, more in (("forward_ns", counts), ("backward_ns", 0), ("input_grad_ns", 0)):
         assert getattr(slow, name) - getattr(fast, name) == pytest.approx(both + more, rel=1e-4)
     assert slow.weight_grad_ns == fast.weight_grad_ns

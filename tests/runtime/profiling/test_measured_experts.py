@@ -50,7 +50,7 @@ def test_steps_of_inference_have_rows_of_shared_experts(name: str) -> None:
             sent = (
                 1.5 * words * (2 * HIDDEN + 2 * 2) * 4 * places_reached(2, 2)
             )  # there and back, and what is said of it
-            assert row.forward_ns == pytest.approx(1e9 * (sent + 16), abs=1e9), "and how many words come"
+            assert row.forward_ns == pytest.approx(1e9 * (sent + 32), abs=1e9), "and how many words come"
     with pytest.raises(UsageError, match="cluster has 2 devices; give at most that"):
         pipeplan.profile(name, **(asked | {"expert": "4"}), cluster=cluster)
     with pytest.raises(UsageError, match="expert is for prefill and decode of inference; give context"):
