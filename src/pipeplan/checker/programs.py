@@ -195,6 +195,8 @@ class _SpelledEntries(dict[str, int]):
         Replicas often have one program, and stand side by side.
         """
         if program != self._last[0]:
+            self.clear()  # programs of several devices together are looked up more slowly than each by itself
+            self.spelled = []
             numbers = np.fromiter(map(self.__getitem__, program), np.int64, len(program))
             found = None if numbers.min(initial=0) < 0 else np.divmod(numbers, len(self._numbers))
             self._last = program, found
