@@ -8,7 +8,8 @@ rows know, can split (:class:`WholeBlock`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipeplan.files import Block, Edge, Profile
@@ -148,7 +149,33 @@ def expand(
         flows[id_] = flow
         nodes += built.nodes
         links += built.links
+    if not alone:
+        nodes = [*_held_once(profile, nodes, links)]
     return OperatorGraph(tuple(nodes), tuple(links))
+
+
+def _held_once(profile: Profile, nodes: Sequence[OperatorNode], links: Sequence[Link]) -> Iterator[OperatorNode]:
+    """Blocks by their rows without what these count of tensors that others hold, or that no backward needs."""
+    operations = {node.name: node.operation for node in nodes}
+    incoming: dict[str, list[Edge]] = defaultdict(list)
+    for edge in profile.edges:
+        incoming[edge.target].append(edge)
+    sources: dict[str, list[str]] = defaultdict(list)
+    for link in links:
+        sources[link.target].append(link.source)
+    for node in nodes:
+        block = operations[node.name]
+        if isinstance(block, WholeBlock) and not any(row.sequence_parallel for row in block.block.costs):
+            taken = [
+                (port, edge)
+                for port, (edge, source) in enumerate(zip(incoming[node.block], sources[node.name], strict=True))
+                if edge.is_counted() and not edge.broadcast and (operations[source].keeps_output or not edge.is_saved())
+            ]
+            held = frozenset(port for port, edge in taken if edge.is_saved())
+            uncounted = sum(edge.bytes_per_sample for _, edge in taken)
+            yield replace(node, operation=replace(block, held_ports=held, uncounted_bytes=uncounted))
+        else:
+            yield node
 
 
 def _expanded(

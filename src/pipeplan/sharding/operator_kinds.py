@@ -391,12 +391,15 @@ class WholeBlock(Splittable):
     others; and ``experts``, whose devices have samples of their own. Two devices of four that share places have the
     two pieces together that one of two has, so that layouts nest as if each had one run of places.
     ``messages`` are the profile's, and ``rings`` the (shards, places) whose rows have keys and values go around one.
+    Of what its rows count of a sample ``uncounted_bytes`` are held on the way to ``held_ports``, or not at all.
     """
 
     block: Block = field(kw_only=True, hash=False)
     sample_bytes: int = field(kw_only=True)
     messages: tuple[RowMessages, ...] = field(kw_only=True, default=(), compare=False, repr=False)
     rings: frozenset[tuple[int, int]] = field(kw_only=True, default=frozenset(), compare=False)
+    held_ports: frozenset[int] = field(kw_only=True, default=frozenset())
+    uncounted_bytes: int = field(kw_only=True, default=0)
 
     kind = "block"
     inputs = (("samples", "places", None),)
@@ -443,8 +446,12 @@ class WholeBlock(Splittable):
     def entry_bytes(self, numbers: Numbers) -> int:
         return self.width * self.samples_of(numbers)
 
+    def keeps_input(self, port: int) -> bool:
+        return port in self.held_ports
+
     def inside_bytes(self, numbers: Numbers) -> int:
-        return self._row(numbers).activation_bytes
+        uncounted = self.uncounted_bytes * self.samples_of(numbers) // self.sizes_of(numbers).context
+        return max(0, self._row(numbers).activation_bytes - uncounted)
 
     def workspace_bytes(self, numbers: Numbers) -> int:
         return self._row(numbers).workspace_bytes
