@@ -107,8 +107,8 @@ def defer_weight_gradients(module: nn.Module) -> nn.Module:
 
 def warn_if_compiled(queue: WeightGradQueue, module: nn.Module, name: str) -> None:
     """Warn if a part of a module, of which a backward filled ``queue``, is compiled, as is seen or as nothing waits."""
-    deferrable = (weight for child in module.modules() for weight in deferrable(child))
-    nothing_waits = len(queue) == 0 and any(weight.requires_grad for weight in deferrable)
+    weights = (weight for child in module.modules() for weight in deferrable(child))
+    nothing_waits = len(queue) == 0 and any(weight.requires_grad for weight in weights)
     if nothing_waits or any(map(_is_compiled, module.modules())):
         warnings.warn(
             f"{name} is compiled, or a part of it: weight gradients of what is compiled are computed with I instead of "
