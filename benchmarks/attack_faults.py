@@ -102,7 +102,7 @@ class Forked:
         stdout: int,
         stderr: int,
         pass_fds: Sequence[int],
-        start_new_session: bool,
+        process_group: int,
         env: Mapping[str, str],
     ) -> None:
         read, write = os.pipe()
@@ -112,8 +112,7 @@ class Forked:
         self.pid = os.fork()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what Python does when forking swallows exceptions
         if not self.pid:
-            with contextlib.suppress(PermissionError):
-                os.setsid()
+            os.setpgid(0, process_group)
             os.write(own, b"\n")
             _become(command[2], env, {0: read, 1: stdout, 2: stderr, **{number: number for number in pass_fds}})
         os.close(own)

@@ -338,12 +338,12 @@ def test_instructions_may_hold_up_more_and_passes_no_others(parts: dict[str, Any
     assert differs(*(each for each in ends if each != ("2GATHER", "1F"))), "1F has to wait for 0F, through it"
 
 
-def test_forked_ranks_have_sessions_of_their_own_as_started_ones() -> None:
-    """In its launcher's, the system hangs up on one that stands still as the launcher ends, which hid orphans."""
+def test_forked_ranks_have_groups_of_their_own_as_started_ones() -> None:
+    """In the session of their launcher: the system hangs up on one that stands still as the launcher ends."""
     with open(os.devnull, "r+") as null:
         streams = [null.fileno()] * 3
-        rank = attack_faults.Forked(["", "-m", "platform"], *streams, pass_fds=(), start_new_session=True, env={})
-    assert os.getsid(rank.pid) == rank.pid
+        rank = attack_faults.Forked(["", "-m", "platform"], *streams, pass_fds=(), process_group=0, env={})
+    assert (os.getpgid(rank.pid), os.getsid(rank.pid)) == (rank.pid, os.getsid(0))
     assert rank.wait() == 0
     rank.stdin.close()
 

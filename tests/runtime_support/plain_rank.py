@@ -17,11 +17,16 @@ from pipeplan.runtime.launch.job import Report, Reports
 from pipeplan.runtime.launch.status import Board, Phase, Progress
 
 RANK = (sys.executable, "-m", "runtime_support.plain_rank")
+STANDS_STILL = "RANKS_STAND_STILL"
+"""In the environment: ranks stop before they know who they are, or whose."""
+
 PARENT = (sys.executable, "-m", "runtime_support.plain_rank", "parent")
 
 
 def rank() -> None:
     """Print some letters, report so many lines of some bytes, then stay as long as the job says, or be killed."""
+    if STANDS_STILL in os.environ:
+        os.kill(os.getpid(), signal.SIGSTOP)
     identity = take_identity()
     progress = Progress(Board(identity["board"], identity["world_size"]), identity["rank"])
     report = Reports(identity["reports"])

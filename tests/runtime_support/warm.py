@@ -88,10 +88,10 @@ class WarmRank:
         stdout: int,
         stderr: int,
         pass_fds: Sequence[int],
-        start_new_session: bool,
+        process_group: int,
         env: Mapping[str, str],
     ) -> None:
-        assert (stdin, start_new_session, command[:2]) == (subprocess.PIPE, True, (sys.executable, "-m"))
+        assert (stdin, process_group, command[:2]) == (subprocess.PIPE, 0, (sys.executable, "-m"))
         read, write = os.pipe()
         inherited = {0: read, 1: stdout, 2: stderr, **{number: number for number in pass_fds}}
         descriptors = {number: _Inherited(found) for number, found in inherited.items()}
@@ -133,7 +133,7 @@ def _be(
     words: Sequence[str], environment: Mapping[str, str], folder: str, parent: int, descriptors: Mapping[int, int]
 ) -> None:
     """In the rank: all that a new process has from its parent, then its program, a module and what that is told."""
-    os.setsid()
+    os.setpgid(0, 0)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -20,10 +20,12 @@ from pipeplan.simulator.metrics import rates
 from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import Dependency, Operation, Repetend
 from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.steady_state import rate
 from pipeplan.workload.steady_state.rate import (
     CutOrders,
     repetend_rate,
     steady_bubble_rate,
+    steady_state,
 )
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -157,27 +159,47 @@ def test_distances_that_alternate_become_a_larger_unroll() -> None:
     assert repetend_rate(workload, orders, first, 4) == Fraction(138, 4)
 
 
-def test_the_slowest_part_sets_the_time_of_a_repetend_whose_parts_run_apart() -> None:
-    """Two devices that only hand on: the first moves at 10 per micro-batch, the second at 30."""
-    workload = chain_workload(2, 12, forward=10, backward=1)
-    operations = (
-        Operation(kind="F", stage=0, duration_ns=10),
-        Operation(kind="F", stage=1, duration_ns=30),
-    )
-    workload = Workload(
+def forwards_only(*times: int) -> Workload:
+    """Devices that only hand on, each in its time."""
+    workload = chain_workload(len(times), 12, forward=10, backward=1)
+    operations = (Operation(kind="F", stage=stage, duration_ns=time) for stage, time in enumerate(times))
+    return Workload(
         name="forward only",
         placement="one-to-one",
         num_microbatches=12,
         microbatch_size=1,
         devices=workload.devices,
         stages=workload.stages,
-        operations=operations,
-        dependencies=(Dependency(source="0F", target="1F"),),
+        operations=tuple(operations),
+        dependencies=tuple(Dependency(source=f"{s}F", target=f"{s + 1}F") for s in range(len(times) - 1)),
     )
+
+
+def test_the_slowest_part_sets_the_time_of_a_repetend_whose_parts_run_apart() -> None:
+    """Two devices that only hand on: the first moves at 10 per micro-batch, the second at 30."""
+    workload = forwards_only(10, 30)
     repetend = found_in(workload, gpipe_orders(workload))
     assert repetend is not None
     assert (repetend.unroll, repetend.repetend_ns) == (1, 30)
     assert steady_bubble_rate(workload, repetend.period) == pytest.approx(1 - 40 / 60)
+
+
+@pytest.mark.parametrize("late", [1, 1000])
+def test_parts_that_drift_apart_slowly_are_not_compared_again_and_again(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is ahead by five and a bit slower: the second waits for it after millions of copies, or thousands."""
+    counts = [0]
+
+    def counted(one: int, other: int) -> bool:
+        counts[0] += 1
+        return one == other
+
+    monkeypatch.setattr(rate, "eq", counted)
+    most = 40_000
+    found = steady_state(forwards_only(1_000_000 + late, 1_000_000), [[(0, 5)], [(1, 0)]], [5, 0], 1, most)
+    assert found == (None if late == 1 else (1, 1_000_000 + late))
+    assert counts[0] < most
 
 
 def best_by_brute_force(workload: Workload, orders: Orders, starts: dict[Entry, int]) -> Fraction | None:

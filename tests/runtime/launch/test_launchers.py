@@ -241,7 +241,7 @@ def test_four_processes_train(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     try:
         for rank in range(SIZE):
             with Path(f"out{rank}").open("wb") as out, Path(f"error{rank}").open("wb") as error:
-                how = {"stdin": subprocess.PIPE, "pass_fds": (), "start_new_session": True}
+                how = {"stdin": subprocess.PIPE, "pass_fds": (), "process_group": 0}
                 env = clean | LAUNCHERS[name](rank)
                 processes.append(start(command, stdout=out.fileno(), stderr=error.fileno(), env=env, **how))
         if sent is not None:

@@ -23,7 +23,7 @@ from pipeplan.runtime.launch.job import RankContext, Report, Reports
 from pipeplan.runtime.launch.output import RankOutput
 from pipeplan.runtime.launch.status import Phase, Position
 from runtime_support.faults import MARK, left_over
-from runtime_support.plain_rank import PARENT, RANK
+from runtime_support.plain_rank import PARENT, RANK, STANDS_STILL
 from runtime_support.warm import warm_ranks
 
 PIPE_BYTES = 1 << 16
@@ -76,6 +76,27 @@ def test_a_parent_that_ends_leaves_no_rank(number: signal.Signals, mark: str) ->
     parent.send_signal(number)
     parent.send_signal(signal.SIGCONT)
     assert (parent.communicate()[1], parent.returncode) == ("", -number)
+
+
+def test_a_parent_that_ends_leaves_no_rank_that_stood_still_from_the_start(
+    mark: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it could ask the system to end with its parent; the fixture waits for the ranks' end."""
+    monkeypatch.setenv(STANDS_STILL, "1")
+    job = {"lines": 0, "bytes": 0, "stay_s": 3600.0, "timeout_ns": 3600 * 10**9, "stops": False}
+    with subprocess.Popen([*PARENT, json.dumps(job)], stderr=subprocess.PIPE) as parent:
+        while [*map(state_of, left_over(mark))].count("T") < 2:
+            assert parent.poll() is None
+            time.sleep(0.01)
+        parent.kill()
+
+
+def state_of(pid: int) -> str:
+    """Of a process, as the system has it: T where it stands still."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
 
 
 LETTERS = 1 << 20

@@ -267,7 +267,7 @@ class _Ranks:
                 stdout=self.output.written,
                 stderr=self.output.written,
                 pass_fds=[written, *inherited],
-                start_new_session=True,
+                process_group=0,  # in this session: the system wakes one that stands still as its parent ends
                 env=environment,
             )
         except OSError as error:

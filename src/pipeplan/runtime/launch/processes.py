@@ -79,7 +79,7 @@ def _be_copy(
     environment: Mapping[str, str],
 ) -> None:
     """In the copy: have streams, signals and an environment of its own, then be a rank."""
-    os.setsid()
+    os.setpgid(0, 0)  # as of ranks that are started
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(each, signal.SIG_DFL)
     for number, descriptor in enumerate(streams):

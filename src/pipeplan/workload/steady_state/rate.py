@@ -317,12 +317,12 @@ class _CopyGraph:
     def steady_shift(self, starts: Sequence[Sequence[int]], cycle: int) -> list[int] | None:
         """Shift of each task over ``cycle`` copies if it will stay as it is, in ns; else None."""
         shift = [after - before for before, after in zip(starts[-1 - cycle], starts[-1], strict=True)]
+        if any(shift[other] > shift[task] for task in self.order for _, other, _ in self.waits[task]):
+            return None  # before copies are compared: times that drift apart by little are alike for very many
         for k in range(len(starts) - self.reach - cycle, len(starts) - 1):
             moved = map(sub, starts[k], starts[k - cycle])
             if not all(map(eq, moved, shift)):
                 return None
-        if any(shift[other] > shift[task] for task in self.order for _, other, _ in self.waits[task]):
-            return None
         return shift
 
 
