@@ -1433,7 +1433,7 @@ def test_a_hundred_thousand_microbatches_of_the_shape_v_take_little() -> None:
 
     few, bytes_of_few, _ = work(1_000)
     many, bytes_of_many, plan = work(100_000)
-    assert all(one <= 1.2 * other for one, other in zip(many, few, strict=True)), (few, many)
+    assert all(one <= 1.5 * other for one, other in zip(many, few, strict=True)), (few, many)
     assert max(many) < 3_000_000, "some tenths of a second each"
     assert bytes_of_many < min(20_000, 1.2 * bytes_of_few)
     assert plan.num_microbatches == 100_000
