@@ -3,9 +3,10 @@
 Alone a group finds other numbers in caches and other threads awake than in a run, and of many that were measured alone
 the cheapest cover has those whose measurement was luckiest. So the whole model runs by covers, with a reading of the
 clock between groups: by each backend alone that can, then by the cheapest cover of what is known, again and again,
-until no cover is predicted to take less than the best of those that ran, but for the noise. A group takes what it took
-in the last of its runs; in none, what it took alone, by as much as others of its backend took longer or shorter in
-runs. Running is a function that is passed.
+until no cover is predicted to take less than the best of those that ran, but for the noise. A machine is faster or
+slower for seconds, so covers that took nearly as long as the best run again in turns, and the middle one of a cover's
+runs counts. A group takes what it took in the last of these; in none, what it took alone, by as much as others of its
+backend took longer or shorter in runs. Running is a function that is passed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,15 @@ NOISE = 0.02
 
 MOST_MIXED = 8
 """Covers of several backends that a command runs at most, at one micro-batch size."""
+
+NEAR = 0.1
+"""Covers that took longer than the best by no more than this run again; the same cover differed by that in minutes."""
+
+MOST_NEAR = 3
+"""Covers that run again at most, those that took least."""
+
+RUNS = 3
+"""How many times these run in all."""
 
 
 class RunWhole(Protocol):
@@ -70,8 +80,16 @@ def cover_of(graph: OperatorDag, run: WholeRun, change_ns: int) -> KernelCover:
     return KernelCover.of(graph, matches, change_ns)
 
 
-def _runs(profile: Profile, size: int) -> tuple[WholeRun, ...]:
-    return tuple(run for run in profile.whole_runs if run.microbatch_size == size)
+def _runs(profile: Profile, size: int) -> list[WholeRun]:
+    """One run of each cover: the middle one, or one that was refused."""
+    by_cover: dict[Groups, list[WholeRun]] = defaultdict(list)
+    for run in profile.whole_runs:
+        if run.microbatch_size == size:
+            by_cover[run.cover].append(run)
+    return [
+        next((run for run in own if run.reason), sorted(own, key=lambda run: run.ns)[(len(own) - 1) // 2])
+        for own in by_cover.values()
+    ]
 
 
 def _changes_into(graph: OperatorDag, cover: Groups) -> list[int]:
@@ -237,7 +255,7 @@ class WholeRuns:
         profile = profile.model_copy(update={"whole_runs": tuple(run for run in given if run.reason != PENDING)})
         first = self._alone(profile)
         for number, cover in enumerate(first):
-            profile = self._ran(profile, cover, number, len(first) + MOST_MIXED)
+            profile = self._ran(profile, self._groups(cover), number, len(first) + MOST_MIXED)
         done, over = len(first), False
         for number in range(done, done + MOST_MIXED + 1):
             profile = with_times_of_runs(profile, self.graph, self.size)
@@ -253,9 +271,32 @@ class WholeRuns:
                 f"micro-batch size {self.size}: other covers than those that ran may take less; covers are chosen "
                 "among those that ran"
             )
-        profile = with_times_of_runs(profile, self.graph, self.size)
+        profile = with_times_of_runs(self._in_turns(profile), self.graph, self.size)
         self.keep(profile)
         return profile
+
+    def _in_turns(self, profile: Profile) -> Profile:
+        """The profile with more runs of covers that took nearly as long as the best, the one that has fewest next."""
+        done = 0
+        while near := self._near(profile):
+            cover = near[0]
+            label = self._label(cover)
+            if not self._is_time_for(profile, cover):
+                self.tell(f"--measure-limit was over; not run again beside others that took nearly as long: {label}")
+                break
+            profile = self._ran(profile, cover, done, done + len(near))
+            done += 1
+        return profile
+
+    def _near(self, profile: Profile) -> list[Groups]:
+        """Runs that are still to be done of covers nearly as quick as the best."""
+        runs = sorted((run for run in _runs(profile, self.size) if not run.reason), key=lambda run: run.ns)
+        near = [run.cover for run in runs[:MOST_NEAR] if run.ns <= runs[0].ns * (1 + NEAR)]
+        if len(near) == 1:
+            return []
+        count = Counter(run.cover for run in profile.whole_runs if run.microbatch_size == self.size)
+        left = [(count[cover] + more, cover) for cover in near for more in range(RUNS - count[cover])]
+        return [cover for _, cover in sorted(left, key=lambda each: each[0])]
 
     def _alone(self, profile: Profile) -> list[KernelCover]:
         """Covers of one backend each that have not run: of its groups, and of one group; eager torch's, then by ns."""
@@ -274,7 +315,7 @@ class WholeRuns:
                     continue
         return sorted(found, key=lambda cover: (cover.matches[0].backend != EAGER, cover.total_ns))
 
-    def _next(self, profile: Profile) -> KernelCover | None:
+    def _next(self, profile: Profile) -> Groups | None:
         """The cheapest cover of what is known, if it has not run and is better than the best that has."""
         runs = _runs(profile, self.size)
         passed = _passed_over(profile, self.size)
@@ -288,12 +329,13 @@ class WholeRuns:
         best = best_run(profile, self.size)
         if best is not None and cover.total_ns > best.ns * (1 - NOISE):
             return None
-        return None if set(self._groups(cover)) in [set(run.cover) for run in runs] else cover
+        groups = self._groups(cover)
+        return None if set(groups) in [set(run.cover) for run in runs] else groups
 
     def _groups(self, cover: KernelCover) -> Groups:
         return tuple((match.blocks, match.backend) for match in cover.as_runs(self.graph))
 
-    def _is_time_for(self, profile: Profile, cover: KernelCover) -> bool:
+    def _is_time_for(self, profile: Profile, groups: Groups) -> bool:
         """Whether what its groups took to build is left: each is built again for the run."""
         known = {
             (blocks, row.backend): row.compile_ns
@@ -301,15 +343,14 @@ class WholeRuns:
             for row in rows
             if row.microbatch_size == self.size
         }
-        needed = sum(known[match.blocks, match.backend] for match in cover.matches) / 1e9
+        needed = sum(known[group] for group in groups) / 1e9
         left = self.left()
         return left > 0 and needed <= left
 
-    def _ran(self, profile: Profile, cover: KernelCover, number: int, most: int) -> Profile:
+    def _ran(self, profile: Profile, groups: Groups, number: int, most: int) -> Profile:
         """The profile with a run by a cover, if there is time for it."""
-        groups = self._groups(cover)
         label = self._label(groups)
-        if not self._is_time_for(profile, cover):
+        if not self._is_time_for(profile, groups):
             self.tell(f"--measure-limit was over; the whole model was not run by {label}")
             return profile
         if self.progress is not None:
