@@ -646,7 +646,8 @@ def judged(given: Input, ran: Ran) -> Ended:
     if controls:
         return Ended("control", "control", f"{', '.join(controls)} in {_around(shown, typed)}")
     is_markdown = given.arguments[:1] == ["report"]  # where brackets are written otherwise
-    if "canary" in shown and "canary[/" not in shown and "canary" not in typed and not is_markdown:
+    # Where a long text ends early, one of the tags around it may be missing.
+    if re.search(r"(?<!\])canary(?!\[/)", shown) and "canary" not in typed and not is_markdown:
         return Ended("control", "control", "markup is read")
     if len(ran.stderr) > MOST_SAID:
         return Ended("flood", "control", f"{len(ran.stderr)} characters of messages")

@@ -168,13 +168,21 @@ def judged(hit: Hit, code: int, said: str, folder: Path, took: float) -> Ended:
     known = hit.kind != "launcher killed" and (code == 0 or _KNOWN.search(said) is not None)
     for wrong, found in (
         ("orphan", left_over()),
-        ("traceback", "Traceback" in said),
+        ("traceback", _tracebacks(said, hit)),
         ("lost", known and _lost(folder / "found.json")),
         ("exit", not _is_promised(code, hit)),
     ):
         if found:
             return Ended(hit.name, wrong, f"{found}: {what}")
     return Ended(hit.name)
+
+
+def _tracebacks(said: str, hit: Hit) -> bool:
+    """Whether there are any; but for Python's own of a worker that it is still starting as its launcher is killed."""
+    own = said.split("Traceback (most recent call last)")[1:]
+    if hit.kind == "launcher killed":
+        own = [text for text in own if "pipeplan" in text or "EOFError: Ran out of input" not in text]
+    return bool(own)
 
 
 @contextlib.contextmanager

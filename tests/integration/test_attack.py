@@ -157,6 +157,14 @@ def test_a_search_is_interrupted_and_a_plan_that_is_lost_is_noticed(
     assert found.ended.wrong == ("lost" if loses else ""), found.ended.what
 
 
+STARTING = """Traceback (most recent call last):
+  File "<string>", line 1, in <module>
+  File "/lib/python3.11/multiprocessing/spawn.py", line 130, in _main
+    preparation_data = reduction.pickle.load(from_parent)
+EOFError: Ran out of input"""
+"""What Python itself says where it has just started a worker and nobody is there any more to tell it what to run."""
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "said", "wrong"),
     [
@@ -167,6 +175,10 @@ def test_a_search_is_interrupted_and_a_plan_that_is_lost_is_noticed(
         ("stopped", 3, "pipeplan: no plan was found in 6.0 s", ""),
         ("stopped", 1, "pipeplan: no", "exit"),
         ("launcher killed", -9, "0:00:01 best 12.5ms; even one-to-one", ""),
+        ("launcher killed", -9, STARTING, ""),
+        ("launcher killed", -9, STARTING.replace("multiprocessing", "pipeplan"), "traceback"),
+        ("launcher killed", -9, f"{STARTING}\nTraceback (most recent call last):\nKeyError", "traceback"),
+        ("stopped", 3, STARTING, "traceback"),
     ],
 )
 def test_a_plan_that_a_terminal_has_told_of_must_be_there(
@@ -289,6 +301,8 @@ def test_a_bound_that_is_too_high_is_noticed(parts: dict[str, Any], monkeypatch:
         ("pipeplan: a\u202eb", 2, "control"),
         ("pipeplan: " + "x" * 30_000, 2, "control"),
         ("pipeplan: canary", 2, "control"),
+        ("pipeplan: [bold]canary[/bold], [bold]canary... and ...canary[/bold]", 2, ""),
+        ("pipeplan: [bold]canary[/bold] canary", 2, "control"),
         ("Traceback (most recent call last):", 1, "traceback"),
     ],
 )
