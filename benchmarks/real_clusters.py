@@ -16,6 +16,9 @@ that make schedules ``schedule-steps``).
     python benchmarks/real_clusters.py --state FOLDER --table
     python benchmarks/real_clusters.py --list
 
+It ends with 1, and says what, where a bound does not hold, or a search on thousands of devices is longer than a cell of
+the grid or breaks one of :data:`LEAST_COUNTED`, :data:`MOST_PLAN_BYTES` and what is beside it.
+
 With ``--processor`` seconds are those of the process's own work, so that a busy machine is as good as a quiet one.
 
 A cell whose bound is above the best that is known is counted and not simulated, but for one in fifty: those show that
@@ -45,10 +48,13 @@ from tables import machine, markdown, note
 
 import pipeplan
 from pipeplan.checker import check
+from pipeplan.costs import StageCost
 from pipeplan.costs.devices import peak_flops_per_s
 from pipeplan.costs.throughput import Yardstick
+from pipeplan.costs.zero import IN_ACTIONS, Exchanging
 from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.files import Plan, read_cluster, read_plan, read_profile
+from pipeplan.partition.problem import Pricing
 from pipeplan.planning.candidates import CandidateStep, PlacementCandidate, placed, uniform_choices
 from pipeplan.planning.divided_state import DivideState, divides_by_default
 from pipeplan.planning.frontier import frontier_request, search_frontier
@@ -56,12 +62,13 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.start import StartPlan
 from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
-from pipeplan.planning.uniform_space import BoundedChoice
+from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import first_look
 from pipeplan.schedule.state import ScheduleStep, SearchStep
 from pipeplan.simulator.simulation import simulate
 from pipeplan.time_limit import Limit, WorkClock
+from pipeplan.workload.elements import Again
 
 TOKENS = 4 * 2**20
 """Of a step."""
@@ -378,17 +385,20 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     """
     best_ns = (state.known(case, "search") or {}).get("iteration_ns")
     request = replace(state.request(case), num_parted=0)
-    named = [each for each in uniform_choices(request) if each.choice.usual is not None and each.choice.usual.name]
+    bounds = CellBounds(request)
+    rows = (each for each in uniform_choices(request) if each.choice.usual is not None and each.choice.usual.name)
+    named = [(each, max(each.least_ns, bounds.exchanging_ns(each.choice))) for each in rows]
     path = state.folder / f"{case.stem}.cells.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     known = {line["cell"]: line for line in lines}
     best = min([*(line["ns"] for line in lines if line["ns"]), *([best_ns] if best_ns else [])], default=None)
-    bounded, able, opened, wrong, left = 0, 0, 0, list[str](), list[float]()
-    above_all = sum(_above(each, best) and _is_short(each) for each in named)
+    bounded, apart, able, opened, wrong, left = 0, 0, 0, 0, list[str](), list[float]()
+    above_all = sum(_above(least_ns, best) and _is_short(each) for each, least_ns in named)
     every = max(SAMPLED, above_all // state.above) if state.above else SAMPLED
     with path.open("a") as cells:
-        for number, each in enumerate(named):
-            above = _above(each, best)
+        for number, (each, least_ns) in enumerate(named):
+            above = _above(least_ns, best)
+            apart += above and not _above(each.least_ns, best)
             bounded, opened, able = bounded + above, opened + (not above), able + (above and _is_short(each))
             if not above and state.cells and opened > state.cells:
                 left.append(each.usual_ns)
@@ -397,21 +407,25 @@ def grid(state: State, case: Case) -> dict[str, Any]:
             if name not in known and not (above and (able % every or not _is_short(each))):
                 begun = state.clock()
                 ns, why = _simulated(request, each)
-                known[name] = {"cell": name, "ns": ns, "least_ns": each.least_ns, "above": above, "why": why}
+                known[name] = {"cell": name, "ns": ns, "least_ns": least_ns, "above": above, "why": why}
                 known[name]["seconds"] = round(state.clock() - begun, 2)
                 cells.write(json.dumps(known[name]) + "\n")
                 cells.flush()
                 if number % 50 == 0:
                     note(f"{case.name}: cell {number} of {len(named)}, best {best and best / 1e9}")
-            if name in known and (ns := known[name]["ns"]) is not None:
+            if name not in known:
+                continue
+            known[name] |= {"least_ns": least_ns, "above": above}  # of an earlier run as bounds are now
+            if (ns := known[name]["ns"]) is not None:
                 best = ns if best is None else min(best, ns)
-                if ns < known[name]["least_ns"] and name not in wrong:  # its own: others of the name recompute more
+                if ns < least_ns:
                     wrong.append(name)
     simulated = [line for line in known.values() if line["ns"] is not None]
     winner = min(simulated, key=lambda line: line["ns"], default=None)
     return {
         "cells": len(named),
         "above": bounded,
+        "exchanging": apart,
         "simulated": len(simulated),
         "without_schedule": len(known) - len(simulated),
         "tried": sum(line["above"] for line in known.values()),
@@ -433,9 +447,46 @@ def _is_short(each: BoundedChoice) -> bool:
     return each.choice.actions_looked_at <= SHORT
 
 
-def _above(each: BoundedChoice, best: int | None) -> bool:
-    """Whether its bound is not below the best that is known."""
-    return best is not None and each.least_ns >= best
+class CellBounds:
+    """Bounds of cells, whose copies exchange what they divide inside of actions, on devices of one kind.
+
+    Those of the table are of all that a search makes of a row, which may exchange apart from actions, too.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.blocks = request, Blocks.of(request.profile)
+        self._work = dict[tuple[Pricing, int, tuple[Again, ...]], int]()
+
+    def exchanging_ns(self, choice: Choice) -> int:
+        """Ns of positions that work all the time, with what is exchanged, on links as near as any. 0: nothing is."""
+        if choice.zero.level < IN_ACTIONS:
+            return 0
+        levels = choice.levels or (choice.recompute,)
+        key = choice.pricing, choice.copies, levels
+        if key not in self._work:
+            own = choice.pricing
+            near = Exchanging.on_first(self.request.cluster, own.shards, choice.copies, own.zero, own.experts)
+            ways = [
+                list(
+                    map(_least_work_ns, own._replace(recompute=each).costs(self.blocks.profile, self.blocks.each, near))
+                )
+                for each in levels
+            ]
+            counts = self.blocks.counts.tolist()
+            self._work[key] = sum(count * min(each) for count, *each in zip(counts, *ways, strict=True))
+        return choice.batch.num_microbatches * self._work[key] // (choice.positions or 1)
+
+
+def _least_work_ns(cost: StageCost) -> int:
+    """A forward, and a backward, which may be split."""
+    if cost.input_grad_ns is None or cost.weight_grad_ns is None:
+        return cost.compute_ns
+    return cost.forward_ns + min(cost.backward_ns, cost.input_grad_ns + cost.weight_grad_ns)
+
+
+def _above(least_ns: int, best: int | None) -> bool:
+    """Whether a bound is not below the best that is known."""
+    return best is not None and least_ns >= best
 
 
 def _cell(each: BoundedChoice) -> str:
@@ -744,21 +795,8 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
             rows.append((case.name, found["failed"], *[""] * 8))
             continue
         ns, cells = found["iteration_ns"], state.known(case, "grid")
-        rows.append(
-            (
-                case.name,
-                f"{ns / 1e9:.2f}",
-                f"{found['share_of_peak']:.1%}",
-                f"{found['lower_bound_ns'] / 1e9:.2f}",
-                f"{found['layout']}, {found['stages']} stages on {found['positions']} positions, "
-                f"{found['recomputed']} recomputed, micro-batch {found['microbatch_size']}, {found['scheduler']}",
-                f"{found['first_s']:.1f}",
-                f"{found['near_s']:.1f}",
-                f"{found['seconds']:.1f}",
-                f"{found['memory_bytes'] / 1e9:.2f}",
-                "yes" if found["valid"] else "no",
-            )
-        )
+        if "share_of_peak" in found:  # else the folder was given what another search had found, for its grid
+            rows.append(_search_row(case, found))
         if cells is not None:
             best = cells["best_ns"]
             grids.append(
@@ -822,11 +860,29 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
         yield markdown(("case", "beside", "its iteration, s", "search, s", "search is"), others)
 
 
+def _search_row(case: Case, found: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a search found, as a row of the first table."""
+    return (
+        case.name,
+        f"{found['iteration_ns'] / 1e9:.2f}",
+        f"{found['share_of_peak']:.1%}",
+        f"{found['lower_bound_ns'] / 1e9:.2f}",
+        f"{found['layout']}, {found['stages']} stages on {found['positions']} positions, "
+        f"{found['recomputed']} recomputed, micro-batch {found['microbatch_size']}, {found['scheduler']}",
+        f"{found['first_s']:.1f}",
+        f"{found['near_s']:.1f}",
+        f"{found['seconds']:.1f}",
+        f"{found['memory_bytes'] / 1e9:.2f}",
+        "yes" if found["valid"] else "no",
+    )
+
+
 COUNTS = {
     "cells": "cells",
     "simulated": "simulated",
     "without_schedule": "no schedule",
     "above": "above",
+    "exchanging": "of these by exchanges",
     "tried": "of these tried",
     "sampled": "fit",
 }
@@ -870,6 +926,42 @@ def _beside(theirs: int | None, ours: int, why: str = "") -> tuple[str, ...]:
     return f"{theirs / 1e9:.2f}", f"{ours / 1e9:.2f}", f"{ours / theirs - 1:+.1%}"
 
 
+LEAST_COUNTED = {"llama3-405b-4096-h100": 0.42}
+"""The share of all devices' peak that a plan of a case reaches at least, as :func:`counted_share` counts."""
+
+MOST_PLAN_BYTES, MOST_MEMORY_BYTES, MOST_S = 500_000, 4 * 2**30, 5.0
+"""Of a plan's file and of a search; seconds to a first plan, and of ``check`` and ``simulate``."""
+
+
+def missed(state: State, cases: Iterable[Case]) -> Iterator[str]:
+    """What is known and is not as it must be, on thousands of devices: a line for each."""
+    for case in cases:
+        if case.devices < MANY:
+            continue
+        search, command = (state.known(case, part) or {} for part in ("search", "commands"))
+        grid_ns, wrong = ((state.known(case, "grid") or {}).get(key) for key in ("best_ns", "wrong"))
+        if wrong:
+            yield f"{case.name}: bounds that do not hold: {', '.join(wrong)}"
+        for what, found in (("search", search), ("commands", command)):
+            if (ns := found.get("iteration_ns")) is None:
+                continue
+            least = LEAST_COUNTED.get(case.stem)
+            share = least and counted_share(state, case, ns)
+            if least and share and share < least:
+                yield f"{case.name}, {what}: {share:.1%} of the peak by 6 N + 6 L h s, not {least:.0%}"
+            if grid_ns and ns > grid_ns:
+                yield f"{case.name}, {what}: {ns / 1e9:.3f} s, and a cell of the grid {grid_ns / 1e9:.3f} s"
+        said: list[tuple[str, float | None, float]] = [
+            ("bytes of a plan", command.get("plan_bytes", search.get("plan_bytes")), MOST_PLAN_BYTES),
+            ("bytes of memory", command.get("search", search).get("memory_bytes"), MOST_MEMORY_BYTES),
+            ("seconds to a first plan", command.get("search", {}).get("marks", {}).get("made"), MOST_S),
+            *((f"seconds of {verb}", command.get(verb, {}).get("seconds"), MOST_S) for verb in ("check", "simulate")),
+        ]
+        for what, figure, most in said:
+            if figure is not None and figure > most:
+                yield f"{case.name}: {figure:,.4g} {what}, not {most:,.4g} at most"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", type=Path, help="the folder where everything is kept, to go on from")
@@ -907,6 +999,8 @@ def main() -> None:
         work(state, cases, options.parts.split(","))
     print("\n\n".join(tables(state, cases)))
     print(f"\n{options.limit:g} s per search; {machine()}.")
+    if lines := list(missed(state, cases)):
+        raise SystemExit("\n".join(lines))
 
 
 if __name__ == "__main__":
