@@ -40,6 +40,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ from pipeplan.checker import check
 from pipeplan.costs import StageCost
 from pipeplan.costs.devices import peak_flops_per_s
 from pipeplan.costs.throughput import Yardstick
-from pipeplan.costs.zero import IN_ACTIONS, Exchanging
+from pipeplan.costs.zero import Exchanging
 from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.files import Plan, read_cluster, read_plan, read_profile
 from pipeplan.partition.problem import Pricing
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.candidates import CandidateStep, PlacementCandidate, placed, uniform_choices
 from pipeplan.planning.divided_state import DivideState, divides_by_default
 from pipeplan.planning.frontier import frontier_request, search_frontier
@@ -387,7 +389,7 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     request = replace(state.request(case), num_parted=0)
     bounds = CellBounds(request)
     rows = (each for each in uniform_choices(request) if each.choice.usual is not None and each.choice.usual.name)
-    named = [(each, max(each.least_ns, bounds.exchanging_ns(each.choice))) for each in rows]
+    named = [(each, max(each.least_ns, bounds.least_ns(each.choice))) for each in rows]
     path = state.folder / f"{case.stem}.cells.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     known = {line["cell"]: line for line in lines}
@@ -425,7 +427,7 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     return {
         "cells": len(named),
         "above": bounded,
-        "exchanging": apart,
+        "sharper": apart,
         "simulated": len(simulated),
         "without_schedule": len(known) - len(simulated),
         "tried": sum(line["above"] for line in known.values()),
@@ -448,38 +450,47 @@ def _is_short(each: BoundedChoice) -> bool:
 
 
 class CellBounds:
-    """Bounds of cells, whose copies exchange what they divide inside of actions, on devices of one kind.
+    """Bounds of cells on devices of one kind, whatever their cut: sharper than the table's.
 
-    Those of the table are of all that a search makes of a row, which may exchange apart from actions, too.
+    The table's are of all that a search makes of a row, whose copies may exchange what they divide apart from actions;
+    a cell's exchange it inside, on links as near as any. And its schedule splits backward or not.
+
+    Position p of P, in the order of the chain, begins once a micro-batch has been through p stages, each with a block
+    at least; and where backward is whole, its last action goes on through the same ones. So an iteration T is no less
+    than ``m W_p`` with the p least of blocks, whose sum over positions is ``P T >= m W + sum over p of these``.
     """
 
     def __init__(self, request: Request) -> None:
         self.request, self.blocks = request, Blocks.of(request.profile)
-        self._work = dict[tuple[Pricing, int, tuple[Again, ...]], int]()
+        self._known = dict[tuple[Pricing, int, tuple[Again, ...], bool], tuple[int, list[int]]]()
 
-    def exchanging_ns(self, choice: Choice) -> int:
-        """Ns of positions that work all the time, with what is exchanged, on links as near as any. 0: nothing is."""
-        if choice.zero.level < IN_ACTIONS:
-            return 0
-        levels = choice.levels or (choice.recompute,)
-        key = choice.pricing, choice.copies, levels
-        if key not in self._work:
-            own = choice.pricing
-            near = Exchanging.on_first(self.request.cluster, own.shards, choice.copies, own.zero, own.experts)
-            ways = [
-                list(
-                    map(_least_work_ns, own._replace(recompute=each).costs(self.blocks.profile, self.blocks.each, near))
-                )
-                for each in levels
-            ]
-            counts = self.blocks.counts.tolist()
-            self._work[key] = sum(count * min(each) for count, *each in zip(counts, *ways, strict=True))
-        return choice.batch.num_microbatches * self._work[key] // (choice.positions or 1)
+    def least_ns(self, choice: Choice) -> int:
+        """Ns that no iteration of a cell is below."""
+        assert choice.usual is not None
+        positions, whole = choice.positions or 1, not choice.usual.splits
+        key = choice.pricing, choice.copies, choice.levels or (choice.recompute,), whole
+        if key not in self._known:
+            self._known[key] = self._of_blocks(*key)
+        work, ways = self._known[key]
+        one_way = not STRATEGIES[choice.strategy].two_ways
+        waits = sum(accumulate(ways[: positions - 1])) if one_way and self.blocks.chained else 0
+        return (choice.batch.num_microbatches * work + waits) // positions
+
+    def _of_blocks(self, pricing: Pricing, copies: int, levels: Sequence[Again], whole: bool) -> tuple[int, list[int]]:
+        """Ns of all blocks for a micro-batch; and how long it is on its way through each, the least first."""
+        near = Exchanging.on_first(self.request.cluster, pricing.shards, copies, pricing.zero, pricing.experts)
+        own = [pricing._replace(recompute=each) for each in levels]
+        costs = zip(*(each.costs(self.blocks.profile, self.blocks.each, near) for each in own), strict=True)
+        work, ways = 0, list[int]()
+        for count, each in zip(self.blocks.counts.tolist(), costs, strict=True):
+            work += count * min(_least_work_ns(cost, whole) for cost in each)
+            ways += [min(cost.compute_ns if whole else cost.forward_ns for cost in each)] * count
+        return work, sorted(ways)
 
 
-def _least_work_ns(cost: StageCost) -> int:
-    """A forward, and a backward, which may be split."""
-    if cost.input_grad_ns is None or cost.weight_grad_ns is None:
+def _least_work_ns(cost: StageCost, whole: bool) -> int:
+    """A forward and a backward, ``whole`` or split where it can be."""
+    if whole or cost.input_grad_ns is None or cost.weight_grad_ns is None:
         return cost.compute_ns
     return cost.forward_ns + min(cost.backward_ns, cost.input_grad_ns + cost.weight_grad_ns)
 
@@ -882,7 +893,7 @@ COUNTS = {
     "simulated": "simulated",
     "without_schedule": "no schedule",
     "above": "above",
-    "exchanging": "of these by exchanges",
+    "sharper": "of these by a cell's own bound",
     "tried": "of these tried",
     "sampled": "fit",
 }

@@ -73,7 +73,7 @@ class RunLog:
 
 
 def read_load_factor(path: str) -> float:
-    """How many times the average the fullest of devices that share experts had, by the output of ``run --json``.
+    """How many times an even share the fullest of devices that share experts had, by the output of ``run --json``.
 
     Raises:
         FileError: the file cannot be read, is no such output, or is of a run whose devices shared no experts.
@@ -85,9 +85,9 @@ def read_load_factor(path: str) -> float:
         raise FileError(f"{where}: not JSON: {error}; give a number, or the output of pipeplan run --json") from None
     loads = found.get("experts") if isinstance(found, dict) else None
     factor = loads.get("load_factor") if isinstance(loads, dict) else None
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
         raise FileError(
-            f"{where}: it has no experts.load_factor of 1 or more; give the output of pipeplan run --json of a plan "
+            f"{where}: it has no experts.load_factor above 0; give the output of pipeplan run --json of a plan "
             "with --ep above 1"
         )
     return float(factor)

@@ -27,6 +27,7 @@ from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model, placed
+from pipeplan.runtime.parallel.context import own_positions
 from pipeplan.runtime.parallel.device import Autocast
 from pipeplan.runtime.parallel.experts import WordCounts, counting, no_words, routed
 from pipeplan.runtime.parallel.grouped_rows import grouped
@@ -499,6 +500,29 @@ def test_the_load_is_counted(name: str, reports: Reports) -> None:
     for load in found:
         assert load["tokens_per_expert"] == chosen
         assert load["load_factor"] == pytest.approx(max(on_device) * 4 / sum(on_device))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full_pieces context"])
+def test_a_load_with_capacity_is_of_all_that_were_chosen(name: str, reports: Reports) -> None:
+    """Each device gives an expert no more than the even share of its words, so that none gets more than even routing
+    would bring it: by hand, of two samples and two pieces of a sequence."""
+    plan, options = case_of(name)
+    pairs, count = expert_models.unevenly(), plan.num_microbatches * options.num_steps
+    given = [0] * EXPERTS
+    for part in range(2):
+        own = own_positions(SEQUENCE // 2, Shards(2, part), torch.device("cpu")).tolist()
+        for expert in range(EXPERTS):
+            words = 2 * sum(expert in pairs[place] for place in own)
+            given[expert] += 2 * count * min(words, 2 * len(own) * EACH // EXPERTS)  # two devices have such a part
+    chosen = plan.mini_batch * options.num_steps * SEQUENCE * EACH
+    on_device = [given[2 * device] + given[2 * device + 1] for device in range(4)]
+    assert len(reports[name][0]["experts"]) == 2
+    for load in reports[name][0]["experts"]:
+        assert sorted(load["tokens_per_rank"]) == sorted(on_device)
+        assert load["dropped"] == chosen - sum(given) > 0
+        assert load["load_factor"] == pytest.approx(4 * max(on_device) / chosen)
+        assert load["load_factor"] <= 1 < 4 * max(on_device) / sum(given)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_devices_that_split_experts_have_the_words_of_all_of_them() -> None:
     ("how", "message"),
     [
         ({"expert": (3,)}, "8 experts, which 3 devices"),
-        ({"expert": (2,), "load_factor": 0.5}, "load_factor='0.5'"),
+        ({"expert": (2,), "load_factor": 0.0}, "load_factor='0.0'"),
         ({"expert": (2,), "kernels": "eager"}, "of fused kernels"),
         ({"expert": (8,), "etp": 3}, "width of 1024, which 3 devices"),
         ({"expert": (6,), "etp": 4}, "etp=4 does not divide it"),
@@ -205,7 +205,7 @@ def test_a_load_may_be_what_a_run_has_counted(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text('{"plan": "p", "experts": {"load_factor": 1.5, "blocks": []}}')
     assert [LoadFactor().convert(each, None, None) for each in (str(path), path, "1.25", 2)] == [1.5, 1.5, 1.25, 2.0]
-    for text, problem in (("{}", "no experts.load_factor of 1 or more"), ("load: 2", "not JSON")):
+    for text, problem in (("{}", "no experts.load_factor above 0"), ("load: 2", "not JSON")):
         path.write_text(text)
         with pytest.raises(FileError, match=problem):
             LoadFactor().convert(str(path), None, None)

@@ -82,8 +82,8 @@ def spreads_of(
         return []
     if min(shared) < 1:
         raise UsageError(f"--expert {min(shared)}: give numbers of 1 or more")
-    if not 1 <= load < float("inf"):
-        raise UsageError(f"--load-factor {load}: the fullest device has at least the even share, so give 1 or more")
+    if not 0 < load < float("inf"):
+        raise UsageError(f"--load-factor {load}: give a number above 0, of 1 or more where experts drop nothing")
     sparse = [block.spec for block in blocks if has_experts(block)]
     if not sparse:
         raise UsageError(f"--expert {max(shared)}: {model.name} has no experts; leave --expert out")

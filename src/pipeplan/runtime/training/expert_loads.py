@@ -27,16 +27,10 @@ def expert_loads(stages: Iterable[StageRunner], ranks: AllRanks) -> tuple[Expert
     for block in dict.fromkeys(block for counts in everyones for block in counts):
         those = {rank: counts[block] for rank, counts in enumerate(everyones) if block in counts}
         chosen, dropped, rows, busiest, average = zip(*those.values(), strict=True)
-        found.append(
-            ExpertLoad(
-                block,
-                tuple(map(sum, zip(*chosen, strict=True))),
-                tuple(those),
-                rows,
-                sum(dropped),
-                sum(busiest) / max(1.0, sum(average)),
-            )
-        )
+        tokens, left_out = tuple(map(sum, zip(*chosen, strict=True))), sum(dropped)
+        taken = 1 - left_out / max(1, sum(tokens))  # averages are of these; estimates know nothing of what is left out
+        factor = taken * sum(busiest) / max(1.0, sum(average))
+        found.append(ExpertLoad(block, tokens, tuple(those), rows, left_out, factor))
     return tuple(found)
 
 

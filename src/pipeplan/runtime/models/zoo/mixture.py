@@ -107,7 +107,9 @@ class ExpertFeedForward(nn.Module):
     def _chosen(self, normed: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """What each word's experts make of it, of which a device may have parts: all [samples, sequence, ...]."""
         mixture, words = self.mixture, normed.flatten(0, 1)
-        capacity = capacity_of(mixture.capacity, len(words), mixture.each, mixture.count) if mixture.capacity else None
+        capacity = None
+        if mixture.capacity and mixture.spread == 1:  # else its load says how many words come, after what is dropped
+            capacity = capacity_of(mixture.capacity, len(words), mixture.each, mixture.count)
         given = words, chosen.flatten(0, 1), shares.flatten(0, 1), mixture.count, self.devices, self._experts
         made = routed(*given, capacity=capacity, parts=self.parts, load=mixture.load)
         return made.view_as(normed)
