@@ -52,7 +52,6 @@ from pipeplan.checker import check
 from pipeplan.costs import StageCost
 from pipeplan.costs.devices import peak_flops_per_s
 from pipeplan.costs.throughput import Yardstick
-from pipeplan.costs.zero import Exchanging
 from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.files import Plan, read_cluster, read_plan, read_profile
 from pipeplan.partition.problem import Pricing
@@ -450,10 +449,10 @@ def _is_short(each: BoundedChoice) -> bool:
 
 
 class CellBounds:
-    """Bounds of cells on devices of one kind, whatever their cut: sharper than the table's.
+    """Bounds of cells on devices of one kind, whatever their cut: often above the table's, which are of all schedules.
 
-    The table's are of all that a search makes of a row, whose copies may exchange what they divide apart from actions;
-    a cell's exchange it inside, on links as near as any. And its schedule splits backward or not.
+    A cell's schedule splits backward or not. What copies exchange of what they divide is left out: a network may do it
+    beside actions.
 
     Position p of P, in the order of the chain, begins once a micro-batch has been through p stages, each with a block
     at least; and where backward is whole, its last action goes on through the same ones. So an iteration T is no less
@@ -462,13 +461,13 @@ class CellBounds:
 
     def __init__(self, request: Request) -> None:
         self.request, self.blocks = request, Blocks.of(request.profile)
-        self._known = dict[tuple[Pricing, int, tuple[Again, ...], bool], tuple[int, list[int]]]()
+        self._known = dict[tuple[Pricing, tuple[Again, ...], bool], tuple[int, list[int]]]()
 
     def least_ns(self, choice: Choice) -> int:
         """Ns that no iteration of a cell is below."""
         assert choice.usual is not None
         positions, whole = choice.positions or 1, not choice.usual.splits
-        key = choice.pricing, choice.copies, choice.levels or (choice.recompute,), whole
+        key = choice.pricing, choice.levels or (choice.recompute,), whole
         if key not in self._known:
             self._known[key] = self._of_blocks(*key)
         work, ways = self._known[key]
@@ -476,11 +475,10 @@ class CellBounds:
         waits = sum(accumulate(ways[: positions - 1])) if one_way and self.blocks.chained else 0
         return (choice.batch.num_microbatches * work + waits) // positions
 
-    def _of_blocks(self, pricing: Pricing, copies: int, levels: Sequence[Again], whole: bool) -> tuple[int, list[int]]:
+    def _of_blocks(self, pricing: Pricing, levels: Sequence[Again], whole: bool) -> tuple[int, list[int]]:
         """Ns of all blocks for a micro-batch; and how long it is on its way through each, the least first."""
-        near = Exchanging.on_first(self.request.cluster, pricing.shards, copies, pricing.zero, pricing.experts)
         own = [pricing._replace(recompute=each) for each in levels]
-        costs = zip(*(each.costs(self.blocks.profile, self.blocks.each, near) for each in own), strict=True)
+        costs = zip(*(each.costs(self.blocks.profile, self.blocks.each) for each in own), strict=True)
         work, ways = 0, list[int]()
         for count, each in zip(self.blocks.counts.tolist(), costs, strict=True):
             work += count * min(_least_work_ns(cost, whole) for cost in each)

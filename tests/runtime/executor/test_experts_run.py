@@ -160,6 +160,19 @@ def test_places_of_blocks_send_keys_and_values_around_a_ring() -> None:
     require_equal_to_unsplit(model_of("uneven"), plan)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "attention", "experts"),
+    [("llama", "places4", ""), ("llama", "places2-samples2", ""), ("mixtral", "places4", "experts2-samples2")],
+)
+def test_blocks_of_configurations_share_places_and_experts(name: str, attention: str, experts: str) -> None:
+    """Checked as a run checks them first, of which a model in that context has not been made yet."""
+    plan = block_by_block(name, attention, experts)
+    check(plan).require("plan")
+    require_splittable(plan, model_of(name))
+    require_equal_to_unsplit(model_of(name), plan)
+
+
 @pytest.mark.parametrize(
     ("block", "way", "problem"),
     [

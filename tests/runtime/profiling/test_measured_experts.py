@@ -199,7 +199,7 @@ def test_what_devices_send_each_other_takes_the_links_of_the_cluster() -> None:
         (MIXTRAL, {"expert": 3}, "4 experts, which 3 devices"),
         ("gpt2-tiny", {"expert": 2}, "has no experts"),
         (MIXTRAL, {"expert": 2, "granularity": "operator"}, "has no experts"),
-        (MIXTRAL, {"expert": 2, "load_factor": -0.5}, "give a number above 0"),
+        (MIXTRAL, {"expert": 2, "load_factor": 0.0}, "give a number above 0"),
         (MIXTRAL, {"load_factor": 1.5}, "load_factor='1.5' is of devices that share experts; give expert"),
         (MIXTRAL, {"expert": 2, "granularity": "layer", "shards": 2}, "attention beside experts"),
         (MIXTRAL, {"expert": 4, "cluster": Cluster.of("two", 2)}, "the cluster has 2 devices"),

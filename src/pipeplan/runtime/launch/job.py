@@ -135,8 +135,8 @@ class ExpertLoad:
 
     A word counts once for each of its experts: ``tokens_per_expert`` [expert] those that chose it, of which ``dropped``
     in all were beyond a capacity, ``tokens_per_rank`` [place in ``ranks``] those that came to a rank. The fullest of
-    devices that share experts had ``load_factor`` times an even share of all that were chosen in each micro-batch, which
-    may be less than 1 where some were dropped; 1 where each has all.
+    devices that share experts had ``load_factor`` times an even share of all that were chosen in each micro-batch:
+    less than 1 where many were dropped; 1 where each has all.
     """
 
     block: str

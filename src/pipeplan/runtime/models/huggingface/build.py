@@ -591,7 +591,9 @@ def _in_context(whole: LoadedModel, grain: Grain, count: int) -> Model:
     """The model as so many devices run it that have an early and a late piece of each sequence. Raises UsageError."""
     require_pieces(whole.sequence, count, whole.name)
     part = replace(whole, sequence=whole.sequence // count)
-    return _named_as_in_transformers(_split_for_runs(_captured(part, grain), part, grain, count))
+    with torch.device("cpu"):  # words are numbers, also where blocks are only built to be checked
+        captured = _captured(part, grain)
+    return _named_as_in_transformers(_split_for_runs(captured, part, grain, count))
 
 
 def _split_for_runs(model: Model, whole: LoadedModel, grain: Grain, context: int = 1) -> Model:
