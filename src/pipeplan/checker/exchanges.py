@@ -116,6 +116,7 @@ class _Follower:
     _uses: dict[int, int] = field(default_factory=dict)  # since the last UNSHARD
     _added: dict[int, int] = field(default_factory=dict)  # since the last REDUCE_GRAD
     _left: dict[tuple[int, bool], int] = field(default_factory=dict)
+    _courses: dict[tuple[int, Role], list[tuple[int, int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan, own = self.facts.plan, self.facts.on_device[self.device]
@@ -163,14 +164,15 @@ class _Follower:
                 times += [group.given_up, group.reduced, group.ready if waits else 0]
         return StateThen((self._begun, *(max(self._begun, time) for time in times)), opened, counts)
 
-    def _exchange(self, index: int, action: StateAction) -> None:
-        place = f"programs[{self.device}][{index}] ({action})"
+    def _exchange(self, place: int, action: StateAction) -> None:
         groups = self._groups.get(action.stage)
         if groups is None:
-            self._add(place, f"stage {action.stage} here has no block_groups to exchange")
+            self._wrong(place, action, f"stage {action.stage} here has no block_groups to exchange")
             return
         if (action.group is None) != (len(groups) == 1) or (action.group or 0) >= len(groups):
-            self._add(place, f"stage {action.stage} has {len(groups)} groups of blocks; name one, if they are several")
+            self._wrong(
+                place, action, f"stage {action.stage} has {len(groups)} groups of blocks; name one, if they are several"
+            )
             return
         stage, number = self.facts.plan.stages[action.stage], action.group or 0
         group, size = groups[number], stage.block_groups[number]
@@ -178,7 +180,7 @@ class _Follower:
             wanted = min(stage.reduce_every or 0, self._added.get(action.stage, 0) + self._left[action.stage, True])
             if group.adding is None or self._added.get(action.stage, 0) != wanted:
                 had = self._added.get(action.stage, 0) if group.adding is not None else 0
-                self._add(place, f"comes after {had} actions that add to its gradients, not after {wanted}")
+                self._wrong(place, action, f"comes after {had} actions that add to its gradients, not after {wanted}")
             else:
                 begin = max(self.free, self._begun, group.ready)
                 self.free = group.reduced = begin + size.reduce_ns
@@ -187,31 +189,36 @@ class _Follower:
                 self.spans.append((group.adding, group.reduced, GRADIENTS, size.reduced_bytes))
                 group.adding = None
         elif stage.unshard_every is None:
-            self._add(place, f"stage {action.stage} does not divide its parameters, or gathers them inside of actions")
+            self._wrong(
+                place, action, f"stage {action.stage} does not divide its parameters, or gathers them inside of actions"
+            )
         elif action.kind == UNSHARD:
             if group.gathered is not None:
-                self._add(place, "is gathered already; a RESHARD is missing before")
+                self._wrong(place, action, "is gathered already; a RESHARD is missing before")
                 return
             begin = max(self.free, self._begun, group.given_up)
             group.gathered = min(begin, max(self._ended, group.given_up))
             self.free = group.arrives = begin + size.unshard_ns
             self._uses[action.stage] = 0
         else:
-            self._give_up(place, action.stage, stage, number)
+            self._give_up(place, action, stage, number)
 
-    def _give_up(self, place: str, number: int, stage: Stage, which: int) -> None:
+    def _give_up(self, place: int, action: StateAction, stage: Stage, which: int) -> None:
         """A RESHARD follows directly after the last action that its group was gathered for."""
+        number = action.stage
         group, uses = self._groups[number][which], self._uses.get(number, 0)
         wanted = min(stage.unshard_every or 0, uses + self._left[number, False])
         if group.gathered is None:
-            self._add(place, "is not gathered; an UNSHARD is missing before")
+            self._wrong(place, action, "is not gathered; an UNSHARD is missing before")
             return
         last = self._last
         if uses != wanted or last is None or self.facts.plan.operations[last[0]].stage != number:
-            self._add(place, f"comes after {uses} actions of what it was gathered for, must right after {wanted}")
+            self._wrong(
+                place, action, f"comes after {uses} actions of what it was gathered for, must right after {wanted}"
+            )
         else:
             operation = self.facts.plan.operations[last[0]]
-            group.given_up = self._begun + _moments(stage, operation.role)[which][1]
+            group.given_up = self._begun + self._moments(number, operation.role)[which][1]
             self.spans.append((group.gathered, group.given_up, PARAMETERS, stage.block_groups[which].gathered_bytes))
         group.gathered = None
 
@@ -222,7 +229,7 @@ class _Follower:
         groups = self._groups.get(operation.stage, [])
         gathers = stage.unshard_every is not None and operation.role in PARAMETER_ROLES
         adds = operation.role in GRADIENT_ROLES
-        moments, least = _moments(stage, operation.role), 0
+        moments, least = self._moments(operation.stage, operation.role), 0
         if gathers and groups:
             self._uses[operation.stage] = self._uses.get(operation.stage, 0) + 1
             self._left[operation.stage, False] -= 1
@@ -250,6 +257,16 @@ class _Follower:
             self._add(self._at(entry), text)
         self.least[entry] = least
         self._begun, self._ended, self._last = start, start + operation.duration_ns, entry
+
+    def _moments(self, stage: int, role: Role) -> list[tuple[int, int]]:
+        """Those of a stage, which are the same for all actions of a role."""
+        found = self._courses.get((stage, role))
+        if found is None:
+            found = self._courses[stage, role] = _moments(self.facts.plan.stages[stage], role)
+        return found
+
+    def _wrong(self, place: int, action: StateAction, text: str) -> None:
+        self._add(f"programs[{self.device}][{place}] ({action})", text)
 
     def _at(self, entry: Entry) -> str:
         return f"starts_ns[{self.facts.ids[entry[0]]}][{entry[1]}]"

@@ -37,7 +37,7 @@ from pipeplan.workload.columns import IntArray, Lines, distinct
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
 from pipeplan.workload.exchanges import StateTexts, texts_around
 from pipeplan.workload.folding import of_devices
-from pipeplan.workload.kinds import CACHE, REDUCE_GRAD, RESHARD, Role, payload_of
+from pipeplan.workload.kinds import CACHE, REDUCE_GRAD, RESHARD, UNSHARD, Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.samples import texts_of
 from pipeplan.workload.slices import in_parts, num_sliced, parts_before, repetend_of_loop, whole, with_parts
@@ -505,14 +505,19 @@ def simulate(
 
 def _exchanges(graph: TaskGraph, starts: Sequence[int]) -> tuple[tuple[str, tuple[int, ...], int, int, int], ...]:
     """What exchanges state, as a simulation has it; giving it up takes no time."""
-    found, texts = [], StateTexts(graph.workload)
-    for devices, network in graph.networks_at(starts):
-        for run in network.runs:
-            group = graph.workload.stages[run.stage].block_groups[run.group]
-            size = group.reduced_bytes if run.kind == REDUCE_GRAD else group.gathered_bytes
-            if run.kind != RESHARD:
-                found.append((texts.of(run), devices, run.start_ns, run.end_ns - run.start_ns, size))
-    return tuple(found)
+    texts, sizes = StateTexts(graph.workload), dict[tuple[int, str, int], int]()
+    for number, stage in enumerate(graph.workload.stages):
+        for group, blocks in enumerate(stage.block_groups):
+            sizes[number, REDUCE_GRAD, group], sizes[number, UNSHARD, group] = (
+                blocks.reduced_bytes,
+                blocks.gathered_bytes,
+            )
+    return tuple(
+        (texts[stage, kind, group], devices, start, end - start, sizes[stage, kind, group])
+        for devices, network in graph.networks_at(starts)
+        for kind, stage, group, start, end, _, _ in network.runs
+        if kind != RESHARD
+    )
 
 
 _ANOTHER = ("--microbatches", "--mini-batch", "--global-batch-size", "-o", "--output", "--placement-output")

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import gcd, lcm
 from typing import Protocol
 
@@ -63,35 +63,19 @@ _Asked = tuple[int, bool, int, int, int]
 """An exchange that may run: ready in ns, whether it reduces, a number among equals, stage and group."""
 
 
-@dataclass(frozen=True, slots=True)
-class StateRun:
-    """A run of an UNSHARD, RESHARD or REDUCE_GRAD of a stage's ``group`` of blocks; a RESHARD takes no time.
+StateRun = tuple[str, int, int, int, int, int | None, bool]
+"""A run of an UNSHARD, RESHARD or REDUCE_GRAD: kind, stage, group of its blocks, start and end in ns, task, after.
 
-    It stands right ``after`` or before ``task`` in the programs of its devices; None is at their end.
-    """
+A RESHARD takes no time. It stands right ``after`` or before the task in the programs of its devices; None is at their
+end. A tuple of numbers and texts, as there are several for each action, and nothing that collects garbage has to look
+at such.
+"""
 
-    kind: str
-    stage: int
-    group: int
-    start_ns: int
-    end_ns: int
-    task: int | None
-    after: bool = False
+WholeState = tuple[MemoryKind, int, int, int, int, int]
+"""Bytes of a group of blocks that each device of a stage holds for a time: kind, stage, group, size, begin, end in ns.
 
-
-@dataclass(frozen=True, slots=True)
-class WholeState:
-    """Bytes of a group of blocks that each device of a stage holds from a moment to another.
-
-    Gathered parameters, or whole gradients.
-    """
-
-    kind: MemoryKind
-    stage: int
-    group: int
-    size: int
-    begin_ns: int
-    end_ns: int
+Gathered parameters, or whole gradients.
+"""
 
 
 def passes(groups: Sequence[BlockGroup], role: Role) -> list[tuple[int, int, int]]:
@@ -134,6 +118,7 @@ class _StageState:
     ``held_at`` and ``added_at`` since when it holds the bytes.
     """
 
+    groups: Sequence[BlockGroup]
     uses: int
     additions: int
     left: int = 0
@@ -193,7 +178,7 @@ class Network:
         self._states = dict[int, _StageState]()
         self._uses = dict[int, _StateUse]()  # [operation]
         for number in stages:
-            groups = len(workload.stages[number].block_groups)
+            groups = workload.stages[number].block_groups
             counts = [
                 sum(
                     len(slots)
@@ -204,7 +189,9 @@ class Network:
             ]
             if groups:
                 uses, additions = counts
-                self._states[number] = _StageState(uses, additions, 0, 0, *([0] * groups for _ in range(5)))
+                self._states[number] = _StageState(
+                    groups, uses, additions, 0, 0, *([0] * len(groups) for _ in range(5))
+                )
 
     def start(self, task: int, ready_ns: int) -> int:
         """When an action starts that could start at ``ready_ns``: the next one of these devices."""
@@ -248,21 +235,23 @@ class Network:
 
     def _after_exchanges(self, task: int, coming: _StateUse, state: _StageState, start: int) -> int:
         """Run what must be done before an action: gather what it needs, reduce what it would add to."""
-        number, groups = coming.number, coming.stage.block_groups
+        number, groups = coming.number, state.groups
         gathers = coming.needs and not state.left
         asked: list[_Asked] = []
+        last = 0
         if gathers:
-            latest = 0
             for place, (group, *_) in enumerate(coming.course):
-                latest = max(latest, state.given_up[group])
-                asked.append((latest, False, place, number, group))
-        adds = coming.adds and not state.added
-        owed = [each for each in self._waiting if each[3] == number] if adds else []
-        if gathers or owed:
-            last = max([each[0] for each in asked] + [each[0] for each in owed])
-            # what is ready no later than the last of these goes with them, so that none is overtaken
-            asked += [each for each in self._waiting if each[0] <= last]
-            self._run(sorted(asked), task)
+                last = max(last, state.given_up[group])
+                asked.append((last, False, place, number, group))
+        if self._waiting:
+            owed = [each[0] for each in self._waiting if each[3] == number] if coming.adds and not state.added else []
+            if gathers or owed:
+                last = max([last, *owed])
+                # what is ready no later than the last of these goes with them, so that none is overtaken
+                asked += [each for each in self._waiting if each[0] <= last]
+                asked.sort()
+        if asked:
+            self._run(asked, task)
         if gathers:
             for group, begin, _ in coming.course:
                 start = max(start, state.gathered_at[group] + groups[group].unshard_ns - begin)
@@ -284,9 +273,9 @@ class Network:
             if not state.left:
                 for group, _, end in course:
                     state.given_up[group] = start + end
-                    size = stage.block_groups[group].gathered_bytes
-                    self.held.append(WholeState(PARAMETERS, number, group, size, state.held_at[group], start + end))
-                    self.runs.append(StateRun(RESHARD, number, group, start + end, start + end, task, after=True))
+                    size = state.groups[group].gathered_bytes
+                    self.held.append((PARAMETERS, number, group, size, state.held_at[group], start + end))
+                    self.runs.append((RESHARD, number, group, start + end, start + end, task, True))
         if not coming.adds:
             return
         if not state.added:
@@ -302,18 +291,19 @@ class Network:
     def _run(self, asked: Sequence[_Asked], task: int | None) -> None:
         """Run exchanges one after another, in this order."""
         for ready, reduces, _, number, group in asked:
-            state, blocks = self._states[number], self._graph.workload.stages[number].block_groups[group]
+            state = self._states[number]
+            blocks = state.groups[group]
             start = max(self.free, self._floor, ready)
             self.free = end = start + (blocks.reduce_ns if reduces else blocks.unshard_ns)
-            self.runs.append(StateRun(REDUCE_GRAD if reduces else UNSHARD, number, group, start, end, task))
+            self.runs.append((REDUCE_GRAD if reduces else UNSHARD, number, group, start, end, task, False))
             if reduces:
                 state.reduced[group] = end
                 size = blocks.reduced_bytes
-                self.held.append(WholeState(GRADIENTS, number, group, size, state.added_at[group], end))
+                self.held.append((GRADIENTS, number, group, size, state.added_at[group], end))
             else:
                 state.gathered_at[group] = start
-        done = {(each[3], each[4]) for each in asked if each[1]}
-        if done:
+        if self._waiting:
+            done = {(each[3], each[4]) for each in asked if each[1]}
             self._waiting = [each for each in self._waiting if (each[3], each[4]) not in done]
 
 
@@ -400,6 +390,19 @@ def networks_at(graph: Numbered, starts: Sequence[int]) -> Networks:
     return finished(tasks)
 
 
+def networks_if(graph: Numbered, starts: Sequence[int], ready: Sequence[int]) -> Networks | None:
+    """The same if that is when actions start that could at ``ready`` [task]; None where one would not."""
+    tasks = _tasks_of(graph)
+    exchanging = set(chain.from_iterable(tasks.values()))
+    if any(ready[task] != start and task not in exchanging for task, start in enumerate(starts)):
+        return None
+    for network, own in tasks.items():
+        for task in sorted(own, key=starts.__getitem__):
+            if network.start(task, ready[task]) != starts[task]:
+                return None
+    return finished(tasks)
+
+
 def finished(networks: Iterable[Network | None]) -> Networks:
     """Each once, after its last action."""
     found = [each for each in dict.fromkeys(networks) if each is not None]
@@ -426,18 +429,19 @@ class StateTexts(dict[tuple[int, str, int], str]):
 
     def of(self, run: StateRun) -> str:
         """How programs say it."""
-        return self[run.stage, run.kind, run.group]
+        kind, stage, group, *_ = run
+        return self[stage, kind, group]
 
 
 def texts_around(workload: Workload, networks: Networks) -> tuple[Around, Around]:
     """What stands right before and right after each action in the programs of its devices."""
-    devices = range(len(workload.devices))
-    before: Around = [defaultdict(list) for _ in devices]
-    after: Around = [defaultdict(list) for _ in devices]
+    before: Around = [{} for _ in workload.devices]
+    after: Around = [{} for _ in workload.devices]
     texts = StateTexts(workload)
-    for own, network in networks:
-        for run in network.runs:
-            text = texts.of(run)
-            for device in own:
-                (after if run.after else before)[device][run.task].append(text)
+    for devices, network in networks:
+        around = defaultdict[int | None, list[str]](list), defaultdict[int | None, list[str]](list)
+        for kind, stage, group, _, _, task, behind in network.runs:
+            around[behind][task].append(texts[stage, kind, group])
+        for device in devices:  # a device that has a network has only this one
+            before[device], after[device] = around
     return before, after

@@ -135,8 +135,8 @@ def held_until(graph: TaskGraph, hold: Hold, ends: IntArray) -> tuple[IntArray, 
 def _of_exchanges(graph: TaskGraph, exchanged: Sequence[tuple[tuple[int, ...], WholeState]]) -> Iterator[_HeldChanges]:
     """What devices have whole for a time."""
     alike: defaultdict[tuple[tuple[int, ...], MemoryKind], list[tuple[int, int, int]]] = defaultdict(list)
-    for devices, each in exchanged:
-        alike[devices, each.kind].append((each.begin_ns, each.end_ns, each.size))
+    for devices, (kind, _, _, size, begin, end) in exchanged:
+        alike[devices, kind].append((begin, end, size))
     for (devices, kind), own in alike.items():
         begins, ends, sizes = (column(each, 4 + len(exchanged)) for each in zip(*own, strict=True))
         yield _HeldChanges(devices, begins, {kind: sizes}, starts=True)

@@ -440,12 +440,12 @@ def changes_of(graph: TaskGraph, starts: Sequence[int], state: MemoryState) -> I
     for task in range(graph.num_actions):
         events += (starts[task], 1, 0, task), (starts[task] + graph.durations[task], 0, 0, task)
     held = _exchanged(graph, starts) if graph.workload.exchanges else []
-    for number, (_, each) in enumerate(held):
-        events += (each.begin_ns, 1, 1, number), (each.end_ns, 0, 1, number)
+    for number, (_, (*_, begin, end)) in enumerate(held):
+        events += (begin, 1, 1, number), (end, 0, 1, number)
     for time, is_start, of, number in checked(sorted(events), 1024):
         if of:
-            devices, each = held[number]
-            state.exchange(devices, each.kind, each.size if is_start else -each.size)
+            devices, (kind, _, _, size, _, _) = held[number]
+            state.exchange(devices, kind, size if is_start else -size)
         else:
             devices = graph.workload.holders[graph.operation_of[number]]
             (state.start if is_start else state.end)(number)
@@ -458,5 +458,5 @@ def _exchanged(graph: TaskGraph, starts: Sequence[int]) -> list[tuple[tuple[int,
         (devices, each)
         for devices, network in graph.networks_at(starts)
         for each in network.held
-        if each.size and each.begin_ns < each.end_ns
+        if each[3] and each[4] < each[5]
     ]

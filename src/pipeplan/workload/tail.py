@@ -148,9 +148,9 @@ def exchanged_by(workload: Workload, networks: Networks, later_ns: int = 0) -> E
     for devices, network in networks:
         for device in devices:
             until[device] = network.free + later_ns
-        for run in network.runs:
-            if run.kind == REDUCE_GRAD and stages[run.stage].reduce_every == ONCE:
-                sums.append((run.start_ns + later_ns, run.end_ns + later_ns, devices))
+        for kind, stage, _, start, end, _, _ in network.runs:
+            if kind == REDUCE_GRAD and stages[stage].reduce_every == ONCE:
+                sums.append((start + later_ns, end + later_ns, devices))
     return ExchangeEnds(tuple(until), tuple(sums))
 
 

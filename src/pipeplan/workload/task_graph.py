@@ -21,7 +21,7 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.columns import IntArray, Lines, column
-from pipeplan.workload.exchanges import Networks, finished, networks_at, networks_of
+from pipeplan.workload.exchanges import Networks, finished, networks_at, networks_if, networks_of
 from pipeplan.workload.pairs import TaskPairs
 from pipeplan.workload.tail import NOTHING, ExchangeEnds, best_tail, exchanged_by
 from pipeplan.workload.wide_starts import may_be_wide, wide_starts
@@ -247,9 +247,10 @@ def _if_earliest(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> lis
 
     Each must be the latest of 0, the ends of what stands right before it, and the arrivals of its inputs. Where
     everything arrives after the start of what makes it, no circle of tasks can have such starts, and without circles
-    there is only one way: by induction in the order of time. Exchanges of state let actions start later than that.
+    there is only one way: by induction in the order of time. Exchanges of state may let actions start later than that,
+    by what their devices did before: these start when their networks, followed in that order, let them.
     """
-    if graph.workload.exchanges or len(starts) != graph.num_actions:
+    if len(starts) != graph.num_actions:
         return None
     pairs, times, found = graph.pairs, graph.times, column(starts, 4)
     after = times[pairs.sources] + pairs.lags
@@ -261,8 +262,15 @@ def _if_earliest(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> lis
     ready = np.zeros_like(found)
     np.maximum.at(ready, pairs.targets, found[pairs.sources] + after)
     np.maximum.at(ready, behind, found[before] + times[before])
-    earliest: list[int] | None = found.tolist() if np.array_equal(ready, found) else None
-    return earliest
+    if not graph.workload.exchanges:
+        earliest: list[int] | None = found.tolist() if np.array_equal(ready, found) else None
+        return earliest
+    exact: list[int] = found.tolist()
+    networks = networks_if(graph, exact, ready.tolist())
+    if networks is None:
+        return None
+    graph.remember(exact, networks)
+    return exact
 
 
 def _with_messages(graph: TaskGraph, lines: Lines, starts: IntArray) -> IntArray:

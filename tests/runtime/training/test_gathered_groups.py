@@ -124,7 +124,7 @@ def planned(plan: Plan) -> dict[Place, set[int]]:
     starts = [plan.starts_ns[each.id][n] for each, n in numbers]
     assert graph.offsets[:2] == [0, plan.num_microbatches], "tasks are numbered by operation, then by micro-batch"
     ((_, network),) = networks_at(graph, starts)
-    spans = [each for each in network.held if each.kind is PARAMETERS]
+    spans = [each for each in network.held if each[0] is PARAMETERS]
     found: dict[Place, set[int]] = {}
     for task, (operation, number) in enumerate(numbers):
         if operation.role not in PARAMETER_ROLES:
@@ -132,8 +132,9 @@ def planned(plan: Plan) -> dict[Place, set[int]]:
         course = passes(stage.block_groups, operation.role)
         for passed, moment in enumerate([0, *(end for _, _, end in course)]):
             at = starts[task] + moment
-            own = (each for each in spans if each.begin_ns <= starts[task] and at < each.end_ns)
-            found[operation.id, number, passed] = {each.group for each in own}
+            found[operation.id, number, passed] = {
+                group for _, _, group, _, begin, end in spans if begin <= starts[task] and at < end
+            }
     return found
 
 

@@ -47,25 +47,27 @@ class TogetherNodes:
         for devices, network in self._simulation.graph.networks_at(self._simulation.starts):
             before = {task: order for order, task in enumerate(self._actions.orders[devices[0]])}
             for run in network.runs:
-                if run.kind == RESHARD:
+                kind, stage, group, *_, task, _ = run
+                if kind == RESHARD:
                     continue
-                key = run.kind, run.stage, run.group
+                key = kind, stage, group
                 number = counts[key] = counts.get(key, -1) + 1
                 order = self._actions.orders[devices[0]]
-                place = len(order) if run.task is None else before[run.task]
-                self._run(run, number, uses[run.stage, run.kind != UNSHARD], order[place - 1] if place else None)
+                place = len(order) if task is None else before[task]
+                self._run(run, number, uses[stage, kind != UNSHARD], order[place - 1] if place else None)
 
     def _run(self, run: StateRun, number: int, uses: Sequence[int], floor: int | None) -> None:
         """An UNSHARD or REDUCE_GRAD, the ``number``-th of its kind, stage and group, after ``floor`` has begun."""
-        stage = self._plan.stages[run.stage]
-        gathers, zero, blocks = run.kind == UNSHARD, Zero.of(stage), stage.block_groups[run.group]
+        exchanged, placed, group, begun, ended, _, _ = run
+        stage, gathers = self._plan.stages[placed], exchanged == UNSHARD
+        zero, blocks = Zero.of(stage), stage.block_groups[group]
         every = (stage.unshard_every if gathers else stage.reduce_every) or 1
         begin = every * number
         size = -(-blocks.gathered_bytes // zero.group) if gathers else blocks.reduced_bytes
         if not size:
             return
         if stage.expert > 1:
-            raise UsageError(f"stages[{run.stage}].expert is {stage.expert}: {_NOT_SAID}")
+            raise UsageError(f"stages[{placed}].expert is {stage.expert}: {_NOT_SAID}")
         last = uses[min(begin + (0 if gathers else every), len(uses)) - 1] if begin or not gathers else None
         following = begin if gathers else begin + every
         for devices in state_groups(stage.devices, stage.shards, zero.group):
@@ -73,20 +75,20 @@ class TogetherNodes:
             for device in devices:
                 control, data = ([], []) if floor is None else map(list, self._actions.begin(floor, device))
                 if last is not None:
-                    data += self._actions.until_moment(last, device, self._moment(run, last)[1])
+                    data += self._actions.until_moment(last, device, self._moment(placed, group, last)[1])
                 befores[device] = (self._after(device, control), data)
             kind = CollectiveType.ALL_GATHER if gathers else CollectiveType.REDUCE_SCATTER
-            nodes = self._together(kind, self._texts.of(run), size, run.end_ns - run.start_ns, befores)
+            nodes = self._together(kind, self._texts.of(run), size, ended - begun, befores)
             if following < len(uses):
                 task = uses[following]
                 for device, node in nodes.items():
-                    self._actions.from_moment(task, device, self._moment(run, task)[0]).data.append(node)
+                    self._actions.from_moment(task, device, self._moment(placed, group, task)[0]).data.append(node)
 
-    def _moment(self, run: StateRun, task: int) -> tuple[int, int]:
-        """When an action comes to a run's group of blocks and has done with it, in ns after its start."""
+    def _moment(self, stage: int, group: int, task: int) -> tuple[int, int]:
+        """When an action comes to a stage's group of blocks and has done with it, in ns after its start."""
         operation = self._workload.operations[self._simulation.graph.operation_of[task]]
-        course = passes(self._plan.stages[run.stage].block_groups, operation.role)
-        return next((begin, end) for group, begin, end in course if group == run.group)
+        course = passes(self._plan.stages[stage].block_groups, operation.role)
+        return next((begin, end) for number, begin, end in course if number == group)
 
     # After them ---------------------------------------------------------------------------------------------------
 
