@@ -24,7 +24,7 @@ from pipeplan.reporting.terminal import zero_words
 from pipeplan.reporting.timeline import trace_text
 from pipeplan.schedule.search import plain_look
 from pipeplan.simulator.recost import recosted
-from pipeplan.simulator.simulation import simulate
+from pipeplan.simulator.simulation import orders_of, simulate
 from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import ONCE
@@ -185,6 +185,23 @@ def test_plans_exchange_when_their_programs_say_and_hold_what_that_takes(seed: i
     assert weak_iteration_bound(plan.workload) <= plan.predicted.iteration_ns
     assert parse(to_json(plan), Plan) == plan
     assert recosted(plan, profile, cluster) == plan.workload
+
+
+@pytest.mark.parametrize(("seed", "late"), [*((seed, False) for seed in range(30)), *((n, True) for n in range(10))])
+def test_stated_starts_are_those_of_a_replay_or_passed_over(seed: int, late: bool) -> None:
+    """With the same exchanges; starts of which one is later than it must be are not taken."""
+    plan, _ = random_plan(seed, late=late)
+    graph, again = task_graph(plan.workload), task_graph(plan.workload)
+    orders = orders_of(plan, graph)
+    stated = [start for operation in plan.workload.operations for start in plan.starts_ns[operation.id]]
+    replayed = earliest_starts(again, orders)
+    assert earliest_starts(graph, orders, stated) == replayed == stated
+    assert graph.num_actions == len(stated)
+    for wrong in range(len(stated)):
+        late_starts = [start + (task == wrong) for task, start in enumerate(stated)]
+        assert earliest_starts(graph, orders, late_starts) == stated
+    networks = [(own.runs, own.held, own.free) for _, own in graph.networks_at(stated)]
+    assert networks == [(own.runs, own.held, own.free) for _, own in again.networks_at(stated)]
 
 
 def test_programs_say_it_in_torchs_words() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeplan.files import PlacedStage
+from pipeplan.runtime.executor.stage import _Values
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.workload.elements import Remade
-from runtime_support.frontiers import PAPERS, SAMPLES, chosen, frontier_of
-from runtime_support.plans import TRAINING, Case, Reports, Unsplit, assert_as_unsplit, reports_of
+from runtime_support.frontiers import DEVICES, PAPERS, SAMPLES, chosen, frontier_of
+from runtime_support.plans import TRAINING, Case, Reports, Unsplit, assert_as_unsplit, placed_plan, reports_of
 from runtime_support.threads import require_equal_to_unsplit
 from support.commands import pipeplan
 from support.marks import slow_but
@@ -24,6 +27,38 @@ def test_points_of_frontiers_train_as_an_unsplit_run(name: str) -> None:
     request, found = frontier_of(name)
     for index in set(chosen(name).values()):
         require_equal_to_unsplit(load_model(name), found.plan(request, index))
+
+
+@slow_but("name", PAPERS, "candle-uno-tiny".__eq__)
+def test_stages_of_a_pipeline_make_tensors_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each those between its own blocks; what travels between them is kept as it came."""
+    request, found = frontier_of(name)
+    whole, model, made = found.described(request, chosen(name)["again"]).stages[0], load_model(name), Counter[str]()
+    ways = dict(zip(whole.blocks, whole.configurations, strict=True))
+    half = len(ways) // 2
+    stages = [
+        PlacedStage(
+            blocks=blocks,
+            devices=devices,
+            shards=DEVICES,
+            configurations=tuple(ways[block] for block in blocks),
+            remade=tuple(each for each in whole.remade if {each.source, each.target} <= {*blocks}),
+        )
+        for blocks, devices in ((whole.blocks[:half], (0, 1, 2, 3)), (whole.blocks[half:], (4, 5, 6, 7)))
+    ]
+    assert any(stage.remade for stage in stages)
+    for kept in ("after", "before"):
+        do = getattr(_Values, f"let_go_{kept}")
+
+        def let_go(values: _Values, source: str, block: str, *copy: Any, do: Any = do) -> None:
+            made[f"{source} {block}"] += 1
+            do(values, source, block, *copy)
+
+        monkeypatch.setattr(_Values, f"let_go_{kept}", let_go)
+    count = 1 if name.startswith("wide-resnet") else 2  # batch norm is over a micro-batch
+    require_equal_to_unsplit(model, placed_plan(model, stages, num_microbatches=count, microbatch_size=SAMPLES))
+    names = {f"{each.source} {each.target}" for stage in stages for each in stage.remade}
+    assert made == dict.fromkeys(names, count * DEVICES)
 
 
 @pytest.fixture(scope="module")
