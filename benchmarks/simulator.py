@@ -6,9 +6,11 @@
 
 Every time is the process's own, of one call, on a plan that was just read from its text, so that nothing is known of it
 but what its file says; the least of the repeats. ``simulate`` is all figures of ``pipeplan simulate`` but the causes of
-idle time, ``with causes`` what ``simulate --json`` prints, ``check`` all rules. Actions are those that programs write,
-an action of several devices once, and with each of them the messages over links that may be busy. What must be imported
-is imported beforehand, but compiling, or loading what is compiled, is not.
+idle time, ``with causes`` what ``simulate --json`` prints, ``check`` all rules. Actions are those that devices run, as
+``simulate --json`` counts them on each (``num_actions``): replicas and shards run one each. With them are counted, once
+each, messages over links that may be busy and exchanges of state, which have times of their own, too. ``timed apart``
+are those that do not follow from others: an action of several devices once. What must be imported is imported
+beforehand, but compiling, or loading what is compiled, is not.
 
 Sizes: 1F1B with forward, input and weight gradient on 64 devices, all hops 10; then the same over links that a message
 takes for as long as two actions, so that each message is one more thing to time.
@@ -82,7 +84,8 @@ def workload_of(
 def plan_of(workload: Workload, scheduler: str = "1f1b") -> Plan:
     """A classic schedule of the workload."""
     problem, graph = OneMicrobatch.of(workload), task_graph(workload)
-    orders = CLASSIC[scheduler].orders(problem, graph)
+    made = CLASSIC[scheduler].orders(problem, task_graph(problem.workload))
+    orders = made if problem.reduction is None else problem.reduction.from_reduced(made)
     return assemble(graph, orders, weak_iteration_bound(workload), period_bound(problem), scheduler)
 
 
@@ -222,17 +225,26 @@ def _least(measure: Callable[[Plan], object], text: str, repeats: int) -> float:
     return min(times)
 
 
+def counts_of(plan: Plan) -> tuple[int, int]:
+    """Actions that devices run, messages and exchanges of state; and how many of all these are timed apart."""
+    simulation = simulate(plan)
+    graph, workload = simulation.graph, simulation.graph.workload
+    beside = graph.num_tasks - graph.num_actions + len(simulation.exchanges)
+    ran = sum(len(workload.slots[item]) for device in range(len(plan.devices)) for item in workload.on_resource[device])
+    return ran + beside, graph.num_actions + beside
+
+
 def kind_row(kind: str, count: int, repeats: int) -> list[str]:
     """Actions, and thousands of them a second that are simulated, also with all causes, and checked."""
     words, made = KINDS[kind]
     plan = made(count)
-    tasks = task_graph(plan.written.workload).num_tasks
-    entries = sum(map(len, plan.programs))
     text = plan.model_dump_json()
+    actions, apart = counts_of(Plan.model_validate_json(text))
+    entries = sum(map(len, plan.programs))
     measures: tuple[Callable[[Plan], object], ...] = (simulate, lambda each: simulate(each).figures(), check)
-    speeds = [f"{tasks / _least(measure, text, repeats) / 1e3:,.0f}" for measure in measures]
-    note(f"{kind}: {tasks} actions, {entries} entries: {', '.join(speeds)} thousand a second")
-    return [kind, words, f"{tasks:,}", f"{entries:,}", *speeds]
+    speeds = [f"{actions / _least(measure, text, repeats) / 1e3:,.0f}" for measure in measures]
+    note(f"{kind}: {actions} actions, {entries} entries: {', '.join(speeds)} thousand a second")
+    return [kind, words, f"{actions:,}", f"{apart:,}", f"{entries:,}", *speeds]
 
 
 def size_row(num_devices: int, num_microbatches: int, repeats: int) -> list[str]:
@@ -259,7 +271,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.part != "sizes":
         rows = [kind_row(kind, options.count, options.repeats) for kind in options.only.split(",")]
-        header = ["kind", "plan", "actions", "entries", "simulate, 1000/s", "with causes", "check"]
+        header = ["kind", "plan", "actions", "timed apart", "entries", "simulate, 1000/s", "with causes", "check"]
         print(markdown(header, rows), end="\n\n")
     if options.part != "kinds":
         counts = map(int, options.microbatches.split(","))
