@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -21,6 +23,13 @@ from pipeplan.files import (
     Profile,
     Source,
 )
+from pipeplan.partition.mapping import device_orders
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.device_orders import DeviceOrders
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import STEPS, search_plan
+from pipeplan.planning.trials import PlanSearch, Trial
+from pipeplan.schedule.cpsat.solver import Budget
 
 Group = tuple[int, ...]
 EIGHT = (("node", 2, 100, None), ("rack", 4, 10, 1.0), ("spine", 8, 10, None))
@@ -166,6 +175,74 @@ def replicas_beside(number: int) -> Placement:
         blocks = tuple(f"b{number}" for number in (2 * position, 2 * position + 1))
         stages.append(PlacedStage(blocks=blocks, devices=devices, shards=2, replicas=8))
     return Placement(strategy="one-to-one", num_devices=32, stages=tuple(stages))
+
+
+def in_first_order(ratio: float) -> tuple[Request, PlacementCandidate]:
+    """Eight replicas of each of two positions in a rack of their own, whose messages all cross the spine."""
+    batch = Batch(8, 8)
+    request = Request(split_line(8_000_000, 1_000_000), 32, batch, sizes=(1,), cluster=racks_of_16(ratio))
+    return request, PlacementCandidate(replicas_beside(8), batch, False, "by hand")
+
+
+def test_below_oversubscribed_uplinks_a_candidate_is_looked_at_in_its_quickest_order() -> None:
+    request, candidate = in_first_order(4.0)
+    chosen = Trial.where_quick(request, candidate)
+    chosen.look()
+    assert request.cluster is not None
+    times = []
+    for placement in [candidate.placement, *device_orders(candidate.placement, request.cluster)]:
+        trial = Trial.of(request, replace(candidate, placement=placement))
+        trial.look()
+        assert trial.value_ns is not None
+        assert trial.bound_ns <= trial.value_ns
+        times.append(trial.value_ns)
+    assert chosen.value_ns == min(times)
+    assert max(times) == times[0] > 1.2 * min(times), "what an order is worth"
+
+
+def test_candidates_keep_their_order_where_no_uplinks_are_oversubscribed_or_they_stay() -> None:
+    """There orders differ by little, and bounds of each would take their time for nothing."""
+    request, candidate = in_first_order(1.0)
+    assert Trial.where_quick(request, candidate).candidate is candidate
+    request, candidate = in_first_order(4.0)
+    stays = replace(candidate, stay=True)
+    assert Trial.where_quick(request, stays).candidate is stays
+
+
+def test_a_search_chooses_orders_before_it_looks() -> None:
+    """Without the step that tries orders of finished plans: candidates are not refuted in an order that is slow."""
+    request = Request.of(
+        split_line(8_000_000, 1_000_000),
+        cluster=racks_of_16(4.0),
+        mini_batch=64,
+        microbatch_size=8,
+        scheduler="1f1b",
+        split_backward=False,
+        deterministic=True,
+        time_limit=0.3,
+        zero=0,
+        positions=2,
+        replicas=8,
+        shards=2,
+    )
+    found = search_plan(request, steps=[step for step in STEPS if not isinstance(step, DeviceOrders)])
+    assert beside_each_other(found.plan) == [8, 8]
+
+
+def test_orders_of_three_finished_plans_are_tried() -> None:
+    """Each is timed anew, not the best alone; the fourth is not."""
+    request, candidate = in_first_order(4.0)
+    search = PlanSearch(request, Budget(math.inf, deterministic=True), None, STEPS)
+    for _ in range(4):
+        trial = Trial.of(request, candidate)
+        trial.look()
+        search.trials.append(trial)
+    before = [trial.value_ns for trial in search.trials]
+    search.finalists = list(search.trials)
+    DeviceOrders().run(search)
+    after = [trial.value_ns for trial in search.trials]
+    assert [new != old for new, old in zip(after, before, strict=True)] == [True, True, True, False]
+    assert all(new is not None and old is not None and new <= old for new, old in zip(after, before, strict=True))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ local search). ``docs/algorithms/mapping.md`` has the reasons, and how good it i
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_left
 from collections import defaultdict
@@ -19,12 +20,11 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster
+from pipeplan.files import Cluster, PlacedStage, Placement
 from pipeplan.search_constants import MOST_TIMED, NUM_KICKS, NUM_STARTS, SMALL
 
 if TYPE_CHECKING:
     import networkx as nx
-import math
 from collections.abc import Mapping
 
 from pipeplan.costs.communication import all_reduce_time, transfer_time
@@ -586,3 +586,50 @@ def _tidy(layout: GroupLayout) -> tuple[Devices, ...]:
         alike[layout.place(device)].append(device)
     left = {place: iter(devices) for place, devices in alike.items()}
     return tuple(tuple(sorted(next(left[layout.place(device)]) for device in own)) for own in layout.devices)
+
+
+def device_orders(placement: Placement, cluster: Cluster) -> Iterator[Placement]:
+    """The placement with other numbers of replicas side by side, those that fill groups of the cluster's levels.
+
+    None where positions are not alike, or have no devices that have to be neighbours.
+    """
+    positions = dict.fromkeys(stage.devices for stage in placement.stages)
+    widths = {(stage.shards * stage.context, stage.replicas) for stage in placement.stages}
+    every = sorted(device for devices in positions for device in devices)
+    if len(widths) > 1 or len(positions) < 2 or len(set(every)) < len(every):
+        return
+    ((width, replicas),) = widths
+    together = math.lcm(width, *(stage.expert for stage in placement.stages))
+    if replicas == 1 or together == 1:
+        return
+    for beside in _numbers_beside(width, replicas, len(positions), cluster):
+        if width * beside % together == 0:
+            begins = {
+                own: [((r // beside * len(positions) + place) * beside + r % beside) * width for r in range(replicas)]
+                for place, own in enumerate(positions)
+            }
+            devices = {own: tuple(d for each in at for d in every[each : each + width]) for own, at in begins.items()}
+            stages = tuple(_moved(stage, devices[stage.devices]) for stage in placement.stages)
+            if any(stage.devices != own.devices for stage, own in zip(placement.stages, stages, strict=True)):
+                yield placement.model_copy(update={"stages": stages})
+
+
+def _moved(stage: PlacedStage, devices: tuple[int, ...]) -> PlacedStage:
+    return stage.model_copy(update={"devices": devices})
+
+
+def _numbers_beside(width: int, replicas: int, positions: int, cluster: Cluster) -> list[int]:
+    """How many replicas of a position may lie side by side: all, one, and as fill a group of a level, most first.
+
+    Or as all positions together do. What lies together then crosses a level's border as a whole or not at all.
+    """
+    sizes = [level.group_size for level in cluster.levels]
+    found = {1, replicas}
+    for size in sizes:
+        found |= {size // each for each in (width, width * positions) if size % each == 0}
+
+    def fits(beside: int) -> bool:
+        runs = beside * width, beside * width * positions
+        return replicas % beside == 0 and all(size % run == 0 or run % size == 0 for size in sizes for run in runs)
+
+    return sorted((beside for beside in found if beside == replicas or fits(beside)), reverse=True)

@@ -25,7 +25,7 @@ from pipeplan.planning.candidates import (
 )
 from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import Request
-from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Schedule, scheduler_words
@@ -138,7 +138,7 @@ class DifferentPlans(PlanStep):
         candidate = placed(request, choice)
         if not isinstance(candidate, PlacementCandidate):
             return
-        trial = Trial.of(request, on_cluster(request, candidate) or candidate, search.steps)
+        trial = Trial.where_quick(request, candidate, search.steps)
         share.charge(SECONDS_PER_CUT * is_large(request))
         if trial.bound_ns >= _last_shown_ns(search):
             return

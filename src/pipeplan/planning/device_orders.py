@@ -6,19 +6,20 @@ these take longer than sums, as below the uplinks of an oversubscribed switch, s
 together as fill a node, a rack or a pod, and the rest of the replicas in others (Megatron-LM's orders tp-cp-dp-pp and
 tp-cp-pp-dp are the ends). Nothing but links changes, so the same orders of actions are timed anew.
 
+Below oversubscribed uplinks the order says most of what a candidate is worth, so there each is looked at in the order
+of the least bound (:meth:`pipeplan.planning.trials.Trial.where_quick`), and only orders of the best are timed here.
 Groups that nobody splits are mapped one by one (:func:`pipeplan.planning.trials.on_cluster`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pipeplan.files import Cluster, PlacedStage, Placement
+from pipeplan.files import Placement
+from pipeplan.partition.mapping import device_orders
 from pipeplan.planning.request import Request
 from pipeplan.planning.start import with_orders
-from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of, workloads
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of, keeps_devices, workloads
 from pipeplan.schedule.state import Schedule
 from pipeplan.search_constants import FINALISTS, SECONDS_PER_LOOK
 from pipeplan.workload.engine import with_links
@@ -42,10 +43,7 @@ class DeviceOrders(PlanStep):
 
     def applies(self, search: PlanSearch) -> bool:
         """Whether devices may be others, and some are nearer than others."""
-        request = search.request
-        cluster = request.cluster
-        kept = isinstance(request.placement, Placement) or request.uneven or request.only is not None
-        return cluster is not None and len(cluster.levels) > 1 and not kept
+        return not keeps_devices(search.request)
 
     def run(self, search: PlanSearch) -> None:
         """Time the actions of each in each order of devices, and keep the quickest: the best plan first."""
@@ -72,53 +70,6 @@ class DeviceOrders(PlanStep):
                 trial.begin_again(search.request)
                 search.report(trial)
             longest = max(longest, budget.used - begun)
-
-
-def device_orders(placement: Placement, cluster: Cluster) -> Iterator[Placement]:
-    """The placement with other numbers of replicas side by side, those that fill groups of the cluster's levels.
-
-    None where positions are not alike, or have no devices that have to be neighbours.
-    """
-    positions = dict.fromkeys(stage.devices for stage in placement.stages)
-    widths = {(stage.shards * stage.context, stage.replicas) for stage in placement.stages}
-    every = sorted(device for devices in positions for device in devices)
-    if len(widths) > 1 or len(positions) < 2 or len(set(every)) < len(every):
-        return
-    ((width, replicas),) = widths
-    together = math.lcm(width, *(stage.expert for stage in placement.stages))
-    if replicas == 1 or together == 1:
-        return
-    for beside in _numbers_beside(width, replicas, len(positions), cluster):
-        if width * beside % together == 0:
-            begins = {
-                own: [((r // beside * len(positions) + place) * beside + r % beside) * width for r in range(replicas)]
-                for place, own in enumerate(positions)
-            }
-            devices = {own: tuple(d for each in at for d in every[each : each + width]) for own, at in begins.items()}
-            stages = tuple(_moved(stage, devices[stage.devices]) for stage in placement.stages)
-            if any(stage.devices != own.devices for stage, own in zip(placement.stages, stages, strict=True)):
-                yield placement.model_copy(update={"stages": stages})
-
-
-def _moved(stage: PlacedStage, devices: tuple[int, ...]) -> PlacedStage:
-    return stage.model_copy(update={"devices": devices})
-
-
-def _numbers_beside(width: int, replicas: int, positions: int, cluster: Cluster) -> list[int]:
-    """How many replicas of a position may lie side by side: all, one, and as fill a group of a level, most first.
-
-    Or as all positions together do. What lies together then crosses a level's border as a whole or not at all.
-    """
-    sizes = [level.group_size for level in cluster.levels]
-    found = {1, replicas}
-    for size in sizes:
-        found |= {size // each for each in (width, width * positions) if size % each == 0}
-
-    def fits(beside: int) -> bool:
-        runs = beside * width, beside * width * positions
-        return replicas % beside == 0 and all(size % run == 0 or run % size == 0 for size in sizes for run in runs)
-
-    return sorted((beside for beside in found if beside == replicas or fits(beside)), reverse=True)
 
 
 def _retimed(request: Request, trial: Trial, placement: Placement) -> Schedule | None:

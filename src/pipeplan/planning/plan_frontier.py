@@ -48,7 +48,7 @@ from pipeplan.planning.partition_trials import (
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, least_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS, num_left, plan_of, run_search, search_of
-from pipeplan.planning.trials import PlanSearch, Trial, on_cluster, unfit_by_state
+from pipeplan.planning.trials import PlanSearch, Trial, unfit_by_state
 from pipeplan.planning.uniform_space import BoundedChoice
 from pipeplan.planning.workers import CandidateWorkers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
@@ -605,7 +605,7 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
     """A candidate with the best known schedule; None if it does not fit, or cannot be better than what there is."""
     request = asked.request
     try:
-        trial = Trial.of(request, on_cluster(request, candidate) or candidate)
+        trial = Trial.where_quick(request, candidate)
     except PipeplanError:
         return None
     if _is_beaten(request, trial, trial.bound_ns, best):

@@ -19,7 +19,7 @@ from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.zero import AUTO, GATHERED, IN_ACTIONS, Zero
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement, Plan
-from pipeplan.partition.mapping import mapped
+from pipeplan.partition.mapping import device_orders, mapped
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import least_state_bytes, prompt_bound, request_bound
 from pipeplan.planning.candidates import (
@@ -87,6 +87,23 @@ def may_move(request: Request, candidate: PlacementCandidate) -> bool:
         and (stage.replicas > 1 or stage.shards * stage.context < everywhere)
         for stage in stages
     )
+
+
+def keeps_devices(request: Request) -> bool:
+    """Whether positions stay where they are: on other devices none of them would be nearer, or it was given."""
+    cluster, given = request.cluster, isinstance(request.placement, Placement)
+    return given or request.uneven or request.only is not None or cluster is None or len(cluster.levels) < 2
+
+
+def may_turn(request: Request, candidate: PlacementCandidate) -> bool:
+    """Whether the order of positions and replicas is chosen before a look: among alike devices below shared uplinks.
+
+    Elsewhere orders differ by little, and only those of the best plans are tried.
+    """
+    cluster = request.cluster
+    if cluster is None or candidate.stay or keeps_devices(request) or len(set(request.memory)) > 1:
+        return False
+    return any((level.oversubscription or 1) > 1 for level in cluster.levels)
 
 
 def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCandidate | None:
@@ -195,6 +212,22 @@ class Trial:
         """
         ways = workloads(request, candidate)
         return cls(candidate, ways, list(map(weak_iteration_bound, ways)), steps=steps)
+
+    @classmethod
+    def where_quick(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:
+        """The same on the devices of the cluster that should be quickest.
+
+        Of several orders of positions and replicas the one with the least bound, where there are few enough actions.
+
+        Raises:
+            UsageError: as for :meth:`of`.
+        """
+        own = cls.of(request, on_cluster(request, candidate) or candidate, steps)
+        if request.cluster is None or not may_turn(request, candidate) or own.num_actions > FEW_ACTIONS:
+            return own
+        orders = device_orders(own.candidate.placement, request.cluster)
+        others = (cls.of(request, replace(own.candidate, placement=placement), steps) for placement in orders)
+        return min([own, *others], key=lambda trial: trial.bound_ns)
 
     @property
     def bound_ns(self) -> int:
@@ -406,7 +439,7 @@ def look_at(look: LookAhead) -> LookedAt:
     if not look.looks or not isinstance(candidate, PlacementCandidate):
         return LookedAt(candidate)
     try:
-        trial = Trial.of(look.request, on_cluster(look.request, candidate) or candidate, look.steps)
+        trial = Trial.where_quick(look.request, candidate, look.steps)
         if look.best_ns is not None and trial.bound_ns > look.best_ns:
             return LookedAt(candidate)
         trial.look(usual=candidate.usual if look.large else None)
@@ -733,7 +766,7 @@ class PlanSearch:
         looked = self._looked
         if looked is not None and looked.candidate is candidate and looked.trial is not None:
             return looked.trial
-        return Trial.of(self.request, on_cluster(self.request, candidate) or candidate, self.steps)
+        return Trial.where_quick(self.request, candidate, self.steps)
 
     def look(self, trial: Trial, candidate: PlacementCandidate) -> None:
         """Look at known schedules of its trial, unless a worker has."""

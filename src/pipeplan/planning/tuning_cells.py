@@ -20,7 +20,7 @@ from pipeplan.files import sha256_of, write_elsewhere
 from pipeplan.files.read_write import read_bytes
 from pipeplan.planning.candidates import PlacementCandidate, placed
 from pipeplan.planning.request import Request
-from pipeplan.planning.trials import Trial, may_move, on_cluster, workloads
+from pipeplan.planning.trials import Trial, may_move, may_turn, workloads
 from pipeplan.planning.uniform_space import Choice
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import Rules
@@ -235,7 +235,7 @@ def cell_of(request: Request, point: Choice | PlacementCandidate, stopped: Calla
             candidate = placed(request, point)
             if not isinstance(candidate, PlacementCandidate):
                 return _failed(candidate)
-            movable = may_move(request, candidate)
+            movable = may_move(request, candidate) or may_turn(request, candidate)
             return _bounded(_with_free_links(request) if movable else request, candidate, closely=False)
     return Cell()
 
@@ -244,19 +244,19 @@ def settled_cell(request: Request, cell: Cell, stopped: Callable[[], bool]) -> C
     """The cell on devices of the cluster that are near each other, with a bound that takes longer."""
     with suppress(TimeUpError):
         if not stopped() and cell.candidate is not None:
-            return _bounded(request, on_cluster(request, cell.candidate) or cell.candidate, closely=True)
+            return _bounded(request, cell.candidate, closely=True)
     return Cell()
 
 
 def _bounded(request: Request, candidate: PlacementCandidate, *, closely: bool) -> Cell:
     try:
-        trial = Trial.of(request, candidate)
+        trial = (Trial.where_quick if closely else Trial.of)(request, candidate)
         problems = [OneMicrobatch.of(workload) for workload in trial.ways]
     except (InfeasibleError, UsageError) as error:
         return _failed(error)
     if closely:
         trial.bounds = [max(*each) for each in zip(trial.bounds, map(strong_iteration_bound, problems), strict=True)]
-    return Cell(candidate, trial.bound_ns, settled=closely)
+    return Cell(trial.candidate, trial.bound_ns, settled=closely)
 
 
 def _failed(error: PipeplanError) -> Cell:
