@@ -12,7 +12,9 @@ import pytest
 import pipeplan
 from pipeplan.checker import check
 from pipeplan.files import Cluster, Plan, Profile, to_json
+from pipeplan.files.folded import unfolded
 from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.folding import of_devices
 
 FEW, MANY = 512, 4096
 
@@ -75,6 +77,13 @@ def test_looking_at_a_plan_takes_hardly_more_for_more_replicas(profile: Profile)
         return found.plan, cluster
 
     (few, near), (many, far) = map(planned, (FEW, MANY))
+    devices = unfolded(few)
+    assert len(devices.programs) == FEW
+    assert check(devices, profile, near).valid
+    whole, parts = (simulate(each, profile=profile, cluster=near) for each in (devices, few))
+    assert whole.iteration_ns == parts.iteration_ns
+    held = [each.peak_bytes for each in parts.memory]
+    assert [each.peak_bytes for each in whole.memory] == of_devices(few.players, held)
     assert len(to_json(many)) == pytest.approx(len(to_json(few)), rel=0.05)
     both = (few, near), (many, far)
     checks = [calls(partial(check, plan, profile, cluster)) for plan, cluster in both]
