@@ -51,6 +51,8 @@ BACKENDS = (
 FRAMEWORKS = ("eager", "inductor", "onnxruntime", "openvino")
 SATURATED = 5
 """Generations without a better cover after which a graph level ends."""
+LIBRARIES = ("inductor", "onnxruntime", "openvino", "torchscript")
+"""Backends that take a whole graph."""
 STEPS = ("profile", "log", "whole", "graph", "level")
 
 
@@ -381,14 +383,22 @@ def without_whole(profile: Any) -> Any:
     return profile.model_copy(update={"fusions": kept, "whole_runs": ()})
 
 
-def graph_child(profile: Any, model: str, threads: int, batch: int, seconds: float) -> dict[str, Any]:
-    """The graph level with its curve, from the cheapest cover on."""
+def graph_child(profile: Any, model: str, threads: int, batch: int, seconds: float, own: Any) -> dict[str, Any]:
+    """The graph level with its curve, from the cheapest cover of the ``own`` rows on.
+
+    Its library is the quickest of the whole profile that has rows there; if none has, there is nothing to begin from.
+    """
     from pipeplan import _api
     from pipeplan.kernels.evolution import open_operators
 
-    choice = _api.choose_kernels(profile, batch, 30.0)
+    single, choice = _api.choose_kernels(profile, batch, 30.0).single, _api.choose_kernels(own, batch, 30.0)
+    libraries = [name for name in single if name in LIBRARIES and name in choice.single]
+    if not libraries:
+        return {"failed": "no library has rows to begin from"}
+    library = min(libraries, key=lambda name: single[name] or math.inf)
     found, _ = _api.load_where_even(model, sequence=None, grain="operator", shared=(), shards=(1,), meta=False)
-    asked, begun, at = _api.EvolutionAsked(threads=threads, limit_s=seconds), time.monotonic(), list[float]()
+    asked = _api.EvolutionAsked(library=library, threads=threads, limit_s=seconds)
+    begun, at = time.monotonic(), list[float]()
     level = _api.evolve_kernels(choice, found, asked, lambda each: at.append(time.monotonic() - begun))
     figures = {name: each for name, each in level.figures().items() if name != "cover"}
     figures["groups"] = Counter(each["backend"] for each in level.figures()["cover"])
@@ -414,7 +424,7 @@ def run_child(state: TableState, key: str, given: argparse.Namespace) -> None:
             found = whole_child(profile, model, int(threads), int(batch), given)
         else:
             own = without_whole(profile) if what == "level" else profile
-            found = graph_child(own, model, int(threads), int(batch), given.graph_seconds)
+            found = graph_child(profile, model, int(threads), int(batch), given.graph_seconds, own)
     (state.folder / "child.json").write_text(json.dumps(found))
 
 
