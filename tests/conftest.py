@@ -6,12 +6,20 @@ import gc
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from pipeplan import time_limit
+from pipeplan.schedule import classic
+from pipeplan.time_limit import CountedClock
+
+QUESTION_S = 0.001
+"""What a question for the time counts."""
 
 # A background job of a shell starts with SIGINT ignored, one under nohup with SIGHUP, and so would every process the
 # tests start and interrupt.
@@ -43,7 +51,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What was made before a module's first two tests, the second's imports too, is not looked at in any other."""
+    """What was made before a module's first two tests, the second's imports too, is not looked at in any other.
+
+    Limits are of a clock of the test's own where it is to count: then no machine is too slow.
+    """
+    counts = item.get_closest_marker("counted")
+    if counts is not None:
+        classic._remembered.clear()  # what an earlier test made asks for no time
+    time_limit.standard_clock = time.monotonic if counts is None else CountedClock(*counts.args or (QUESTION_S,))
     _begun[item.path] += 1
     if _begun[item.path] <= 2:
         gc.collect()

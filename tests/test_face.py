@@ -35,6 +35,8 @@ from pipeplan.planning.request import Request
 from pipeplan.time_limit import INTERRUPTS
 from support.commands import pipeplan as command
 
+pytestmark = pytest.mark.counted
+
 HEAVY = ("networkx", "numpy", "ortools", "pydantic", "rich", "torch")
 
 EVERY_MODULE = """

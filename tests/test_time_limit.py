@@ -18,14 +18,17 @@ import pytest
 from ortools.sat.python import cp_model
 
 from builders.chains import chain_workload
+from pipeplan._face import search
 from pipeplan.costs.blocks import StageCost
+from pipeplan.examples import shape
 from pipeplan.partition import recomputation
 from pipeplan.partition.chain.costs import Array
 from pipeplan.partition.chain.kernel import least_split
 from pipeplan.partition.recomputation import FittingChain, Holding
+from pipeplan.schedule import classic
 from pipeplan.schedule.cpsat.solver import Budget, solve
 from pipeplan.schedule.search import search_schedule
-from pipeplan.time_limit import INTERRUPTS, Limit, TimeUpError, checked, checked_by, checkpoint, shielded
+from pipeplan.time_limit import INTERRUPTS, CountedClock, Limit, TimeUpError, checked, checked_by, checkpoint, shielded
 from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -335,3 +338,21 @@ def test_what_long_chains_recompute_is_looked_up_a_part_of_their_ranges_at_a_tim
     assert parts is not None
     assert np.array_equal(whole.times, parts.times)
     assert len(set(map(tuple, whole.times))) == 4
+
+
+@pytest.mark.counted
+def test_a_counted_clock_counts_questions_and_what_the_solver_works() -> None:
+    """The solver ends by its own count, on one worker, and never by seconds; what it worked is charged."""
+    limit = Limit(0.01)
+    questions = 0
+    while not limit.expired:
+        questions += 1
+    assert 5 <= questions <= 10
+    found = []
+    for _ in range(2):
+        classic._remembered.clear()  # what was made before asks for no time
+        limit = Limit(0.5, clock=CountedClock(0.001))
+        result = search(shape("m", 4), microbatches=6, within=limit, time_limit=0.5)
+        found.append((result.plan, limit.clock()))
+    assert found[0] == found[1]
+    assert found[0][1] > 0.5

@@ -45,6 +45,31 @@ _SAMPLED_S = 0.002
 
 
 @dataclass(slots=True, eq=False)
+class CountedClock:
+    """Seconds that are counted, not measured: every question is one of ``each``, so that no machine is too slow.
+
+    What ends by it ends at the same place everywhere. Whoever works without asking, as the solver does, is limited by
+    what it counts itself, and charges that.
+    """
+
+    each: float
+    seconds: float = 0.0
+
+    def __call__(self) -> float:
+        """What was counted, with this question."""
+        self.seconds += self.each
+        return self.seconds
+
+    def charge(self, seconds: float) -> None:
+        """Count what was worked without asking."""
+        self.seconds += seconds
+
+
+standard_clock: Callable[[], float] = time.monotonic
+"""The clock of limits that are given none, and are no part of another."""
+
+
+@dataclass(slots=True, eq=False)
 class Limit:
     """A time limit, and the means to end work from another thread: by :meth:`interrupt`.
 
@@ -62,7 +87,7 @@ class Limit:
     """
 
     seconds: float = math.inf
-    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
+    clock: Callable[[], float] = field(default_factory=lambda: standard_clock, kw_only=True)
     whole: Limit | None = field(default=None, kw_only=True)
     started: float = field(default=math.nan, kw_only=True)
     reserved: float = field(default=0.0, init=False)
@@ -86,6 +111,15 @@ class Limit:
     def of_work(self) -> bool:
         """Whether its seconds are those that the process works: who runs beside Python's own code asks it for them."""
         return self.clock is time.process_time or isinstance(self.clock, WorkClock)
+
+    @property
+    def counted(self) -> bool:
+        """Whether its seconds are no time: who runs beside Python's own code counts what it works, and charges it."""
+        return isinstance(self.clock, CountedClock)
+
+    def worked(self) -> float:
+        """Seconds that the process has worked, or that were counted, where seconds are."""
+        return self.clock() if self.counted else time.process_time()
 
     @property
     def elapsed(self) -> float:
@@ -144,7 +178,7 @@ class Limit:
         """Whether there is no more time by the clock, with all patience."""
         if self.left(self.patience) > 0.0:
             return False
-        return time.process_time() >= self.patient_until or self.left(self.at_most) <= 0.0
+        return self.worked() >= self.patient_until or self.left(self.at_most) <= 0.0
 
     def wait(self, late: float, working: float, at_most: float = math.inf) -> None:
         """For a required result wait ``late`` seconds more, and until the process has worked for ``working`` seconds.
@@ -152,7 +186,7 @@ class Limit:
         The latter are not the clock's: on a busy machine they take longer, and without them there would be nothing. Of
         what is not quite so much needed the clock has the last word, ``at_most`` so many seconds late.
         """
-        self.patience, self.patient_until, self.at_most = late, time.process_time() + working, at_most
+        self.patience, self.patient_until, self.at_most = late, self.worked() + working, at_most
 
     @property
     def waiting(self) -> bool:
@@ -275,6 +309,16 @@ INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGH
 
 _enforced: ContextVar[tuple[Limit, ...]] = ContextVar("enforced", default=())
 """The limits that are enforced here, the outermost first."""
+
+
+def clock_of(within: Limit | None) -> Callable[[], float]:
+    """That of a limit, or the one that limits have which are part of none."""
+    return standard_clock if within is None else within.clock
+
+
+def time_left() -> float:
+    """Seconds until the first of the limits here ends what is done, interruptions aside; inf without any."""
+    return min((limit.left(limit.patience) for limit in _enforced.get()), default=math.inf)
 
 
 def time_is_up() -> bool:

@@ -15,6 +15,8 @@ from pipeplan.schedule.classic import CLASSIC
 from support.commands import interrupted, pipeplan
 from support.marks import slow_but
 
+pytestmark = pytest.mark.counted
+
 GB = 10**9
 QUICK = ("--deterministic", "--time-limit", "1s")
 QUICKER = ("--deterministic", "--time-limit", "300ms")

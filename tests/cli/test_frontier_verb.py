@@ -20,6 +20,8 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
 from pipeplan.units import format_bytes, parse_bytes
 
+pytestmark = pytest.mark.counted
+
 TO_THE_END = ("--plans", "--deterministic", "--time-limit", "300ms")
 """Searches end soon, and all else is tried."""
 
@@ -380,6 +382,7 @@ def test_one_point_has_no_turning_point(profile_path: Path) -> None:
     assert not any(point["turning_point"] for point in summary["points"])
 
 
+@pytest.mark.counted(1e-5)  # what has to be there takes many questions
 def test_when_time_runs_out_the_rest_is_proved_roughly(profile_path: Path) -> None:
     summary = json.loads(run(profile_path, "--devices", 2, "--time-limit", "1ns", "--json").stdout)
     assert summary["interrupted"]

@@ -38,6 +38,8 @@ from pipeplan.runtime.launch.status import Cause, Failure, tell
 from pipeplan.texts import REFUSED
 from support.commands import pipeplan
 
+pytestmark = pytest.mark.counted
+
 QUICK = ("--devices", 2, "--microbatches", 2, "--deterministic", "--time-limit", "1s")
 MARKUP = ("b[/nope]", "[link=https://example.org]b", ":smile:[red]", "<b>&amp;\"'")
 """Valid names: rich would end in an error, or make a link, an emoji or colours of them; SVG would not be XML."""
@@ -250,6 +252,7 @@ def test_what_printed_programs_say(folder: Path, tmp_path: Path) -> None:
     require_plain(done)
 
 
+@pytest.mark.slow
 def test_a_long_text_is_not_printed_whole(folder: Path, tmp_path: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     for place in ("name", "schema_version", "devices", "nonsense"):

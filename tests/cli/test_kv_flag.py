@@ -13,6 +13,8 @@ from builders.decoders import drawn_decoder
 from pipeplan.cli.main import cli
 from pipeplan.files import write_file
 
+pytestmark = pytest.mark.counted
+
 QUICK = ("--devices", "4", "--deterministic", "--time-limit", "5s")
 
 

@@ -18,6 +18,8 @@ from pipeplan.files import read_plan, write_file
 from pipeplan.schedule.rules import ReadyAction, Rules, State, TypeTraversal, schedule_by_rules
 from pipeplan.workload.task_graph import task_graph
 
+pytestmark = pytest.mark.counted
+
 MODULE = """
 from pipeplan.schedule.rules import CustomOp, Rules, StageTraversal, TypeTraversal
 
@@ -157,7 +159,7 @@ def test_the_plan_says_which_rules(here: Path) -> None:
 
 
 def test_compare_has_them_as_a_row(here: Path) -> None:
-    found = run("compare", "v.json", "--rules", "mine:held", "--microbatches", "4", "--time-limit", "1s", "--json")
+    found = run("compare", "v.json", "--rules", "mine:held", "--microbatches", "4", "--time-limit", "100s", "--json")
     assert found.exit_code == 0, found.output
     rows = {name: row for row in json.loads(found.stdout)["rows"] for name in (row["schedule"], *row.get("same", ()))}
     planned("v", "mine:held")

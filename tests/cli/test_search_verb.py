@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +17,11 @@ from pipeplan.checker import check
 from pipeplan.cli.main import cli
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
+from pipeplan.time_limit import clock_of
 from support.commands import interrupted, pipeplan
 from support.marks import slow_but
+
+pytestmark = pytest.mark.counted
 
 QUICK = ("--deterministic", "--time-limit", "1s")
 PLAIN = ("--placement", "one-to-one", "--deterministic", "--time-limit", "100ms")
@@ -351,6 +353,6 @@ def test_the_limit_is_of_the_command_as_a_whole(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     write_file(shape("m", 4), str(profile))
     asked = ["search", str(profile), "--microbatches", "8", "--memory", "6GB", "--time-limit", "1000s", "--json"]
-    done = CliRunner().invoke(cli, asked, obj=time.monotonic() - 2000)
+    done = CliRunner().invoke(cli, asked, obj=clock_of(None)() - 2000)
     assert done.exit_code == 0
     assert json.loads(done.stdout)["timed_out"]

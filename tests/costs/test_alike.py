@@ -20,6 +20,8 @@ from pipeplan.planning.steps import STEPS, EvenCut
 from pipeplan.planning.trials import PlanSearch
 from pipeplan.schedule.cpsat.solver import Budget
 
+pytestmark = pytest.mark.counted
+
 SOURCE = Source(method="literature")
 CLUSTER = Cluster(
     name="two levels",

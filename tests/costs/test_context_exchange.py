@@ -41,6 +41,8 @@ from pipeplan.planning.request import Request
 from pipeplan.simulator.recost import recosted
 from pipeplan.workload.elements import Again, ContextExchange
 
+pytestmark = pytest.mark.counted
+
 
 def stepped(parts: int, core: float, gather: float, merge: float) -> float:
     """A ring's forward, step by step: a piece comes while another is computed with, and is merged when it can be."""

@@ -54,6 +54,8 @@ from pipeplan.workload.elements import ONCE
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
 from pipeplan.workload.tail import tail_at
 
+pytestmark = pytest.mark.counted
+
 MIXED = Recipe(name="bf16-mixed")
 ROWS = tuple(
     CostRow(microbatch_size=size, forward_ns=100 * size, backward_ns=200 * size, activation_bytes=100 * size)

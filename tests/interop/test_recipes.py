@@ -404,6 +404,7 @@ def test_layouts_of_megatron_bridge_are_read() -> None:
             assert "".join(layout).count("t") == 61
 
 
+@pytest.mark.counted
 @pytest.mark.slow
 @pytest.mark.long  # test_start improves on smaller ones
 def test_hand_made_layouts_of_deepseek_v3_are_matched_or_beaten() -> None:

@@ -26,6 +26,8 @@ from pipeplan.schedule.rules.language import named_rules, parse_rules
 from pipeplan.time_limit import Limit, checkpoint
 from pipeplan.units import format_bytes
 
+pytestmark = pytest.mark.counted
+
 KB = 1000
 QUICK = {"time_limit": 0.3, "deterministic": True}
 

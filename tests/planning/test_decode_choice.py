@@ -20,6 +20,8 @@ from pipeplan.planning.decode_choice import DecodeChoice, DecodeSearch, max_requ
 from pipeplan.planning.decoding import ServingAsked
 from pipeplan.search_constants import GROUPS_PER_STAGE
 
+pytestmark = pytest.mark.counted
+
 BATCH, CONTEXT, HIDDEN, TOKEN = 8, 400, 64, 8
 
 

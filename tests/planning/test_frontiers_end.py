@@ -32,6 +32,8 @@ from pipeplan.sharding import bounds, operators, tracking
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded, time_is_up
 from pipeplan.units import MAX_BYTES, format_bytes, rounded_up
 
+pytestmark = pytest.mark.counted
+
 
 class Hand:
     """A clock that is moved by hand, or by each question for the time."""

@@ -19,6 +19,8 @@ from pipeplan.workload.elements import Segment
 from support.commands import pipeplan as command
 from support.marks import slow_but
 
+pytestmark = pytest.mark.counted
+
 MICROBATCHES = 3
 
 

@@ -89,6 +89,8 @@ from pipeplan.workload.slices import num_sliced
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import task_graph
 
+pytestmark = pytest.mark.counted
+
 MOST_CALLS = 60_000
 """Between two questions for the time; a machine that makes so few in half a second is slow indeed."""
 
@@ -857,6 +859,7 @@ def test_a_small_request_has_a_plan_however_late_it_is(monkeypatch: pytest.Monke
     assert found.timed_out
 
 
+@pytest.mark.counted(1e-5)  # what has to be there takes many questions
 def test_tuning_and_frontiers_have_something_however_late_it_is() -> None:
     limit = Limit(1.0)
     limit.started -= 1000
@@ -1659,6 +1662,7 @@ def test_a_planner_s_own_plan_is_the_answer_however_much_longer_it_is(
     assert not found.notes
 
 
+@pytest.mark.slow
 def test_a_planner_that_finds_nothing_says_why_and_no_even_cut_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = by_planner(monkeypatch, lambda: InfeasibleError("nothing fits, says the paper"))
     with pytest.raises(InfeasibleError, match="says the paper"):

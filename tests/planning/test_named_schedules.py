@@ -27,6 +27,8 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.time_limit import Limit
 from pipeplan.workload.workload import Workload
 
+pytestmark = pytest.mark.counted
+
 GPT2 = Path(__file__).parents[2] / "profiles" / "gpt2-345m-cpu.json"
 OPEN: dict[str, Any] = {"num_parted": None, "split_backward": None}
 ONE_LINE = parse_rules('in_flight = "D - d"', "one line")
@@ -172,7 +174,7 @@ def test_slices_that_are_asked_for_are_made_without_time_too() -> None:
     request = Request.of(profile, **same, scheduler="1f1b", num_parted=2, time_limit=0.0)
     assert search_plan(request).figures()["sliced_microbatches"] == 2
     with pytest.warns(UserWarning, match="--slices 2: no micro-batch is sliced: rules are tuned for whole forwards"):
-        tune(Request.of(profile, **same, scheduler="rules", num_parted=2, time_limit=0.2, deterministic=True))
+        tune(Request.of(profile, **same, scheduler="rules", num_parted=2, time_limit=5.0, deterministic=True))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_that_replicas_divide_nothing_is_said_where_it_was_asked_for(group: int 
                 num_microbatches=8,
                 placement="one-to-one",
                 scheduler="rules",
-                time_limit=0.2,
+                time_limit=5.0,
                 deterministic=True,
                 **asked,
             )

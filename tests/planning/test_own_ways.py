@@ -19,6 +19,8 @@ from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan, without
 from pipeplan.planning.trials import Trial
 
+pytestmark = pytest.mark.counted
+
 ALL_WIDTHS = {"every width", "recomputed blocks", "stage graphs", "published planners", "stage ways", "one stage"}
 LAYERS = 12
 

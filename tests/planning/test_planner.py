@@ -26,6 +26,8 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.units import parse_bytes
 from support.paths import ROOT
 
+pytestmark = pytest.mark.counted
+
 PROFILES = ROOT / "profiles"
 GB = 10**9
 QUICK = {"time_limit": 0.3, "deterministic": True}

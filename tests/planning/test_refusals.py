@@ -35,6 +35,8 @@ from pipeplan.units import parse_bytes
 from pipeplan.workload.elements import MAX_DEVICES
 from support.marks import slow_but
 
+pytestmark = pytest.mark.counted
+
 QUICK = ("--time-limit", "100ms", "--deterministic", "--scheduler", "1f1b")
 SIZES = "the profile has costs for 1 to 4 samples per device; "
 
@@ -276,6 +278,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.counted(1e-4)  # what would do is looked for with as many questions
 @slow_but(
     "verb, asked, says",
     OTHERS,

@@ -13,6 +13,8 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Block, CostRow, Edge, Profile, Source, write_file
 from support.commands import pipeplan
 
+pytestmark = pytest.mark.counted
+
 FREE = "links are free: without --cluster, transfers take no time"
 QUICK = ("--deterministic", "--time-limit", "1s")
 

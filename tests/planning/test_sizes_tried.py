@@ -27,6 +27,8 @@ from pipeplan.planning.trials import PlanSearch
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.time_limit import Limit
 
+pytestmark = pytest.mark.counted
+
 MB = 10**6
 
 

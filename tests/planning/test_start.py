@@ -22,6 +22,8 @@ from support.commands import pipeplan
 from support.marks import slow_but
 from support.paths import ROOT
 
+pytestmark = pytest.mark.counted
+
 PROFILE = ROOT / "profiles/gpt2-345m-cpu.json"
 
 

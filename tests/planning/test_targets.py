@@ -22,6 +22,8 @@ from support.commands import pipeplan
 from support.marks import slow_but
 from support.paths import ROOT
 
+pytestmark = pytest.mark.counted
+
 TARGETS = search_targets()
 SERVERS = [name for name in TARGETS if not export_target(name).trains]
 

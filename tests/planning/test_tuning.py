@@ -34,6 +34,8 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from support.paths import ROOT
 
+pytestmark = pytest.mark.counted
+
 PROFILES = ROOT / "profiles"
 GB = 10**9
 

@@ -32,6 +32,8 @@ from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 
+pytestmark = pytest.mark.counted
+
 
 def chain(count: int, shards: tuple[int, ...] = (1,), **others: Any) -> Profile:
     """Blocks of equal costs, of which each micro-batch holds one byte."""

@@ -63,6 +63,8 @@ from pipeplan.units import format_bytes, format_ns
 from support.commands import pipeplan
 from support.paths import ROOT
 
+pytestmark = pytest.mark.counted
+
 CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 

@@ -37,6 +37,8 @@ from pipeplan.workload.workload import Workload
 from references.decode_loops import least_repetend, least_repetend_in_memory
 from support.marks import slow_but
 
+pytestmark = pytest.mark.counted
+
 Devices = Sequence[tuple[int, ...]]
 
 

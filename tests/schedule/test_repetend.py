@@ -26,6 +26,8 @@ from pipeplan.workload.memory import overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
+pytestmark = pytest.mark.counted
+
 
 def there_and_back(forward: int, lag: int, backward: int, memory: int) -> OneMicrobatch:
     """Device 0 hands to device 1 and back; device 0's activation is held for forward + lag + 2 + lag + backward."""

@@ -24,6 +24,8 @@ from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.time_limit import Limit, TimeUpError
 from references import cost_graphs as graphs
 
+pytestmark = pytest.mark.counted
+
 
 def entangled(seed: int, num: int, high: int, forbidden: float) -> CostGraph:
     """Every operator beside every other, so that nothing is taken apart exactly."""

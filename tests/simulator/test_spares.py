@@ -18,6 +18,8 @@ from pipeplan.simulator.failures import _elsewhere, failures, renumbered
 from pipeplan.simulator.simulation import simulate
 from pipeplan.simulator.spares import Spares
 
+pytestmark = pytest.mark.counted
+
 DOMAINS = (("node", 2), ("rack", 4), ("power", 6))
 
 
@@ -204,6 +206,7 @@ def test_spares_that_cannot_be(spares: int, others: dict[str, Any], text: str) -
         searched(others.get("cluster", nodes(10)), spares, **{k: v for k, v in others.items() if k != "cluster"})
 
 
+@pytest.mark.slow
 def test_compare_and_frontier_say_it_too() -> None:
     cluster = nodes(6)
     compared = pipeplan.compare(line(2), cluster=cluster, spares=2, mini_batch=8, time_limit=1, deterministic=True)

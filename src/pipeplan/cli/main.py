@@ -12,7 +12,6 @@ import io
 import os
 import signal
 import sys
-import time
 
 import click
 
@@ -88,7 +87,7 @@ def main(began: float | None = None) -> None:
     try:
         try:
             _open_closed_streams()
-            code = _flushed(_exit_code(time.monotonic() if began is None else began))
+            code = _flushed(_exit_code(began))
         finally:  # the command has ended, and torch takes a moment to leave: another Ctrl-C would only show where it is
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
@@ -124,7 +123,7 @@ def _flushed(code: int) -> int:
     return code
 
 
-def _exit_code(began: float) -> int:
+def _exit_code(began: float | None) -> int:
     """Run what the command line asks for; whatever it ends with has been said."""
     try:
         code = cli.main(standalone_mode=False, obj=began)

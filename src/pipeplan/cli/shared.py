@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -773,7 +772,7 @@ def limited(seconds: float, what: Planning) -> Iterator[Limit]:
             _api.load(what)
             gc.freeze()  # and so does what was imported
             began = click.get_current_context().find_root().obj
-            limit = _api.Limit(seconds, started=time.monotonic() if began is None else began)
+            limit = _api.Limit(seconds, started=math.nan if began is None else began)
             limit.reserved = min(_ENDING_SHARE * seconds, _ENDING)
             with warnings_shown(), limit.hearing_interrupts():
                 yield limit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -31,7 +30,7 @@ from pipeplan.schedule.state import Progress, SearchStep
 from pipeplan.search_constants import COMPARED_SEARCHING, COMPARED_SECONDS, FIRST_SECONDS
 from pipeplan.simulator.metrics import rates
 from pipeplan.simulator.spares import Spares
-from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.time_limit import Limit, TimeUpError, clock_of
 from pipeplan.units import MAX_BYTES
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Again
@@ -261,7 +260,7 @@ def compare_on(
     The time limit, which ends with ``within``, is shared between them, and on each between the search and the classic
     schedules. When it is up, or at Ctrl-C, what is known is the answer, and what was not reached is said to be missing.
     """
-    clock = time.monotonic if within is None else within.clock
+    clock = clock_of(within)
     limit = Budget(request.time_limit, deterministic=request.deterministic, whole=within, clock=clock)
     rows = _RowsSoFar(request, limit, rules)
     shares = [len(placements) - 1 or 1 if wanted == "auto" else 1 for wanted in placements] + [1] * len(planners)

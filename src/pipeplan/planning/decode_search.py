@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.search_constants import DECODE_CHOOSING, FIRST_SECONDS
 from pipeplan.texts import counted
-from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.time_limit import Limit, TimeUpError, clock_of
 from pipeplan.workload.kinds import MemoryBytes
 
 _WIDTHS = {"float64": 8, "float32": 4}
@@ -46,7 +45,7 @@ def search_decoding(
         InfeasibleError: the cache does not fit; the text says how many requests would.
         UsageError: the profile has no costs for what is asked.
     """
-    clock = time.monotonic if within is None else within.clock
+    clock = clock_of(within)
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
     search = _asked(request)
     with request.reserve_said():

@@ -7,7 +7,6 @@ the stage's: times of forward and backward with all that is exchanged in them, s
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +30,7 @@ from pipeplan.sharding.least_memory import LeastMemory, least_memory
 from pipeplan.sharding.operator_kinds import is_profiled
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
+from pipeplan.time_limit import clock_of
 from pipeplan.units import named_devices
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Device, Stage
@@ -207,7 +207,8 @@ def split_frontier(
         UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`; or the planner that alone is asked for has no
             strategy.
     """
-    begun = time.monotonic()
+    clock = clock_of(None)
+    begun = clock()
     model = model or costs_of_splits(request, splitting)
     least = WORKSPACE_LEVELS if splitting.whole_blocks and not splitting.within else 0
     rounds = _Rounds(splitting.within, seconds, least, as_far)
@@ -216,7 +217,7 @@ def split_frontier(
     else:
         tracked = rounds.first(model.graph)
         points, settled = _points(model, tracked, rounds)
-    took = time.monotonic() - begun
+    took = clock() - begun
     proved = rounds.factor, rounds.factor_of_all
     return Splits(request.num_devices, model, tracked, points, settled, *proved, took, splitting.only)
 
@@ -280,9 +281,10 @@ class _Rounds:
 
     def first(self, graph: CostGraph) -> Tracked:
         """Track the whole graph."""
-        begun = time.monotonic()
+        clock = clock_of(None)
+        begun = clock()
         tracked = track(graph, within=self.within, as_far=self.as_far)
-        self.last = time.monotonic() - begun
+        self.last = clock() - begun
         self.factor = max(self.factor, tracked.factor)
         self.factor_of_all = max(self.factor_of_all, tracked.factor_of_all)
         return tracked

@@ -12,7 +12,6 @@ be left out: ``search_plan(request, steps=without({"windows"}))``.
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -125,7 +124,7 @@ from pipeplan.search_constants import (
     SECONDS_PER_RETIMING,
     SLICED_FEW,
 )
-from pipeplan.time_limit import Limit, Telling, TimeUpError, checked, checkpoint, shielded, time_is_up
+from pipeplan.time_limit import Limit, Telling, TimeUpError, checked, checkpoint, clock_of, shielded, time_is_up
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Recompute, Stage, recompute_of
@@ -714,15 +713,15 @@ class EvenCut(PlanStep):
             return Limit(), lambda: None
         remaining = search.budget.remaining
         limit = Limit(max(self.seconds, self.share * remaining), clock=search.budget.clock)
-        until = time.process_time() + min(self.working, remaining / 2)
+        until = limit.worked() + min(self.working, remaining / 2)
         late = max(0.0, self.most * remaining - limit.seconds) if is_large(search.request) else 0.0
 
         def begin() -> None:
             if search.answer is None and late:
                 limit.wait(0.0, math.inf, late)
             else:
-                limit.wait(0.0, until - time.process_time())
-            if limit.left() <= 0.0 and time.process_time() >= until:
+                limit.wait(0.0, until - limit.worked())
+            if limit.left() <= 0.0 and limit.worked() >= until:
                 raise TimeUpError(limit)
 
         return limit, begin
@@ -1200,7 +1199,7 @@ def search_of(
     Raises:
         UsageError: a request that contradicts the profile.
     """
-    clock = time.monotonic if within is None else within.clock
+    clock = clock_of(within)
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
     require_planner(request)
     if request.start is not None:

@@ -8,7 +8,6 @@ and what is done until then is kept.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -57,7 +56,7 @@ from pipeplan.search_constants import (
     TUNING_SAID_AFTER,
     TUNING_SHORTAGE_SECONDS,
 )
-from pipeplan.time_limit import Limit, Telling, TimeUpError, shielded
+from pipeplan.time_limit import Limit, Telling, TimeUpError, clock_of, shielded
 from pipeplan.units import format_bytes
 
 Item = TypeVar("Item")
@@ -138,7 +137,7 @@ class Workers:
             wait([future], TUNING_POLL_SECONDS)
             if self._limit.interrupted:  # by another thread, maybe, of which processes must hear
                 self.interrupt()
-            told += self._limit.over
+            told += not self._limit.counted and self._limit.over  # processes count their own
             if told * TUNING_POLL_SECONDS > TUNING_LEAVING_SECONDS:
                 raise TimeUpError(self._limit)
         return future.result()
@@ -187,7 +186,7 @@ class _Stoppable(Limit):
 
 def _begin(request: Request, stop: Event, limit: Limit) -> None:
     _WorkerState.request, _WorkerState.stop = request, stop
-    _WorkerState.limit = _Stoppable(limit.seconds, started=limit.started)
+    _WorkerState.limit = _Stoppable(limit.seconds, clock=limit.clock, started=limit.started)
 
 
 def _apply(work: Work[Item, Found], item: Item) -> Found:
@@ -259,7 +258,7 @@ def tune(
         SearchTimeoutError: time was up before there was a row.
         UsageError: a request that contradicts the profile, or a cache that is none.
     """
-    limit = Limit(request.time_limit, whole=within, clock=time.monotonic if within is None else within.clock)
+    limit = Limit(request.time_limit, whole=within, clock=clock_of(within))
     known = Cache(cache, request)
     with request.reserve_said(), Workers(request, workers, limit) as shared:
         return _Tuner(request, shared, known, limit, progress).run()

@@ -8,8 +8,8 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +19,18 @@ from builders.folds import Replicas, plan_of_replicas
 from builders.loops import looped_plans
 from builders.plans import plan_of
 from builders.shapes import shape_workload
-from builders.sharded import chain_of, exchanging, plan_on
+from builders.sharded import chain_of, exchanging, pairs, plan_on
 from builders.sharded import placed as placed_stages
 from pipeplan._api import run
 from pipeplan.checker import check
 from pipeplan.cli.run_verb import comparison_line
+from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts
-from pipeplan.files import PlacedStage, Plan
+from pipeplan.files import PlacedStage, Plan, to_json
 from pipeplan.files.folded import unfolded
+from pipeplan.files.plan import MOST_UNROLLED
+from pipeplan.planning.build_plan import assemble
 from pipeplan.runtime.emulation import devices
 from pipeplan.runtime.emulation import emulate as emulation
 from pipeplan.runtime.executor.channels import Channels
@@ -36,6 +39,7 @@ from pipeplan.runtime.executor.process_groups import extent, iteration_of
 from pipeplan.runtime.executor.rank_program import ProgramStep, planned_programs
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 from pipeplan.runtime.models.load import load_model
+from pipeplan.schedule.search import plain_look
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.workload.action import StateAction
 from pipeplan.workload.elements import Dependency, Hop
@@ -408,8 +412,18 @@ def test_short_actions_are_stretched_on_real_ranks() -> None:
 
 
 def test_exchanges_of_a_very_long_run_are_not_written_out() -> None:
-    """Each rank would: of a hundred thousand micro-batches that was all of its memory."""
-    stage = SimpleNamespace(block_groups=[()])
-    plan: Any = SimpleNamespace(stages=[stage], loop=(), num_microbatches=100_000, num_unrolled=1_600_000)
-    with pytest.raises(UsageError, match=r"100,000 micro-batches the plan has 1,600,000 actions.*fewer --microbatches"):
+    """Each rank would: of millions of micro-batches that was all of its memory."""
+    placement = placed_stages(exchanging([0, 1], (1, 1), (0, 1)), exchanging([2, 3], (2, 2), (2, 3)))
+    profile = chain_of([100, 100, 50, 20])
+    workload = build_workload(profile, placement, num_microbatches=240, microbatch_size=2, cluster=pairs(4))
+    found = plain_look(workload, 1000)
+    assert found is not None
+    short = assemble(found.graph, found.orders, 1, Fraction(0), "1f1b", loop=found.loop, recipe=profile.recipe)
+    plan = short.with_copies(1_000_000)
+    assert plan.num_unrolled > MOST_UNROLLED
+    assert len(to_json(plan)) < 100_000
+    numbers = (
+        rf"{plan.num_microbatches:,} micro-batches the plan has {plan.num_unrolled:,} actions, of at most 1,000,000"
+    )
+    with pytest.raises(UsageError, match=rf"{numbers}.*fewer --microbatches"):
         emulation.emulate(plan, RunOptions(), SimpleNamespace(), lambda _: None)  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pipeplan.files import Plan
 from pipeplan.files.plan import Decode
 from pipeplan.planning.build_plan import assemble
@@ -10,6 +12,8 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.decode_loop import decode_schedule
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.workload import Workload
+
+pytestmark = pytest.mark.counted
 
 
 def loop_of_two() -> Plan:

@@ -25,6 +25,8 @@ from pipeplan.runtime.profiling.expert_rows import Spread, measured_expert_rows,
 from runtime_support.hugging_face import HIDDEN, SEQUENCE, batch_for, size, text, whole
 from support.marks import slow_but
 
+pytestmark = pytest.mark.counted
+
 SPARSE = ("mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "llama4_text")
 EXPERTS = 4
 MIXTRAL = text("mixtral", num_hidden_layers=1)

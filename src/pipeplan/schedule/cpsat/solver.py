@@ -20,7 +20,7 @@ from pipeplan.search_constants import (
     SOLVER_POLL_SECONDS,
     SOLVER_STOP_SECONDS,
 )
-from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded, time_is_up
+from pipeplan.time_limit import CountedClock, Limit, TimeUpError, checkpoint, shielded, time_is_up, time_left
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
@@ -135,11 +135,13 @@ def solve(
     parameters = solver.parameters
     limit = min(limit, budget.remaining)
     by_work = budget.of_work and not budget.deterministic
+    if budget.counted and not budget.deterministic:
+        limit = min(limit, time_left())
     parameters.random_seed = budget.seed
     parameters.catch_sigint_signal = False
     if any(each.has_cumulative() for each in model.proto.constraints):
         parameters.cp_model_probing_level = 0  # there a minute of it counts, and finds, as good as nothing
-    if budget.deterministic:
+    if budget.deterministic or budget.counted:
         parameters.num_workers = 1
         parameters.max_deterministic_time = limit * DETERMINISTIC_PER_SECOND
     else:
@@ -149,9 +151,12 @@ def solve(
         parameters.num_workers, parameters.linearization_level = 1, 2
     if limit <= 0.0:
         return Answer(None, False, solver.value, None)
-    working = Limit(limit, clock=budget.clock) if by_work else Limit()
+    working = Limit(limit, clock=budget.clock) if by_work else None
     status = _run(solver, model, budget, working, _callback(on_solution) if on_solution is not None else None)
-    budget.spent += solver.response_proto.deterministic_time / DETERMINISTIC_PER_SECOND + SOLVE_SECONDS
+    worked = solver.response_proto.deterministic_time / DETERMINISTIC_PER_SECOND + SOLVE_SECONDS
+    budget.spent += worked
+    if isinstance(budget.clock, CountedClock):
+        budget.clock.charge(worked)
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
     bound = round(solver.best_objective_bound) if model.has_objective() else None
     feasible = True if found else False if status == cp_model.INFEASIBLE else None
@@ -162,7 +167,7 @@ def _run(
     solver: cp_model.CpSolver,
     model: cp_model.CpModel,
     budget: Budget,
-    working: Limit,
+    working: Limit | None,
     callback: cp_model.CpSolverSolutionCallback | None,
 ) -> int:
     """The solver's status, once it is done or ``working`` is over: the solver does not measure what a process works."""
@@ -187,9 +192,9 @@ def _run(
     while not done.is_set():
         try:
             done.wait(SOLVER_POLL_SECONDS)
-            over = budget.interrupted or time_is_up()
-            if over or working.expired:  # again and again: a solve that had not begun hears no first one
-                solver.stop_search()
+            over = budget.interrupted or (not budget.counted and time_is_up())  # counted, it ends by itself
+            if over or (working is not None and working.expired):
+                solver.stop_search()  # again and again: a solve that had not begun hears no first one
                 asked += over
             if asked * SOLVER_POLL_SECONDS > SOLVER_STOP_SECONDS:
                 checkpoint()
