@@ -105,15 +105,16 @@ def test_what_is_wrong_is_refused_by_name(backend: str, said: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_a_gpt_trains_with_other_backends_in_every_stage() -> None:
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_gpt_trains_with_other_backends_in_every_stage(*, fused: bool) -> None:
     """On 4 gloo processes in float32: compiled, forced and plain stages have eager's losses, to 0.0001 of them."""
     model = zoo_model("gpt2-tiny", sequence=16)
     ids = [block.id for block in model.blocks]
+    first = [segment("inductor", *ids[1:3])] if fused else [segment("onednn-off", id_) for id_ in ids[1:3]]
     stages = [
-        stage(0, segment("eager", *ids[:1]), segment("inductor", *ids[1:3])),
+        stage(0, segment("eager", *ids[:1]), *first),
         stage(1, segment("attention-math", ids[3]), segment("onednn-off", *ids[4:5])),
-        stage(2, segment("attention-flash", ids[5]), segment("inductor", ids[6])),
+        stage(2, segment("attention-flash", ids[5]), segment("inductor" if fused else "onednn-off", ids[6])),
         stage(3, segment("eager", *ids[7:])),
     ]
     plain = [each.model_copy(update={"segments": ()}) for each in stages]
