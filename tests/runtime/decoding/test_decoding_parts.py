@@ -16,9 +16,11 @@ from torch import Tensor
 
 from pipeplan import UsageError
 from pipeplan.errors import FileError
+from pipeplan.files import PlacedStage
 from pipeplan.runtime.decoding.attention import attention, merged
 from pipeplan.runtime.decoding.cached import BlockCaches, CachedRows, DecodingAttention
 from pipeplan.runtime.decoding.choosing import WordChoice
+from pipeplan.runtime.decoding.decode import require_blocks
 from pipeplan.runtime.decoding.latents import LatentHeads
 from pipeplan.runtime.decoding.layouts import BlockLayout, Route, positions, routes
 from pipeplan.runtime.decoding.options import DecodeOptions, DecodeOutcome, read_prompts
@@ -26,6 +28,7 @@ from pipeplan.runtime.decoding.pieces import CachePiece, Looks, room_for
 from pipeplan.runtime.decoding.rank import Turns
 from pipeplan.runtime.decoding.requests import Pass, RequestQueue, Row
 from pipeplan.runtime.launch.job import RunResult, WrittenText
+from pipeplan.runtime.models.zoo import zoo_model
 from pipeplan.workload.kinds import PREFILL
 from pipeplan.workload.mesh import Mesh
 from runtime_support.decoding_rank import plan_of
@@ -149,6 +152,15 @@ def test_attention_without_torchs_operator_is_the_same() -> None:
     wide = torch.cat([value, value], -1)
     for one, other in zip(attention(query, key, value, mask, 0.3), attention(query, key, wide, mask, 0.3), strict=True):
         assert torch.allclose(one, other[..., :4] if one.ndim == 4 else other, atol=1e-14)
+
+
+def test_blocks_that_come_before_what_they_take_are_refused() -> None:
+    model = zoo_model("gpt2-tiny")
+    ids = [block.id for block in model.blocks]
+    require_blocks(model, [PlacedStage(blocks=tuple(ids), devices=(0,))])
+    turned = PlacedStage(blocks=(ids[0], ids[2], ids[1], *ids[3:]), devices=(0,))
+    with pytest.raises(UsageError, match=rf"block '{ids[2]}' takes the output of '{ids[1]}', which comes after it"):
+        require_blocks(model, [turned])
 
 
 @pytest.mark.parametrize("devices", [[[0], [1], [0], [1]], [[0], [0], [1], [1]], [[0], [1]]])

@@ -199,11 +199,18 @@ def require_fitting(model: Model, options: DecodeOptions) -> CausalDecoder:
 
 
 def require_blocks(model: Model, placed: Sequence[Placed]) -> None:
-    """Refuse stages of other blocks than the model's. Raises UsageError."""
+    """Refuse stages of other blocks than the model's, or in an order in which they cannot run. Raises UsageError."""
     known, there = [block.id for block in model.blocks], [id_ for stage in placed for id_ in stage.blocks]
     if odd := sorted(set(known) ^ set(there)):
         where = "the model" if odd[0] in there else "the plan"
         raise UsageError(f"block {odd[0]!r} is not in {where}; the plan must be for {model.name}, at its granularity")
+    for stage in placed:
+        for number, id_ in enumerate(stage.blocks):
+            if late := set(dict(model.block(id_).inputs)) & set(stage.blocks[number:]):
+                raise UsageError(
+                    f"block {id_!r} takes the output of {min(late)!r}, which comes after it in its stage; the "
+                    f"plan must have the blocks of a stage in the order of {model.name}"
+                )
 
 
 def _sources(model: Model, stage: Placed) -> list[str]:
