@@ -28,6 +28,7 @@ from tables import machine, markdown, note
 
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo import ZOO
+from pipeplan.runtime.models.zoo.multi_branch import RecommendationSize
 
 DEVICES, SAMPLES = 4, 4
 MOST_BYTES = 2 * 10**9
@@ -44,7 +45,9 @@ LIGHT = {DLRM: "sgd", "candle-uno": "sgd"}
 
 def dlrm() -> Model:
     """dlrm-8 with three branches of each kind instead of four, and tables of 100,000 rows instead of a million."""
-    return replace(ZOO["dlrm-8"], branches=3, vocabulary=100_000).model("dlrm-8, smaller")  # type: ignore[call-arg]
+    size = ZOO["dlrm-8"]
+    assert isinstance(size, RecommendationSize)
+    return replace(size, branches=3, vocabulary=100_000).model("dlrm-8, smaller")
 
 
 def command(*arguments: object) -> Any:
