@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from pipeplan.files import Plan
 from pipeplan.planning.build_plan import assemble
+from pipeplan.runtime.executor.rank_program import Program, ProgramStep
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.pattern import microbatch_by_microbatch
@@ -51,3 +52,13 @@ def looped_plans(workload: Workload, few: int, many: int) -> dict[str, Plan]:
     short, whole = (workload.with_microbatches(each * number) for number in (few, many))
     longer = ((schedule.scheduler, SHORTER.lengthened(schedule, whole)) for schedule in known(short))
     return {name: plan_with_loop(found) for name, found in longer if found is not None and found.loop is not None}
+
+
+def steps_of(program: Program) -> Iterator[ProgramStep]:
+    """All that a program runs."""
+    loop = program.loop
+    if loop is None:
+        yield from program.steps
+        return
+    yield from program.steps[: loop.begun]
+    yield from (program.steps[turn.step].later(turn, loop) for turn in loop.turns())

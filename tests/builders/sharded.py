@@ -12,6 +12,7 @@ from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, LinkLevel, PlacedStage, Placement, Plan, Profile, Recipe
 from pipeplan.files.profile import Source
 from pipeplan.planning.build_plan import assemble
+from pipeplan.schedule.search import plain_look
 from pipeplan.search_constants import MOST_REPEATED
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.engine import with_links
@@ -19,6 +20,7 @@ from pipeplan.workload.steady_state.loop import shortened
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 
 Pairs = list[tuple[int, int]]
+Pair = tuple[int | None, int]
 
 
 def chain_of(
@@ -59,9 +61,7 @@ def pairs(count: int, contention: float = 0.0) -> Cluster:
     return Cluster(name="pairs", source=source, devices=kinds, levels=(level,), contention=contention)
 
 
-def exchanging(
-    blocks: list[int], every: tuple[int | None, int], devices: tuple[int, ...], expert: int = 1
-) -> PlacedStage:
+def exchanging(blocks: list[int], every: Pair, devices: tuple[int, ...], expert: int = 1) -> PlacedStage:
     """A stage of some blocks whose devices are replicas that gather and reduce as often as this."""
     return PlacedStage(
         blocks=tuple(f"b{n}" for n in blocks),
@@ -142,6 +142,23 @@ def plan_on(profile: Profile, placement: Placement, *, late: bool = False, seed:
     assert graph.workload.has_parts == late
     orders = with_links(graph, random_orders(graph, Random(seed))[: placement.num_devices])
     return assembled(graph, orders, profile)
+
+
+def long_plan(every: Pair, last_every: Pair, *, split: bool = False, late: bool = False, unit_ns: int = 100) -> Plan:
+    """240 micro-batches of two stages, three with ``late`` inputs, that exchange so often: one round is written."""
+    edges = [(0, 1), (0, 2), (1, 3), (2, 3)] if late else None
+    profile = chain_of([100, 100, 50, 20], split=split, edges=edges, unit_ns=unit_ns)
+    apart = [exchanging([0], every, (4, 5)), exchanging([1], every, (0, 1))]
+    ends = apart if late else [exchanging([0, 1], every, (0, 1))]
+    placement, cluster = placed(*ends, exchanging([2, 3], last_every, (2, 3))), pairs(6 if late else 4)
+    workload = build_workload(
+        profile, placement, num_microbatches=240, microbatch_size=2, split_backward=split, cluster=cluster
+    )
+    found = plain_look(with_late_inputs(profile, workload, cluster) if late else workload, 1000)
+    assert found is not None
+    plan = assemble(found.graph, found.orders, 1, Fraction(0), "1f1b", loop=found.loop, recipe=profile.recipe)
+    assert plan.loop is not None
+    return plan
 
 
 def sharded_plan() -> Plan:

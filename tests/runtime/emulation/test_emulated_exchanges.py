@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 
-from builders.sharded import random_plan
+from builders.loops import steps_of
+from builders.sharded import Pair, long_plan, random_plan
 from pipeplan.files import Plan
 from pipeplan.runtime.emulation.devices import EmulatedRunner, _stamped, specs_of
 from pipeplan.runtime.emulation.emulate import _NO_SAMPLES
 from pipeplan.runtime.executor.message_graph import hops_of
 from pipeplan.runtime.executor.rank_program import ProgramStep, planned_programs
 from pipeplan.workload.action import StateAction
+from pipeplan.workload.elements import ONCE
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.program_network import ProgramNetwork
 
@@ -57,26 +59,45 @@ def test_actions_start_and_end_when_the_plan_has_it(late: bool, stretch: int) ->
     """Of random plans, in a time in which no rank is ever late, from a step's beginning at 7 ns on."""
     waited = inside = 0
     for seed in range(12):
-        plan = random_plan(seed, late=late)[0]
-        programs, hops = planned_programs(plan), hops_of(plan)
-        for rank in range(len(plan.devices)):
-            pace = Exact(stretch)
-            known: Any = pace
-            network = ProgramNetwork(plan.stages, pace.stretched)
-            network.restart(7)
-            specs = specs_of(programs, hops, 1024)
-            runner = EmulatedRunner(plan, programs[rank].tensors, specs, known, known, network)
-            for step in programs[rank].steps:
-                if step.action.role is Role.STATE:
-                    network.ask(StateAction(step.action.stage, step.action.kind, step.action.part))
-                elif step.message is None:
-                    there = [7 + stretch * each for each in arrivals(plan, step)]
-                    begun = max(pace.free, *there, 0)
-                    inside += bool(step.part) and begun > pace.free
-                    runner.run(step, {(0,): [("rows", _stamped((1, 2), each)) for each in there]}, _NO_SAMPLES)
-                    waited += assert_in_time(plan, step, begun, pace)
+        more = assert_as_planned(random_plan(seed, late=late)[0], stretch)
+        waited, inside = waited + more[0], inside + more[1]
     assert waited > 50, "for the network"
     assert (inside > 10) == late
+
+
+@pytest.mark.parametrize(
+    ("every", "last_every", "split", "late"),
+    [((1, 1), (2, 2), False, False), ((4, 1), (ONCE, ONCE), True, False), ((2, 1), (1, 2), False, True)],
+)
+def test_so_they_do_in_each_copy_of_a_round(every: Pair, last_every: Pair, split: bool, late: bool) -> None:
+    """Ranks run a loop's exchanges as they are written: what they keep does not grow with the micro-batches."""
+    plan = long_plan(every, last_every, split=split, late=late)
+    waited, _ = assert_as_planned(plan, stretch=1)
+    assert waited > 50
+
+
+def assert_as_planned(plan: Plan, stretch: int) -> tuple[int, int]:
+    """How many actions of all ranks waited for an exchange, and how many parts of them for a message inside."""
+    whole = plan.unrolled()
+    programs, hops = planned_programs(plan), hops_of(plan)
+    waited = inside = 0
+    for program in programs:
+        pace = Exact(stretch)
+        known: Any = pace
+        network = ProgramNetwork(plan.stages, pace.stretched)
+        network.restart(7)
+        specs = specs_of(programs, hops, 1024)
+        runner = EmulatedRunner(plan, program.tensors, specs, known, known, network)
+        for step in steps_of(program):
+            if step.action.role is Role.STATE:
+                network.ask(StateAction(step.action.stage, step.action.kind, step.action.part))
+            elif step.message is None:
+                there = [7 + stretch * each for each in arrivals(whole, step)]
+                begun = max(pace.free, *there, 0)
+                inside += bool(step.part) and begun > pace.free
+                runner.run(step, {(0,): [("rows", _stamped((1, 2), each)) for each in there]}, _NO_SAMPLES)
+                waited += assert_in_time(whole, step, begun, pace)
+    return waited, inside
 
 
 def assert_in_time(plan: Plan, step: ProgramStep, begun: int, pace: Exact) -> bool:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -19,18 +18,15 @@ from builders.folds import Replicas, plan_of_replicas
 from builders.loops import looped_plans
 from builders.plans import plan_of
 from builders.shapes import shape_workload
-from builders.sharded import chain_of, exchanging, pairs, plan_on
+from builders.sharded import chain_of, exchanging, long_plan, plan_on
 from builders.sharded import placed as placed_stages
 from pipeplan._api import run
 from pipeplan.checker import check
 from pipeplan.cli.run_verb import comparison_line
-from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts
 from pipeplan.files import PlacedStage, Plan, to_json
 from pipeplan.files.folded import unfolded
-from pipeplan.files.plan import MOST_UNROLLED
-from pipeplan.planning.build_plan import assemble
 from pipeplan.runtime.emulation import devices
 from pipeplan.runtime.emulation import emulate as emulation
 from pipeplan.runtime.executor.channels import Channels
@@ -39,7 +35,6 @@ from pipeplan.runtime.executor.process_groups import extent, iteration_of
 from pipeplan.runtime.executor.rank_program import ProgramStep, planned_programs
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 from pipeplan.runtime.models.load import load_model
-from pipeplan.schedule.search import plain_look
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.workload.action import StateAction
 from pipeplan.workload.elements import Dependency, Hop
@@ -60,6 +55,7 @@ PLANS = (
     *("experts are exchanged", "late inputs beside exchanges"),
     *("messages wait for their link", "gradients are summed", "a loop", "a thousand micro-batches"),
     "two programs for four devices",
+    "exchanges in a loop",
 )
 
 
@@ -86,6 +82,8 @@ def plans() -> dict[str, Plan]:
     assert thousand.loop is not None
     found["two programs for four devices"] = folded = plan_of_replicas(Replicas(shards=1, replicas=2))
     assert folded.players_each == 2
+    found["exchanges in a loop"] = repeated = long_plan((1, 1), (2, 2), unit_ns=MS // 50)
+    check(repeated).require("exchanges in a loop")
     assert tuple(found) == PLANS
     return {name: plan if plan.players else four_devices(plan) for name, plan in found.items()}
 
@@ -411,19 +409,17 @@ def test_short_actions_are_stretched_on_real_ranks() -> None:
     assert f"stretched {stretch:.3g} times)" in comparison_line(outcome)
 
 
-def test_exchanges_of_a_very_long_run_are_not_written_out() -> None:
-    """Each rank would: of millions of micro-batches that was all of its memory."""
-    placement = placed_stages(exchanging([0, 1], (1, 1), (0, 1)), exchanging([2, 3], (2, 2), (2, 3)))
-    profile = chain_of([100, 100, 50, 20])
-    workload = build_workload(profile, placement, num_microbatches=240, microbatch_size=2, cluster=pairs(4))
-    found = plain_look(workload, 1000)
-    assert found is not None
-    short = assemble(found.graph, found.orders, 1, Fraction(0), "1f1b", loop=found.loop, recipe=profile.recipe)
+def test_exchanges_of_a_very_long_run_are_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank once wrote out all actions before it met the others, who did not wait that long."""
+    short = long_plan((1, 1), (2, 2))
     plan = short.with_copies(1_000_000)
-    assert plan.num_unrolled > MOST_UNROLLED
-    assert len(to_json(plan)) < 100_000
-    numbers = (
-        rf"{plan.num_microbatches:,} micro-batches the plan has {plan.num_unrolled:,} actions, of at most 1,000,000"
-    )
-    with pytest.raises(UsageError, match=rf"{numbers}.*fewer --microbatches"):
+    assert plan.num_unrolled > 5_000_000
+    steps = [[len(program.steps) for program in planned_programs(each)] for each in (short, plan)]
+    assert steps[0] == steps[1]
+
+    def emulated(plan: Plan, *_: object) -> None:
+        raise UsageError(f"{plan.num_microbatches} micro-batches in {len(to_json(plan))} bytes")
+
+    monkeypatch.setattr(emulation, "_Emulation", emulated)
+    with pytest.raises(UsageError, match=rf"^{plan.num_microbatches} micro-batches in \d{{4,5}} bytes"):
         emulation.emulate(plan, RunOptions(), SimpleNamespace(), lambda _: None)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,27 +9,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from builders.drawn import Placed, placed, stage_graphs
-from builders.loops import looped_plans
+from builders.loops import looped_plans, steps_of
 from builders.shapes import shape_workload
 from pipeplan.checker import check
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
-from pipeplan.runtime.executor.rank_program import Program, ProgramStep, planned_programs
+from pipeplan.runtime.executor.rank_program import planned_programs
 from pipeplan.runtime.models.load import load_model
 from pipeplan.workload.kinds import GRADIENT_ROLES
 from runtime_support.models import branches
 from runtime_support.plans import placed_plan
 from runtime_support.threads import require_equal_to_unsplit
-
-
-def steps_of(program: Program) -> Iterator[ProgramStep]:
-    """All that a program runs."""
-    loop = program.loop
-    if loop is None:
-        yield from program.steps
-        return
-    yield from program.steps[: loop.begun]
-    yield from (program.steps[turn.step].later(turn, loop) for turn in loop.turns())
 
 
 @settings(max_examples=10)

@@ -6,7 +6,6 @@ import multiprocessing
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from builders.sharded import chain_of, exchanging, pairs, placed
-from pipeplan.costs import build_workload
-from pipeplan.costs.late_inputs import with_late_inputs
+from builders.loops import steps_of
+from builders.sharded import long_plan
 from pipeplan.files import Plan
-from pipeplan.planning.build_plan import assemble
 from pipeplan.runtime.executor.process_groups import RankGroup
-from pipeplan.runtime.executor.rank_program import Division, Program, ProgramStep, planned_programs, programs_of
+from pipeplan.runtime.executor.rank_program import Division, ProgramStep, planned_programs, programs_of
 from pipeplan.runtime.executor.shared_parameters import Divided
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.launch.status import Board, Progress
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training.sharded_state import ExchangingStage, ShardedStage, ShardedState, with_last_uses
-from pipeplan.schedule.search import plain_look
 from pipeplan.workload.elements import ONCE
 from pipeplan.workload.exchanges import networks_at, passes
 from pipeplan.workload.kinds import PARAMETER_ROLES, PARAMETERS, RESHARD, Role
@@ -282,29 +278,12 @@ def test_what_gives_its_parameters_themselves_keeps_none_of_them_gathered(split:
         torch.testing.assert_close(gradients, other, rtol=0, atol=1e-12)
 
 
-def steps_of(program: Program) -> Iterator[ProgramStep]:
-    """All that a program runs."""
-    assert program.loop is not None
-    yield from program.steps[: program.loop.begun]
-    yield from (program.steps[turn.step].later(turn, program.loop) for turn in program.loop.turns())
-
-
 @pytest.mark.parametrize(
     ("first", "second", "split", "late"),
     [((1, 1), (2, 2), False, False), ((4, 1), (ONCE, ONCE), True, False), ((2, 1), (1, 2), False, True)],
 )
 def test_loops_know_what_programs_that_are_written_out_know(first: Any, second: Any, split: bool, late: bool) -> None:
-    profile = chain_of([100, 100, 50, 20], split=split, edges=[(0, 1), (0, 2), (1, 3), (2, 3)] if late else None)
-    begin = [exchanging([0], first, (4, 5)), exchanging([1], first, (0, 1))]
-    ends = begin if late else [exchanging([0, 1], first, (0, 1))]
-    placement, cluster = placed(*ends, exchanging([2, 3], second, (2, 3))), pairs(6 if late else 4)
-    workload = build_workload(
-        profile, placement, num_microbatches=240, microbatch_size=2, split_backward=split, cluster=cluster
-    )
-    workload = with_late_inputs(profile, workload, cluster) if late else workload
-    found = plain_look(workload, 1000)
-    assert found is not None
-    plan = assemble(found.graph, found.orders, 1, Fraction(0), "1f1b", loop=found.loop, recipe=profile.recipe)
+    plan = long_plan(first, second, split=split, late=late)
     for short, long in zip(planned_programs(plan), planned_programs(plan.unrolled()), strict=True):
         steps = with_last_uses(long).steps
         known = [(step.counter, step.part, step.last_of) for step in steps_of(with_last_uses(short))]

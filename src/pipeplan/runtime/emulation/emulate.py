@@ -13,10 +13,8 @@ import statistics
 
 import torch
 
-from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.folded import in_place_0, on_device
-from pipeplan.files.plan import MOST_UNROLLED
 from pipeplan.runtime.emulation.devices import EmulatedChannels, EmulatedRunner, Pace, specs_of
 from pipeplan.runtime.executor.interpreter import Executor
 from pipeplan.runtime.executor.message_graph import hops_of
@@ -69,18 +67,8 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_event: OnEve
     """Run the plan's programs as often as asked for; every rank of the process group calls this.
 
     ``on_event`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
-    UsageError, on every rank, where they were started with different plans or options, or where the plan has more
-    actions than can be written out, and must be.
+    UsageError, on every rank, where they were started with different plans or options.
     """
-    if any(stage.block_groups for stage in plan.stages):
-        count = plan.num_unrolled
-        if plan.loop is not None and count > MOST_UNROLLED:
-            raise UsageError(
-                f"--emulate goes through exchanges of state by actions one by one, and with {plan.num_microbatches:,} "
-                f"micro-batches the plan has {count:,} actions, of at most {MOST_UNROLLED:,} that are written out for "
-                "that; emulate a plan of fewer --microbatches, or one made with --zero-exchange inside"
-            )
-        plan = plan.unrolled()  # a network goes through its exchanges one by one
     emulation = _Emulation(plan, options, progress)
     stretch = emulation.stretch(options.stretch)
     steps, timeline = [], []
