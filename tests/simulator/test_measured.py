@@ -18,9 +18,9 @@ from builders.plans import plan_of
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import MeasuredTrace, TimedText, read_trace
+from pipeplan.reporting.beside import trace_beside
 from pipeplan.reporting.tables import print_measured
 from pipeplan.reporting.timeline import predicted_trace
-from pipeplan.simulator import measured
 from pipeplan.simulator.measured import compared
 from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import simulate
@@ -57,9 +57,11 @@ def test_a_trace_of_more_actions_than_can_be_gone_through_is_refused(monkeypatch
     trace = MeasuredTrace(plan.name, sha256_of(plan), False, run_of(plan.unrolled(), steps=1).steps)
     assert plan.num_unrolled == 400
     assert compared(simulate(plan), trace).ratio == 1.0
-    monkeypatch.setattr(measured, "MOST_UNROLLED", 399)
+    monkeypatch.setattr("pipeplan.files.plan.MOST_UNROLLED", 399)
     with pytest.raises(UsageError, match="with 100 micro-batches the plan has 400 actions, of at most 399"):
         compared(simulate(plan), trace)
+    with pytest.raises(UsageError, match="400 actions, of at most 399; leave out --trace"):
+        trace_beside(simulate(plan), trace)
 
 
 @pytest.mark.parametrize("plan", [chain_plan(4, 6, split=(10, 5), lag=3), shared_plan()], ids=["chain", "shared"])

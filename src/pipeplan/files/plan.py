@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from pipeplan.errors import UsageError
 from pipeplan.files.base import (
     MIGRATIONS,
     SAID_ONLY,
@@ -820,6 +821,17 @@ class Plan(File):
     def num_unrolled(self) -> int:
         """How many actions of stages it has, all of those counted that a loop runs."""
         return self.num_microbatches * len(self.operations)
+
+    def require_few_actions(self, what: str, instead: str) -> None:
+        """Refuse to write out more than :data:`MOST_UNROLLED` that a loop runs.
+
+        ``what`` is done with each, and what to do ``instead``. Raises UsageError.
+        """
+        if self.loop is not None and self.num_unrolled > MOST_UNROLLED:
+            raise UsageError(
+                f"{what}, and with {self.num_microbatches:,} micro-batches the plan has {self.num_unrolled:,} actions, "
+                f"of at most {MOST_UNROLLED:,}; {instead}"
+            )
 
     def unrolled(self) -> Plan:
         """The same plan with everything written that a loop runs; it grows with the number of micro-batches."""

@@ -22,10 +22,14 @@ def trace_beside(simulation: Simulation, run: MeasuredTrace | RunLog) -> str:
     """The text of a trace file with both.
 
     A plan's own trace keeps every action, and can be compared with the plan again. Of a profiler's there are the
-    actions that it names, on one clock of all ranks; of a log only its steps, one after another.
+    actions that it names, on one clock of all ranks; of a log only its steps, one after another. Raises UsageError
+    where the plan has more actions than can be written out.
     """
     drawn = simulation
     if simulation.loop is not None and simulation.as_planned:  # what was measured has every action, too
+        simulation.plan.require_few_actions(
+            "--trace has every action beside what was measured", "leave out --trace, or measure a run of fewer"
+        )
         drawn = replace(simulate(simulation.plan.unrolled()), measured=simulation.measured)
     predicted = predicted_trace(drawn).events()
     about: dict[str, object] = {"plan": simulation.plan.name, "makespan_ns": drawn.rates.makespan_ns}

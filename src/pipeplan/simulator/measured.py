@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
-from pipeplan.files.plan import MOST_UNROLLED
 from pipeplan.files.run_logs import RunLog
 from pipeplan.files.trace import MeasuredTrace, TimedText
 from pipeplan.simulator.measured_times import (
@@ -51,12 +50,9 @@ def compared(simulation: Simulation, trace: MeasuredTrace) -> MeasuredComparison
         )
     _require_same_plan(plan, trace)
     if plan.loop is not None:  # a trace has every action, too
-        if plan.num_unrolled > MOST_UNROLLED:
-            raise UsageError(
-                f"--measured: a trace is compared action by action, and with {plan.num_microbatches:,} micro-batches "
-                f"the plan has {plan.num_unrolled:,} actions, of at most {MOST_UNROLLED:,}; measure a run of fewer "
-                "--microbatches"
-            )
+        plan.require_few_actions(
+            "--measured: a trace is compared action by action", "measure a run of fewer --microbatches"
+        )
         simulation = simulate(plan.unrolled())
     left_out = 1 if len(trace.steps) > 1 else 0
     steps = [_MeasuredStep(simulation, actions, trace.emulated) for actions in trace.steps[left_out:]]

@@ -33,7 +33,7 @@ from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.message_graph import hops_of
 from pipeplan.runtime.executor.process_groups import extent, iteration_of
 from pipeplan.runtime.executor.rank_program import ProgramStep, planned_programs
-from pipeplan.runtime.launch.job import RunOptions, RunResult
+from pipeplan.runtime.launch.job import RunOptions, RunResult, job_of, run_job
 from pipeplan.runtime.models.load import load_model
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.workload.action import StateAction
@@ -412,8 +412,8 @@ def test_short_actions_are_stretched_on_real_ranks() -> None:
 def test_exchanges_of_a_very_long_run_are_not_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank once wrote out all actions before it met the others, who did not wait that long."""
     short = long_plan((1, 1), (2, 2))
-    plan = short.with_copies(1_000_000)
-    assert plan.num_unrolled > 5_000_000
+    plan = short.with_copies(400_000)
+    assert 800_000 < plan.num_microbatches <= 1_000_000 < plan.num_unrolled
     steps = [[len(program.steps) for program in planned_programs(each)] for each in (short, plan)]
     assert steps[0] == steps[1]
 
@@ -423,3 +423,7 @@ def test_exchanges_of_a_very_long_run_are_not_written_out(monkeypatch: pytest.Mo
     monkeypatch.setattr(emulation, "_Emulation", emulated)
     with pytest.raises(UsageError, match=rf"^{plan.num_microbatches} micro-batches in \d{{4,5}} bytes"):
         emulation.emulate(plan, RunOptions(), SimpleNamespace(), lambda _: None)  # type: ignore[arg-type]
+    options = RunOptions(trace=True)
+    told = rf"micro-batches the plan has {plan.num_unrolled:,} actions, of at most 1,000,000; leave out --trace"
+    with pytest.raises(UsageError, match=told):
+        run_job(emulation.emulate, options, job_of(plan, options), SimpleNamespace())  # type: ignore[arg-type]

@@ -261,8 +261,15 @@ def job_of(plan: Plan, options: RunOptions) -> Report:
 def run_job(
     run: Callable[[Plan, Options, Progress, OnEvent], RunResult], options: Options, job: Report, context: RankContext
 ) -> None:
-    """Run the plan of a job, and let rank 0 report what happens and the result, as ``Listener`` reads them."""
+    """Run the plan of a job, and let rank 0 report what happens and the result, as ``Listener`` reads them.
+
+    Raises UsageError, before anything is run, where a trace would be longer than any that can be written.
+    """
     plan = parse(job["plan"], Plan)
+    if options.trace:
+        plan.require_few_actions(
+            "--trace writes down every action of a step", "leave out --trace, or run a plan of fewer --microbatches"
+        )
     board = context.progress.board
     board.programs = device_programs(plan)
     if context.rank == 0 and (said := apart(board.machines, plan.provenance.node_size)):
