@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
+import itertools
 import os
 import resource
 import socket
@@ -22,20 +23,25 @@ _LISTENS = "0A"
 
 def listening() -> list[str]:
     """The addresses on which this process listens, IPv4 and IPv6."""
+    return [address for address, _ in _sockets()]
+
+
+def _sockets() -> list[tuple[str, int]]:
+    """The same with ports."""
     inodes = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # it was that of the folder
             inodes.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     rows = [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
-    return [_address(row[1]) for row in rows if row[3] == _LISTENS and row[9] in inodes]
+    return [_socket(row[1]) for row in rows if row[3] == _LISTENS and row[9] in inodes]
 
 
-def _address(written: str) -> str:
-    """In hexadecimal digits, each four bytes as one number of this machine."""
-    digits = written.partition(":")[0]
+def _socket(written: str) -> tuple[str, int]:
+    """In hexadecimal digits, each four bytes of the address as one number of this machine."""
+    digits, _, port = written.partition(":")
     words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
-    return str(ipaddress.ip_address(b"".join(words)))
+    return str(ipaddress.ip_address(b"".join(words))), int(port, 16)
 
 
 def outward_address() -> str:
@@ -65,6 +71,30 @@ def listen_job(job: Report, context: RankContext) -> None:
     context.report(
         {"event": "listening", "addresses": listening(), "on": os.environ["GLOO_SOCKET_IFNAME"], "named": named}
     )
+
+
+STRANGERS = (b"", bytes(8), *(number.to_bytes(8, sys.byteorder) for number in range(1, 9)), b"\xff" * 4096)
+"""What they send: nothing, what may be numbers of connections, and what is none."""
+
+
+def bothered_job(job: Report, context: RankContext) -> None:
+    """The job of a rank that strangers connect to once it has met the others; reports how often, and sums."""
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo")
+    dist.barrier(group)
+    with contextlib.ExitStack() as open_still:
+        for (address, port), sent in itertools.product(_sockets(), STRANGERS):
+            stranger = open_still.enter_context(socket.create_connection((address, port), timeout=10))
+            stranger.sendall(sent)
+        sums = []
+        for number in range(20):
+            given = torch.tensor([number + context.rank])
+            dist.all_reduce(given, group=group)
+            sums.append(given.item())
+        context.report({"event": "bothered", "connections": len(STRANGERS) * len(_sockets()), "sums": sums})
+        dist.barrier(group)
 
 
 def full_job(job: Report, context: RankContext) -> None:

@@ -13,7 +13,7 @@ from pipeplan.errors import ExecutionError, FileError
 from pipeplan.runtime.launch import loopback
 from pipeplan.runtime.launch.job import Report
 from pipeplan.runtime.launch.local import _Ranks, watch_local
-from runtime_support.listening_rank import COMMAND, HOST, listening, outward_address
+from runtime_support.listening_rank import COMMAND, HOST, STRANGERS, listening, outward_address
 from runtime_support.warm import warm_ranks
 
 NUM_RANKS = 2
@@ -49,6 +49,19 @@ def test_ranks_and_their_parent_listen_on_loopback_alone(monkeypatch: pytest.Mon
     first, second, parent = addresses_of_a_run(monkeypatch)
     assert len(first) == len(second) > 0, "each listens for the others, and where they meet is no socket"
     assert {*first, *second, *parent} <= LOOPBACK, (first, second, parent)
+
+
+def test_who_connects_to_ranks_that_have_met_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor what is sent to them; connections stay open, or are closed half made."""
+    monkeypatch.setenv(HOST, "localhost")
+    found: dict[int, Report] = {}
+    with warm_ranks():
+        work = "runtime_support.listening_rank:bothered_job"
+        watch_local(work, [("0F0",)] * NUM_RANKS, {}, 60 * 10**9, found.__setitem__, COMMAND)
+    assert sorted(found) == [0, 1]
+    for report in found.values():
+        assert report["connections"] >= len(STRANGERS)
+        assert report["sums"] == [2 * number + 1 for number in range(20)]
 
 
 def test_nobody_else_can_open_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
