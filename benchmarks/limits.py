@@ -525,6 +525,7 @@ def page_table(page: str, rows: Sequence[Row], found: Mapping[str, Measured]) ->
 
 _OVER = "over"
 """How a row ended that took longer than is waited for."""
+_NO_ROWS = "no rows"
 
 _READING_IS_SHOWN = 1.5
 """Seconds of reading from which a table has them: beyond 10,000 blocks they say what a first plan may take."""
@@ -547,12 +548,13 @@ class Measured:
         """Which of what is promised this breaks, as words; nothing if it holds.
 
         The limit to within a tenth or a second, a first plan within three seconds after reading, or twice what that
-        takes, and half a second to stop.
+        takes, and half a second to stop; and what is written is a right plan, or has rows.
         """
         parts = {
-            "limit": self.known > limit + max(1.0, limit / 10),
+            "limit": self.known > limit + max(1.0, limit / 10) or bool(re.search(rf"(^|: ){_OVER} \d", self.ended)),
             "first plan": self.made > max(3.0, 2 * self.read),
             "stop": any(stop > 0.5 for stop in self.stops),
+            "written": bool(re.search(rf"(^|: )(check: exit|{_NO_ROWS})", self.ended)),
         }
         return ", ".join(name for name, is_so in parts.items() if is_so)
 
@@ -657,7 +659,7 @@ class Bench:
 
     def _without_rows(self) -> str:
         """That a comparison has no rows; nothing if it has some."""
-        return "" if json.loads((self._folder / "out.txt").read_text())["rows"] else "no rows"
+        return "" if json.loads((self._folder / "out.txt").read_text())["rows"] else _NO_ROWS
 
     def _refused(self) -> str:
         """What ``check`` says against the plan that was written; nothing if it is accepted."""

@@ -8,6 +8,9 @@ import sys
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from pipeplan.examples import shape
 from pipeplan.files import write_file
@@ -56,6 +59,27 @@ def test_rows_that_break_what_is_promised_are_named() -> None:
         if known and (broken := measured.broken(float(limit))):
             found[name] = broken
     assert found == BROKEN
+
+
+@pytest.mark.parametrize(
+    ("how", "broken"),
+    [
+        ({}, ""),
+        ({"known": 11.1}, "limit"),
+        ({"known": math.nan, "ended": "over 260"}, "limit"),
+        ({"ended": "SIGTERM: over 260"}, "limit"),
+        ({"made": 3.1}, "first plan"),
+        ({"made": 3.1, "read": 1.6}, ""),
+        ({"stops": [math.nan, 0.51]}, "stop"),
+        ({"ended": "check: exit 1: not so"}, "written"),
+        ({"ended": "SIGINT: check: exit 1: not so"}, "written"),
+        ({"ended": "SIGHUP: no rows"}, "written"),
+        ({"ended": "none known after 2.3; exit 3: no plan was found over 10 s"}, ""),
+    ],
+)
+def test_what_a_row_breaks(how: dict[str, Any], broken: str) -> None:
+    right = Measured(known=10.9, read=0.1, first=0.5, made=2.9, stops=[0.5], ended="")
+    assert replace(right, **how).broken(10) == broken
 
 
 def test_the_page_has_the_rows_that_are_measured() -> None:
