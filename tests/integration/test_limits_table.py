@@ -43,7 +43,7 @@ BROKEN: dict[str, str] = {}
 def test_rows_that_break_what_is_promised_are_named() -> None:
     lines = PAGE.read_text().splitlines()
     table = takewhile(str.strip, lines[lines.index("| request | limit | before | until known | first | stop |") :])
-    found = {}
+    rows, found = {row.name: row for row in ROWS}, {}
     for line in [*table][2:]:
         name, limit, _, known, first, stops = (cell.strip() for cell in line.strip().removesuffix("|").split(" | "))
         name = name.removeprefix("| ").removesuffix(" (proved)")
@@ -56,7 +56,9 @@ def test_rows_that_break_what_is_promised_are_named() -> None:
             stops=[float(each) for each in stops.split(", ") if each],
             ended="",
         )
-        if known and (broken := measured.broken(float(limit))):
+        row = replace(rows[name], limit=int(limit))
+        assert row.larger == (read is not None)
+        if known and (broken := measured.broken(row)):
             found[name] = broken
     assert found == BROKEN
 
@@ -69,7 +71,9 @@ def test_rows_that_break_what_is_promised_are_named() -> None:
         ({"known": math.nan, "ended": "over 260"}, "limit"),
         ({"ended": "SIGTERM: over 260"}, "limit"),
         ({"made": 3.1}, "first plan"),
-        ({"made": 3.1, "read": 1.6}, ""),
+        ({"made": 3.1, "read": 1.6}, "first plan"),
+        ({"made": 3.1, "read": 1.6, "larger": True}, ""),
+        ({"made": 1.1, "read": 0.5, "larger": True}, "first plan"),
         ({"stops": [math.nan, 0.51]}, "stop"),
         ({"ended": "check: exit 1: not so"}, "written"),
         ({"ended": "SIGINT: check: exit 1: not so"}, "written"),
@@ -78,8 +82,10 @@ def test_rows_that_break_what_is_promised_are_named() -> None:
     ],
 )
 def test_what_a_row_breaks(how: dict[str, Any], broken: str) -> None:
+    how = {**how}
     right = Measured(known=10.9, read=0.1, first=0.5, made=2.9, stops=[0.5], ended="")
-    assert replace(right, **how).broken(10) == broken
+    row = Row("of any name", "search v4.json", 10, larger=how.pop("larger", False))
+    assert replace(right, **how).broken(row) == broken
 
 
 def test_the_page_has_the_rows_that_are_measured() -> None:
