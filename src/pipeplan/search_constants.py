@@ -447,6 +447,36 @@ HOISTED_SHARE = 0.2
 HOISTED_POLICIES_SHARE = 0.6
 """Part of that for list scheduling of what is between. Not measured."""
 
+BETWEEN_SHARE = 0.1
+"""Part of the limit for repetends between blocks of all devices. Not measured."""
+
+BETWEEN_OPERATIONS = 1_100
+"""Operations of a micro-batch of which they are looked for, at most: those of 256 devices. Not measured."""
+
+BETWEEN_UNROLL = 3
+"""Micro-batches of such a repetend, at most. Not measured."""
+
+BETWEEN_SLACK = 1.5
+"""Times the least period that it may be, at most. Not measured."""
+
+BETWEEN_STEPS = 24
+"""Steps of the longest action, at most. Not measured."""
+
+BETWEEN_PLACED = 5_000
+"""Actions placed in a try, of one repetend time. Not measured."""
+
+BETWEEN_SWAPPED = 0.3
+"""Part of actions of which another than the nearest moment is tried first. Measured: 0.1 finds longer runs."""
+
+BETWEEN_NEAR = 4
+"""That other moment is one of so many nearest. Not measured."""
+
+BETWEEN_KNOWN = 100_000
+"""States of one repetend time that are known to lead nowhere, at most. Not measured."""
+
+BETWEEN_FRUITLESS = 400
+"""Tries without a better plan after which it ends. Not measured."""
+
 WINDOW_SIZES = (40, 80, 160, 320)
 """Actions of windows scheduled again, more where nothing helps. Measured: CP-SAT decides in about a second."""
 
@@ -562,6 +592,9 @@ SECONDS_PER_SWEEP = 5e-5
 
 SECONDS_PER_RULES = 3e-5
 """Seconds an action of a set of rules alone. Not measured."""
+
+SECONDS_PER_PLACED = 2e-6
+"""Seconds an action placed in a repetend between blocks of all devices. Not measured."""
 
 SECONDS_PER_POLICY = 5e-6
 """Seconds an action of scheduling by a policy. Not measured."""

@@ -180,13 +180,17 @@ def grown(problem: OneMicrobatch, most_known: int = MOST_KNOWN, most_labels: int
     return found
 
 
+BY_HAND = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(0)]
+"""Of seeds that are run by hand, beside other work: however long they take says nothing of the bounds."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "seeds",
     [
         range(4),
         pytest.param(range(4, 40), marks=pytest.mark.slow),
-        pytest.param(range(40, 2_000), marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(range(40, 2_000), marks=BY_HAND),
     ],
 )
 def test_random_shapes_against_every_schedule(kind: str, seeds: range) -> None:
@@ -201,7 +205,7 @@ def test_random_shapes_against_every_schedule(kind: str, seeds: range) -> None:
     [
         range(1),
         pytest.param(range(1, 5), marks=pytest.mark.slow),
-        pytest.param(range(5, 200), marks=[pytest.mark.slow, pytest.mark.long]),
+        pytest.param(range(5, 200), marks=BY_HAND),
     ],
 )
 def test_random_plans_against_a_solver(kind: str, seeds: range) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice, permutations
 
-from pipeplan.schedule.pattern import Pattern
+from pipeplan.schedule.pattern import Pattern, has_room
 from pipeplan.search_constants import MODULO_ORDERS, MODULO_TASKS
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
@@ -24,7 +24,7 @@ def modulo_schedule(problem: OneMicrobatch, repetend_ns: int) -> Pattern | None:
     if max(problem.work) > repetend_ns or max(map(len, problem.on_device)) > MODULO_TASKS:
         return None
     found = (_scheduled(problem, repetend_ns, places) for places in _places_of_shared(problem))
-    patterns = [pattern for pattern in found if pattern is not None and _has_room(problem, pattern)]
+    patterns = [pattern for pattern in found if pattern is not None and has_room(problem, pattern)]
     return min(patterns, key=lambda pattern: pattern.latency(problem), default=None)
 
 
@@ -125,19 +125,3 @@ def _scheduled(problem: OneMicrobatch, repetend_ns: int, places: Mapping[int, in
             return None
     first = min(starts)
     return Pattern(1, repetend_ns, tuple((start - first,) for start in starts))
-
-
-def _has_room(problem: OneMicrobatch, pattern: Pattern) -> bool:
-    """Whether what a pattern holds at the start of every operation fits: the memory of :mod:`.cpsat.repetend`."""
-    net = [taken - given for taken, given in zip(problem.acquire, problem.release, strict=True)]
-    places = [divmod(start, pattern.repetend_ns) for (start,) in pattern.starts]
-    for device, (capacity, there) in enumerate(zip(problem.capacity, problem.on_device, strict=True)):
-        if capacity is None:
-            continue
-        held = -sum(net[x] * places[x][0] for x in there)
-        for x in sorted(there, key=lambda x: places[x][1]):
-            beside = pattern.held_apart(problem, device, x)
-            if held + beside + problem.acquire[x] + problem.workspace[x] > capacity:
-                return False
-            held += net[x]
-    return True

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from pipeplan.search_constants import SETTLING_ROUNDS
 from pipeplan.time_limit import checked
@@ -92,6 +93,53 @@ class Pattern:
             - min(row[u] for row in self.starts)
             for u in range(self.unroll)
         )
+
+
+def has_room(problem: OneMicrobatch, pattern: Pattern) -> bool:
+    """Whether what a pattern holds at the start of every operation fits: the memory of :mod:`.cpsat.repetend`.
+
+    What is held until actions of others have ended is known for patterns of unroll 1.
+    """
+    return all(
+        device_has_room(
+            problem,
+            device,
+            pattern.starts,
+            pattern.repetend_ns,
+            partial(pattern.held_apart, problem, device) if problem.apart_on(device) else None,
+        )
+        for device in range(len(problem.capacity))
+    )
+
+
+def device_has_room(
+    problem: OneMicrobatch,
+    device: int,
+    starts: Sequence[Sequence[int]],
+    repetend: int,
+    beside: Callable[[int], int] | None = None,
+) -> bool:
+    """The same of one device. Starts [operation][micro-batch] and the repetend in any unit; of ``beside`` the bytes.
+
+    Those of an operation's start that are held for actions of others. What starts at one moment is in the order of
+    :meth:`Pattern.copy`.
+    """
+    capacity = problem.capacity[device]
+    if capacity is None:
+        return True
+    there, net = [], {}
+    for x in problem.on_device[device]:
+        net[x] = problem.acquire[x] - problem.release[x]
+        for u, start in enumerate(starts[x]):
+            ahead, moment = divmod(start, repetend)
+            there.append((moment, problem.durations[x] > 0, u - ahead * len(starts[x]), ahead, x))
+    held = -sum(net[x] * ahead for *_, ahead, x in there)
+    for *_, x in sorted(there):
+        apart = 0 if beside is None else beside(x)
+        if held + apart + problem.acquire[x] + problem.workspace[x] > capacity:
+            return False
+        held += net[x]
+    return True
 
 
 def compose(problem: OneMicrobatch, pattern: Pattern) -> list[list[int]]:

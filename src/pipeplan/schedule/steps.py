@@ -12,6 +12,7 @@ from fractions import Fraction
 from itertools import permutations
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
+from pipeplan.schedule.between_blocks import RepetendBetweenBlocks
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.windows import Ramps, SlidingWindows, WholeHorizon
@@ -430,6 +431,7 @@ STEPS: tuple[SearchStep, ...] = (
     ProvingByDevices(share=PROVING_SHARE_SECOND),
     SlowClassics(),
     BuiltInRules(),
+    RepetendBetweenBlocks(),
     AdoptedRepetitions(),
     LastWeightGradients(),
     UnrolledRepetends(),
