@@ -9,18 +9,15 @@ here: requests that ask for a level, or for all; tables of layouts, in which lev
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from pipeplan.errors import PipeplanError
 from pipeplan.files import Placement
-from pipeplan.planning.candidates import PlacementCandidate, has_table, is_large, placed, uniform_layouts
+from pipeplan.planning.candidates import has_table, uniform_layouts
 from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import SUBMODULES, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep
-from pipeplan.planning.uniform_space import BoundedChoice, Choice
-from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.planning.uniform_space import BoundedChoice
 from pipeplan.search_constants import DIVIDED_MARGIN, DIVIDED_MOST, DIVIDED_SHARE
 from pipeplan.time_limit import checkpoint
 
@@ -67,27 +64,10 @@ class DivideState(PlanStep):
                 checkpoint()
                 if share.expired:
                     return
-                self._try(search, each.choice, share)
+                search.try_row(each, share)
 
     def _shorter(self, search: PlanSearch) -> Iterator[BoundedChoice]:
         for each in uniform_layouts(search.request):
             value = 0 if search.best is None else search.best.value_ns or 0
             if each.choice.zero.level and each.least_ns < value and each.usual_ns < (1 + self.margin) * value:
                 yield each
-
-    @staticmethod
-    def _try(search: PlanSearch, choice: Choice, share: Budget) -> None:
-        request, best = search.request, search.best
-        candidate = placed(request, choice)
-        if best is None or not isinstance(candidate, PlacementCandidate) or not search.is_new(candidate):
-            return
-        with suppress(PipeplanError):  # it does not fit, or has no such schedule
-            trial = search.trial_of(candidate)
-            search.looked_at += 1
-            if trial.hopeless(best):
-                search.refuted += 1
-                return
-            trial.look_within(request, share, candidate.usual if is_large(request) else None)
-            if trial.value_ns is not None and trial.value_ns < (best.value_ns or 0):
-                search.trials.append(trial)
-                search.report(trial)

@@ -70,6 +70,7 @@ from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.moves import Moves
+from pipeplan.planning.other_schedules import OtherSchedules
 from pipeplan.planning.own_ways import OwnWays
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
@@ -1040,6 +1041,7 @@ STEPS: tuple[SearchStep, ...] = (
     EvenCut(),
     LookAtCandidates(),
     LargerGroups(),
+    OtherSchedules(),
     DivideState(),
     KeepAll(),
     OwnWays(),

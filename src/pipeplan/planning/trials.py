@@ -30,6 +30,7 @@ from pipeplan.planning.candidates import (
     has_table,
     in_turns,
     is_large,
+    placed,
 )
 from pipeplan.planning.choices import takes_long
 from pipeplan.planning.exchanging import exchanging_workload
@@ -777,6 +778,24 @@ class PlanSearch:
             trial.look(usual=candidate.usual if is_large(self.request) else None)
         if trial.best is None and self.best is None and trial.num_actions > FEW_ACTIONS:
             trial.look()  # whatever it takes: any plan is better than none
+
+    def try_row(self, row: BoundedChoice, share: Budget) -> None:
+        """Look at a row of a table of layouts beside those whose turn it is; it is a trial if it is the best."""
+        request, best, candidate = self.request, self.best, placed(self.request, row.choice)
+        if is_large(request):
+            share.charge(SECONDS_PER_CUT)
+        if best is None or not isinstance(candidate, PlacementCandidate) or not self.is_new(candidate):
+            return
+        with suppress(PipeplanError):  # it does not fit, or has no such schedule
+            trial = self.trial_of(candidate)
+            self.looked_at += 1
+            if trial.hopeless(best):
+                self.refuted += 1
+                return
+            trial.look_within(request, share, candidate.usual if is_large(request) else None)
+            if trial.value_ns is not None and trial.value_ns < (best.value_ns or 0):
+                self.trials.append(trial)
+                self.report(trial)
 
     def refutes(self, propose: Proposal) -> bool:
         """Whether it is known of a proposal, before it is made, that every iteration of it is longer than the best."""
