@@ -62,6 +62,7 @@ from pipeplan.planning.candidates import (
     uniform_choices,
 )
 from pipeplan.planning.comparison import compare
+from pipeplan.planning.other_schedules import OtherSchedules
 from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.planners import PLANNERS as PLANNERS_BY_NAME
 from pipeplan.planning.request import Batch, Request
@@ -403,8 +404,8 @@ def test_steps_of_a_search_ask_for_the_time(step: PlanStep, monkeypatch: pytest.
                 each.run(search)
     search.finalists = search.done
     questions[0] = 0
-    if isinstance(step, planning_steps.ExchangeByActions):  # of large requests, which take long
-        monkeypatch.setattr(planning_steps, "is_large", lambda _: True)
+    if isinstance(step, planning_steps.ExchangeByActions | OtherSchedules):  # of large requests, which take long
+        monkeypatch.setattr(candidates_module, "LARGE", 1)
     with search.budget.ended(), calls.counting():
         if step.applies(search):
             step.run(search)

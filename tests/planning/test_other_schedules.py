@@ -23,6 +23,11 @@ _ROWS = tuple(
 _PROFILE = joined([Block(id=f"b{index}", operator="ffn", parameter_bytes=8, costs=_ROWS) for index in range(8)])
 
 
+def _sizes(row: BoundedChoice) -> tuple[int, int, int | None, int]:
+    choice = row.choice
+    return choice.shards, choice.replicas, choice.positions, choice.batch.microbatch_size
+
+
 def _looked_at(request: Request, row: BoundedChoice) -> Trial:
     candidate = placed(request, row.choice)
     assert isinstance(candidate, PlacementCandidate)
@@ -32,9 +37,10 @@ def _looked_at(request: Request, row: BoundedChoice) -> Trial:
 
 
 def test_the_best_layout_is_looked_at_in_each_schedule_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request.of(_PROFILE, devices=4, mini_batch=8, shards=1, replicas=1)
+    request = Request.of(_PROFILE, devices=4, mini_batch=8)
     monkeypatch.setattr(candidates, "LARGE", 1)
-    rows = [row for row in likely_choices(request) if row.choice.positions == 4]
+    layout = 1, 1, 4, 1
+    rows = [row for row in likely_choices(request) if _sizes(row) == layout]
     trials = {row.choice.strategy: _looked_at(request, row) for row in rows}
     values = {strategy: trial.value_ns for strategy, trial in trials.items() if trial.value_ns is not None}
     assert len(set(values.values())) > 2, "schedules differ"

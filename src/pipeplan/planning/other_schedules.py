@@ -8,27 +8,28 @@ be thousands apart.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
+from operator import attrgetter
 
 from pipeplan.planning.candidates import has_table, is_large, kept_choice, likely_choices
 from pipeplan.planning.trials import PlanSearch, PlanStep
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
-from pipeplan.search_constants import LARGE, OTHER_SCHEDULES_MOST, OTHER_SCHEDULES_SHARE
+from pipeplan.search_constants import LARGE, OTHER_SCHEDULES_SHARE
 from pipeplan.time_limit import checkpoint
 
 
 @dataclass(frozen=True)
 class OtherSchedules(PlanStep):
-    """Once for each layout that is the best when its turn comes, its rows of the table, up to ``most``, which come as
-    they should be quickest, in a ``share`` of the time that is left."""
+    """Once for each layout that is the best when its turn comes, its rows of the table, as they should be quickest.
 
-    most: int = OTHER_SCHEDULES_MOST
+    In a ``share`` of the time that is left.
+    """
+
     share: float = OTHER_SCHEDULES_SHARE
     name = "other schedules"
     when = (
-        f"in turn with the search; more than {LARGE} blocks x devices, with a table of layouts; each layout that is the "
-        "best, once; --scheduler auto; up to {most} that may be shorter"
+        f"in turn with the search; more than {LARGE} blocks x devices, with a table of layouts; each layout that is "
+        "the best, once; --scheduler auto"
     )
     of = "what is left, each turn"
     in_turn = True
@@ -42,7 +43,7 @@ class OtherSchedules(PlanStep):
         if choice is None or not search.is_first(("other schedules", _layout(choice))):
             return
         with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
-            for row in islice(_alike(search, choice), self.most):
+            for row in _alike(search, choice):
                 checkpoint()
                 if share.expired:
                     return
@@ -54,10 +55,12 @@ def _alike(search: PlanSearch, choice: Choice) -> Iterator[BoundedChoice]:
     layout = _layout(choice)
     for row in likely_choices(search.request):
         best = search.best
-        if _layout(row.choice) == layout and (best is None or row.least_ns < (best.value_ns or 0)):
+        shorter = best is None or row.least_ns < (best.value_ns or 0)
+        if shorter and _layout(row.choice) == layout and not search.is_put_off(row):
             yield row
 
 
-def _layout(choice: Choice) -> Choice:
-    """A choice but for its strategy, its schedule, and what is recomputed for that."""
-    return replace(choice, strategy="", usual=None, levels=(), recompute=False, chunks=None)
+_layout = attrgetter(
+    "replicas", "positions", "shards", "context", "expert", "batch", "zero", "expert_shards", "exchange", "backwards"
+)
+"""All of a choice but its strategy, its schedule, and what is recomputed for that."""

@@ -696,6 +696,8 @@ class PlanSearch:
         if propose is not None and self._puts_off():
             self.put_off.append(propose)
             return None
+        if self.row is not None:
+            self.is_first(self.row.choice)
         candidate = None if propose is None else self._made(propose)
         if propose is not None and is_large(self.request):
             self.budget.charge(SECONDS_PER_CUT)
@@ -780,8 +782,11 @@ class PlanSearch:
             trial.look()  # whatever it takes: any plan is better than none
 
     def try_row(self, row: BoundedChoice, share: Budget) -> None:
-        """Look at a row of a table of layouts beside those whose turn it is; it is a trial if it is the best."""
-        request, best, candidate = self.request, self.best, placed(self.request, row.choice)
+        """Look at a row of a table of layouts before its turn; it is a trial if it is the best."""
+        request, best = self.request, self.best
+        if not self.is_first(row.choice):
+            return
+        candidate = placed(request, row.choice)
         if is_large(request):
             share.charge(SECONDS_PER_CUT)
         if best is None or not isinstance(candidate, PlacementCandidate) or not self.is_new(candidate):
@@ -804,8 +809,12 @@ class PlanSearch:
 
     def _puts_off(self) -> bool:
         """Whether others come before the row whose turn it is, by what looks at rows of its kind have found."""
-        best, row = self.best, self.row
-        if best is None or best.value_ns is None or row is None or self.forms is None or not is_large(self.request):
+        return self.row is not None and self.is_put_off(self.row)
+
+    def is_put_off(self, row: BoundedChoice) -> bool:
+        """Whether others come before a row of a large request."""
+        best = self.best
+        if best is None or best.value_ns is None or self.forms is None or not is_large(self.request):
             return False
         return self.forms.expected_ns(row) > NEAR * best.value_ns
 
