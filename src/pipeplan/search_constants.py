@@ -147,6 +147,9 @@ ROOMY = 0.9
 MOST_POSITIONS = 64
 """Positions of a pipeline whose memory is looked at; of more each is much like its neighbours. Not measured."""
 
+ROWS_AT_ONCE = 2**14
+"""Rows whose memory is looked at between two looks at the time. Measured: 100,000 take a second or two."""
+
 HELD_CELLS = 2**14
 """Times that a bound on memory and time together tells apart. Not measured."""
 

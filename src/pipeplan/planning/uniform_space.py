@@ -37,7 +37,7 @@ from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Batch, Request, first_layers_open
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
 from pipeplan.schedule.longer import ShorterRun
-from pipeplan.search_constants import HALVINGS, MOST_LOOK_UPS, MOST_POSITIONS, ROOMY, SLACK
+from pipeplan.search_constants import HALVINGS, MOST_LOOK_UPS, MOST_POSITIONS, ROOMY, ROWS_AT_ONCE, SLACK
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import Again, ContextExchange
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
@@ -174,7 +174,7 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     table = _BoundTable.of(request, blocks, *map(list, zip(*known, strict=True)))
     fewer = np.array([fewest[id(choice)] for choice, _, _ in known])
     order = np.lexsort((table.usual, fewer, ~table.fits))
-    able = table.possible & ~table.beaten([(choice, each) for choice, each, _ in known], request)
+    able = table.possible & ~table.beaten([(choice, each) for choice, each, _ in checked(known)], request)
     found: list[BoundedChoice] = []
     seen: set[int] = set()
     for row in checked(order[able[order]].tolist()):
@@ -550,8 +550,8 @@ class _BoundTable:
     ) -> _BoundTable:
         """Of these choices, each with a usual schedule and the sums of its costs."""
         schedules = _by_usual(choices, usual)
-        alike = {id(each): (row, each) for row, each in enumerate({id(each): each for each in sums}.values())}
-        rows = np.array([alike[id(each)][0] for each in sums])
+        alike = {id(each): (row, each) for row, each in enumerate({id(each): each for each in checked(sums)}.values())}
+        rows = np.array([alike[id(each)][0] for each in checked(sums)])
 
         def column(values: Iterator[float]) -> FloatArray:
             return np.fromiter(checked(values, 1024), dtype=np.float64)
@@ -560,7 +560,7 @@ class _BoundTable:
             found: FloatArray = column(getattr(each, name) for _, each in alike.values())[rows]
             return found
 
-        known = [STRATEGIES[each.strategy] for each in choices]
+        known = [STRATEGIES[each.strategy] for each in checked(choices)]
         p, m = column(each.positions or 1 for each in choices), column(x.batch.num_microbatches for x in choices)
         per_position = column(each.per_position for each in choices)
         routes = column(1 + each.two_ways for each in known)
@@ -631,12 +631,12 @@ class _BoundTable:
         found = np.zeros(len(rows), dtype=np.bool_)
         others = {
             (replace(choice, exchange=None), id(usual)): row
-            for row, (choice, usual) in enumerate(rows)
+            for row, (choice, usual) in enumerate(checked(rows))
             if choice.exchange is not None
         }
         least = request.least_memory
         room = math.inf if least is None else ROOMY * least
-        for row, (choice, usual) in enumerate(rows if others else ()):
+        for row, (choice, usual) in enumerate(checked(rows if others else ())):
             if choice.exchange is None and (other := others.get((choice, id(usual)))) is not None:
                 one, more = sorted((row, other), key=lambda each: (self.least[each], self.needs[each]))
                 found[more] = self.possible[one] and self.needs[one] <= max(room, self.needs[more])
@@ -669,7 +669,7 @@ def _working(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
 def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[Usual, NDArray[np.int64]]]:
     """The schedules, each of one strategy and number of chunks, with the rows that have it."""
     found: dict[tuple[int, str, int], list[int]] = defaultdict(list)
-    for row, (choice, each) in enumerate(zip(choices, usual, strict=True)):
+    for row, (choice, each) in enumerate(checked(zip(choices, usual, strict=True))):
         found[id(each), choice.strategy, choice.per_position].append(row)
     return [(usual[rows[0]], np.array(rows)) for rows in found.values()]
 
@@ -707,12 +707,18 @@ def _fitted(
     curves = {id(each.saved_bytes): each for each in sums}  # what replicas divide is no matter for them
     numbers = {key: number for number, key in enumerate(curves)}
     curve = np.array([numbers[id(each.saved_bytes)] for each in sums])[rows]
-    for usual, own in checked(schedules, 1):
+    widest = [int(np.minimum(positions[own], MOST_POSITIONS).max()) for _, own in schedules]
+    parts = (
+        (usual, own[at : at + ROWS_AT_ONCE], most)
+        for (usual, own), most in zip(schedules, widest, strict=True)
+        for at in range(0, len(own), ROWS_AT_ONCE)
+    )
+    for usual, own, most in checked(parts, 1):
         one = choices[own[0]]
         chunks, routes = one.per_position, 1 + STRATEGIES[one.strategy].two_ways
         places = positions[own]
         looked = np.minimum(places, MOST_POSITIONS)
-        number = np.arange(int(looked.max()))[None, :]
+        number = np.arange(most)[None, :]
         there = number < looked
         at = np.where(there, number * (places - 1) // np.maximum(looked - 1, 1), places - 1)
         where = places, count[own], chunks, at
