@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import pipeplan
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import StepResult
+from pipeplan.runtime.launch.status import Board, Phase, Progress
 from pipeplan.runtime.launch.stopping import SIGNALS, STOPPING
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
@@ -68,6 +70,23 @@ def test_a_signal_that_comes_after_the_last_step_is_not_lost(heard: list[int], t
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == []
     assert heard == [signal.SIGUSR1], "no run has taken note of it"
+
+
+def test_a_rank_that_others_have_given_up_on_ends_at_once(heard: list[int]) -> None:
+    """It may hang in an action, and would never come to the end of its step: torchrun killed it 30 s later."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(Board.size(2))
+        board = Board(file.fileno(), 2)
+        with STOPPING.heeded():
+            STOPPING.is_lost = lambda: board.has_failed
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (STOPPING.take(), heard) == (signal.SIGTERM, [])
+            Progress(board, 1).begin(Phase.FAILED)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (STOPPING.take(), heard) == (0, [signal.SIGTERM])
+        with STOPPING.heeded():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert STOPPING.take() == signal.SIGTERM, "another run knows nothing of it"
 
 
 def test_ranks_that_a_program_starts_end_as_it_is_asked_to(heard: list[int], tmp_path: Path) -> None:

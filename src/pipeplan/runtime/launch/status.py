@@ -168,6 +168,11 @@ class Board:
         ended = [rank for rank, state in self._states() if state in ("", "Z", "X")]
         return [rank for rank in ended if self.read(rank).phase is not Phase.FAILED]
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank of this machine has given up, and said why."""
+        return any(self.read(rank).phase is Phase.FAILED for rank in range(self.num_ranks))
+
     def _states(self) -> Iterator[tuple[int, str]]:
         """The states of ranks that have signed."""
         signed = [rank for rank in range(self.num_ranks) if self._process(rank)]

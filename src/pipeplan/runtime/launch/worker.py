@@ -157,6 +157,7 @@ def under_torchrun(
     machines = _machines(store, rank, world_size)
     _stand(machines, rank)
     progress = Progress(_common_board(store, machines, rank), rank)
+    STOPPING.is_lost = lambda: progress.board.has_failed
     if rank == 0 and (order := order_of([each.name for each in machines])):
         tell(order)
     try:
@@ -331,6 +332,7 @@ def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: in
     except PipeplanError as said:
         sys.stderr.write(printable(f"{failure.details}pipeplan: {said}\n"))
         _record(said)
+    progress.begin(Phase.FAILED)
     board.wake()
 
 
