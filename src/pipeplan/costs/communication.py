@@ -419,7 +419,12 @@ def _busiest_ns(sent: Callable[[int], float], devices: int, links: LinkPath, apa
 
 def places_reached(places: Any, experts_each: Any) -> Any:
     """For one number, or arrays: how many places other than its own a token's experts are in, on average."""
-    return places * (1 - (1 - 1 / places) ** experts_each) * (1 - 1 / places)
+    return places_taken(places, experts_each) * (1 - 1 / places)
+
+
+def places_taken(places: Any, experts_each: Any) -> Any:
+    """The same, its own among them."""
+    return places * (1 - (1 - 1 / places) ** experts_each)
 
 
 def send_time(cluster: Cluster | None, pairs: Sequence[tuple[int, int]], size: int) -> int:

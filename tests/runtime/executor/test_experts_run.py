@@ -420,6 +420,7 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
         {"expert": 4},
         {"expert": 2, "context": 2, "split": True},
         {"expert": 4, "shards": 2},
+        {"expert": 4, "expert_shards": 2},
         {"pipeline": True},
     ],
     ids=str,
@@ -464,7 +465,7 @@ def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeyp
     monkeypatch.setattr(MailChannels, "send", sent)
     how: dict[str, Any] = {"device": "h100-80gb", "dtype": "float32", "microbatch": (1, 2, 4)}
     how |= {"context": sizes.get("context", 2), "expert": sizes.get("expert", 2)}
-    how |= {"shards": (1, sizes.get("shards", 1))}
+    how |= {"shards": (1, sizes.get("shards", 1)), "etp": (1, sizes.get("expert_shards", 1))}
     links = (Cluster.of("links", 4, levels=[("node", 4, 0, rate)]) for rate in (10**6, 10**15))
     profiles = (pipeplan.estimate("gpt2-experts-tiny", cluster=each, **how) for each in links)  # of the same sizes
     slow, fast = (

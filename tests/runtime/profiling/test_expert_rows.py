@@ -117,7 +117,10 @@ def test_so_it_has_of_the_zoos_experts() -> None:
 
 
 def test_devices_that_split_experts_have_the_words_of_all_of_them() -> None:
-    """Twice as many words go into parts of experts; they are gathered by two, and their sums scattered."""
+    """Twice as many words go into parts of experts; they are gathered by two, and their sums scattered.
+
+    A word has both of its experts in one of four places one time in four, and is then gathered there once.
+    """
     both_ways = pipeplan.estimate(CONFIG, expert=(2, 8, 16), etp=(1, 2), cluster=FAST, **HOW)
     whole, split = (rows(both_ways, each)[1, 1, 8] for each in (1, 2))
     assert both_ways.expert_shards == {1: (1,), 2: (1, 2), 8: (1, 2), 16: (2,)}, "sixteen can only share eight by pairs"
@@ -130,8 +133,9 @@ def test_devices_that_split_experts_have_the_words_of_all_of_them() -> None:
     assert split.forward_ns == pytest.approx(whole.forward_ns, rel=0.05), "half of each product, for twice the words"
     narrow = Cluster.of("narrow", 8, levels=[("pair", 2, 0, 10**9), ("node", 8, 0, 10**15)])
     waiting = rows(pipeplan.estimate(CONFIG, expert=(8,), etp=2, cluster=narrow, **HOW), 2)[1, 1, 8]
-    routing = more * 2 * TAKEN / HIDDEN  # goes along with words, not with sums
-    both = 2 * more + routing  # half of what is gathered comes from the other, and so much is scattered
+    moved = WORDS * (2 - 1 / 4) * HIDDEN * WIDTH  # half of what is gathered comes from the other
+    routing = moved * 2 * TAKEN / HIDDEN  # goes along with words, not with sums
+    both = 2 * moved + routing  # as much is scattered
     assert waiting.forward_ns - split.forward_ns == pytest.approx(both, rel=1e-3)
     assert (waiting.input_grad_ns or 0) - (split.input_grad_ns or 0) == pytest.approx(both, rel=1e-3)
     assert waiting.weight_grad_ns == split.weight_grad_ns

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeplan.costs.communication import Exchange, places_reached, ring_ns
+from pipeplan.costs.communication import Exchange, places_reached, places_taken, ring_ns
 from pipeplan.costs.context import MERGED, Added, SharedCore
 from pipeplan.costs.operators import (
     Operator,
@@ -240,7 +240,7 @@ def layer_of(model: Transformer, layout: UniformLayout, machine: Machine) -> Lay
         halves,
         attention_products,
         _context(model, layout, machine, core, heads * value, kv_heads),
-        _experts_ns(model, layout, machine, tokens, routed),
+        _experts_ns(model, layout, machine, tokens),
     )
 
 
@@ -302,11 +302,11 @@ def _context(
     return Added(*(np.where(layout.ring > 0, *each) for each in zip(both.ring, both.gathered, strict=True)))
 
 
-def _experts_ns(model: Transformer, layout: UniformLayout, machine: Machine, tokens: Number, routed: Number) -> Number:
+def _experts_ns(model: Transformer, layout: UniformLayout, machine: Machine, tokens: Number) -> Number:
     """Two all-to-alls, to the experts and back: a token goes once to each node of its experts, there once to each rank.
 
-    Which experts a token goes to is taken as even and independent. A tensor group has its tokens divided; experts that
-    are split have theirs gathered.
+    Which experts a token goes to is taken as even and independent. A tensor group has its tokens divided; devices that
+    split experts gather what came to all of them, a token once however many of their experts it is for.
     """
     ranks, width = np.maximum(layout.expert, 1), layout.expert_tensor
     nodes = np.maximum(ranks * width / machine.node, 1)
@@ -314,7 +314,7 @@ def _experts_ns(model: Transformer, layout: UniformLayout, machine: Machine, tok
     across = sent * places_reached(nodes, model.top_k) / machine.adapter_bytes_per_s
     inside = sent * places_reached(ranks, model.top_k) / machine.link_bytes_per_s
     both = 2e9 * np.maximum(across, inside) / machine.bandwidth_share
-    split = Exchange("all_reduce", WIDTH * routed * model.hidden)
+    split = Exchange("all_reduce", sent * width * places_taken(ranks, model.top_k))
     return (both + collective_ns(machine, split, width, 1)) * (model.experts > 0)
 
 

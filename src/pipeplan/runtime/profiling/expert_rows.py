@@ -20,7 +20,7 @@ from itertools import product
 import torch
 
 from pipeplan.costs.blocks import require_row
-from pipeplan.costs.communication import Exchange, LinkPath, Prices, counts_ns, dispatch_ns, prices_in
+from pipeplan.costs.communication import Exchange, LinkPath, Prices, counts_ns, dispatch_ns, places_taken, prices_in
 from pipeplan.costs.devices import Kernel, Work
 from pipeplan.costs.wide_groups import AROUND, among_parts, waited_for_experts
 from pipeplan.errors import UsageError
@@ -302,7 +302,7 @@ def _said_of_words(
         words_ns=round(sum(both)),
         counts_ns=round(counts_ns(spread.size, links, spread.split)),
         routing_bytes=routing,
-        gathered_bytes=round(sent * taken * spread.split) if spread.split > 1 else 0,
+        gathered_bytes=round(sent * places_taken(spread.places, taken) * spread.split) if spread.split > 1 else 0,
     )
     if spread.split == 1:
         return found
