@@ -13,6 +13,9 @@ so that what disturbs the machine for seconds disturbs all of them. Step ``graph
 covers on, and ``level`` from those without any group of the whole network, for where that is the best cover there is
 nothing left to evolve.
 
+All ways to run a network are in memory at once. ``--not-again inductor`` leaves out covers of that backend alone; the
+tables then have what such a cover took in the profile's runs, with a star.
+
 A framework as it comes is the network's own module in eager torch, compiled by ``torch.compile``, exported to ONNX
 Runtime, or read by OpenVINO, in float32, called with tensors and giving tensors. Outputs are compared with eager
 torch's before anything is timed.
@@ -147,6 +150,7 @@ def child_step(state: TableState, given: argparse.Namespace, what: str, of: tupl
     command = [sys.executable, __file__, "--state", str(state.folder), "--child", key]
     command += ["--graph-seconds", str(given.graph_seconds), "--cover-seconds", str(given.cover_seconds)]
     command += ["--clock", given.clock, "--rounds", str(given.rounds), "--way-seconds", str(given.way_seconds)]
+    command += ["--not-again", ",".join(given.not_again)] if given.not_again else []
     begun = time.monotonic()
     ran = subprocess.run(command, check=False)
     if ran.returncode or not path.exists():
@@ -366,7 +370,7 @@ def whole_child(profile: Any, model: str, threads: int, batch: int, given: argpa
         for name, (groups, _) in found.ways.items():
             key = json.dumps(groups)
             same[name] = of.setdefault(key, name)
-            if same[name] == name:
+            if same[name] == name and not {backend for _, backend in groups} <= set(given.not_again):
                 try:
                     runs[name], off[name] = covers.runner(groups), covers.off_eager(groups)
                 except ExecutionError as error:
@@ -544,10 +548,16 @@ def runs_of(cell: Mapping[str, Any]) -> str:
 def alone_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
     names = [name for name in ("eager", *BACKENDS) if any(f"alone: {name}" in cell["same"] for cell in cells.values())]
     rows = [
-        [model, str(threads), str(batch), *(ms(measured(cell, f"alone: {name}")) for name in names)]
+        [model, str(threads), str(batch), *(alone_text(cell, f"alone: {name}") for name in names)]
         for (model, threads, batch), cell in cells.items()
     ]
     return ["network", "threads", "samples", *names], rows
+
+
+def alone_text(cell: Mapping[str, Any], name: str) -> str:
+    """What a way took; with a star what it took in the profile's runs, where it did not run again."""
+    own, said = measured(cell, name), cell["predicted_ns"].get(name)
+    return f"{ms(said)}*" if own is None and said is not None else ms(own)
 
 
 def predicted_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], list[list[str]]]:
@@ -582,7 +592,8 @@ def added_table(cells: Mapping[tuple[str, int, int], Any]) -> tuple[list[str], l
         row = [model, str(threads), str(batch)]
         for name in ("alone: eager", *(f"up to {each}" for each in names)):
             own = measured(cell, name)
-            row.append("-" if own is None else f"{ms(own)} ({ms(cell['predicted_ns'][name])})")
+            said = cell["predicted_ns"].get(name)
+            row.append("-" if said is None else f"{ms(own)} ({ms(said)})")
         rows.append(row)
     return ["network", "threads", "samples", "eager", *(f"+ {name}" for name in names)], rows
 
@@ -662,6 +673,7 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="the tables of what is known")
     parser.add_argument("--rounds", type=int, default=5, help="in which all ways to run a network take turns")
     parser.add_argument("--way-seconds", type=float, default=2.0, help="for each way in all rounds together")
+    parser.add_argument("--not-again", type=words, default=(), help="backends for whose own covers memory is short")
     parser.add_argument(
         "--clock", choices=("wall", "processor"), default="wall", help="processor: with one thread only"
     )

@@ -21,6 +21,7 @@ FILES = sorted(path for path in (PACKAGE / "kernels" / "backends").glob("*.py") 
 NAMES = {
     *("eager", "inductor", "onednn", "onednn-off", "torchscript", "channels-last", "onnxruntime", "openvino"),
     *("attention-flash", "attention-efficient", "attention-math", "attention-cudnn"),
+    *("cublas", "cublaslt", "cuda-graphs"),
 }
 
 
@@ -41,11 +42,13 @@ def test_they_are_known_by_name() -> None:
     assert set(known_backends()) == NAMES
 
 
-@pytest.mark.parametrize("name", ["attention-efficient", "attention-cudnn"])
+@pytest.mark.parametrize("name", ["attention-efficient", "attention-cudnn", "cublas", "cublaslt", "cuda-graphs"])
 def test_what_is_for_cuda_says_so_elsewhere(name: str) -> None:
     backend = known_backends()[name]
-    assert backend.absence("cpu", training=True) == "it runs on cuda only, and this is cpu"
-    assert backend.absence("cuda", training=True) is None
+    assert backend.absence("cpu", training=False) == "it runs on cuda only, and this is cpu"
+    assert backend.absence("cuda", training=False) is None
+    forward_only = name == "cuda-graphs"
+    assert (backend.absence("cuda", training=True) is None) is not forward_only
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -107,8 +110,9 @@ def test_switches_of_eager_torch_take_blocks_that_they_change() -> None:
     graph, known = layers(), known_backends()
     assert known["attention-math"].groups(graph) == (("attention0",), ("attention1",), ("attention2",))
     assert known["channels-last"].groups(graph) == ()
+    assert known["cublaslt"].groups(captured()) == (("classes",),)
     convolutions = OperatorDag(
-        [GraphOperator("c", "conv", ()), GraphOperator("r", "relu", ("c",)), GraphOperator("l", "ffn", ("r",))]
+        [GraphOperator("c", "convolution", ()), GraphOperator("r", "relu", ("c",)), GraphOperator("l", "ffn", ("r",))]
     )
     assert ("c", "r") in known["channels-last"].groups(convolutions)
     assert ("l",) not in known["channels-last"].groups(convolutions)

@@ -48,6 +48,7 @@ def test_attributes(attributes: dict[str, object], found: list[tuple[str, ...]])
 
 
 def test_alternatives_and_several_kinds() -> None:
+    assert list(is_op().has_attr({"kernel": 3}).matches(residual())) == [("conv",)]
     one, two = is_op("relu", "pool")(wildcard()), is_op("relu")(wildcard()) | is_op("pool")(wildcard())
     assert list(one.matches(residual())) == list(two.matches(residual())) == [("relu",), ("pool",)]
     deep = is_op("add")(is_op("norm") | is_op("conv2d"), wildcard())

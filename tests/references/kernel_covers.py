@@ -49,10 +49,10 @@ def random_matches(rng: random.Random, graph: OperatorDag, most: int = 5) -> lis
     return found
 
 
-def random_case(seed: int, size: int) -> tuple[OperatorDag, list[KernelMatch], int]:
+def random_case(seed: int, size: int, near: int = 4) -> tuple[OperatorDag, list[KernelMatch], int]:
     """A model, what backends run of it, and what a change takes."""
     rng = random.Random(seed)
-    graph = random_graph(rng, size)
+    graph = random_graph(rng, size, near)
     return graph, random_matches(rng, graph), rng.choice((0, 10, 40))
 
 

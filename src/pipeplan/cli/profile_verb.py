@@ -302,7 +302,7 @@ def _read_text(path: str) -> str:
     metavar="NAME,...",
     help="Kernel backends to measure beside eager torch, for blocks and the groups that they run at once: inductor, "
     "torchscript, onednn, onednn-off, attention-flash, attention-math, channels-last, onnxruntime, openvino, and on "
-    "CUDA attention-efficient and attention-cudnn.",
+    "CUDA attention-efficient, attention-cudnn, cublas, cublaslt and cuda-graphs.",
 )
 @click.option(
     "--backend-rules",

@@ -65,7 +65,10 @@ class Alternatives(KernelPattern):
 
 @dataclass(frozen=True, slots=True)
 class OperatorPattern(KernelPattern):
-    """An operator of one of some kinds. ``inputs`` are patterns of what it takes, in order; None: whatever it takes."""
+    """An operator of one of some kinds, or of any if there are none; ``inputs``: patterns of what it takes, in order.
+
+    None: whatever it takes.
+    """
 
     kinds: tuple[str, ...]
     inputs: tuple[KernelPattern, ...] | None = None
@@ -82,7 +85,7 @@ class OperatorPattern(KernelPattern):
     def fits(self, operator: GraphOperator) -> bool:
         """Whether kind and attributes are right."""
         known = operator.attributes
-        return operator.kind in self.kinds and all(
+        return (not self.kinds or operator.kind in self.kinds) and all(
             name in known and (wanted(known[name]) if callable(wanted) else known[name] == wanted)
             for name, wanted in self.attributes.items()
         )
@@ -112,7 +115,7 @@ class OperatorPattern(KernelPattern):
 
 
 def is_op(*kinds: str) -> OperatorPattern:
-    """An operator of one of these kinds; called with patterns, one that takes these."""
+    """An operator of one of these kinds, of any if none is named; called with patterns, one that takes these."""
     return OperatorPattern(kinds)
 
 

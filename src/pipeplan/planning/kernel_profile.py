@@ -116,6 +116,8 @@ def with_backends(
         tell(f"backends took {format_ns(log.compile_ns)} to compile, of {limit.elapsed:.1f} s, which no time includes")
     if left:
         tell(_left_out(left))
+    if log.found.groups_by_backend and not log.changes:
+        tell("no single block was measured by another backend, so that a change of backend is taken to cost nothing")
     alone_s, found = limit.elapsed, log.found
     for size in sizes:
         found = WholeRuns(graph, size, run, left=lambda: limit.seconds - limit.elapsed, **how).settled(found)

@@ -52,13 +52,16 @@ class Alone(PatternRule):
 NAMES = ("same", "wrong", "raises", "dies")
 pair = is_op("ffn")(is_op("attention")(wildcard()))
 BACKENDS = tuple(Backend(n, rule=Alone(), patterns=(pair,) if n == "same" else (), trains=n != "wrong") for n in NAMES)
+BACKENDS += (Backend("dies-in-runs", rule=PatternRule(), whole=True),)
+BUILT = []
 
 def build(name, module, inputs, training):
     if name == "raises":
         raise RuntimeError("cannot compile this")
-    if name == "dies":
+    BUILT.extend([name] * module.whole)
+    if name == "dies" or BUILT.count("dies-in-runs") > 1:
         os.abort()
-    return module if name == "same" else lambda *taken: module(*taken) * 1.01
+    return module if name in ("same", "dies-in-runs") else lambda *taken: module(*taken) * 1.01
 """
 
 
@@ -398,26 +401,33 @@ LLAMA = (
     "LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=2, "
     "num_key_value_heads=1, vocab_size=50)"
 )
+CAPTURED = ("runtime_support.weights_models:captured", "--granularity", "operator")
 MODELS = {
-    "hugging face": ((LLAMA, "--sequence", "8"), {"attention-math", "onednn-off"}),
-    "captured": (("runtime_support.weights_models:captured", "--granularity", "operator"), {"onednn-off"}),
+    "hugging face": ((LLAMA, "--sequence", "8", "--microbatch", "1"), {"attention-math", "onednn-off"}),
+    "captured": ((*CAPTURED, "--microbatch", "1"), {"onednn-off"}),
+    "hugging face by a library": ((LLAMA, "--sequence", "8", "--inference", "--batch", "1"), {"torchscript"}),
+    "captured by a library": ((*CAPTURED, "--inference", "--batch", "1"), {"torchscript"}),
 }
 
 
 @slow_but("kind", list(MODELS), lambda kind: kind == "captured")
 def test_models_of_all_kinds_have_groups(kind: str, tmp_path: Path) -> None:
-    """Those of attention by what they call, and of torch's switch; each in training as eager torch has it."""
-    if kind == "hugging face":
+    """Those of attention by what they call, and of torch's switch; in training, and of a library of graphs forward."""
+    if "hugging face" in kind:
         pytest.importorskip("transformers")
     arguments, names = MODELS[kind]
-    how = ("--microbatch", "1", "--repeats", "2", "--warmup", "0", "-o", "profile.json")
-    done = command("profile", *arguments, "--backends", "attention-math,onednn-off", *how, cwd=tmp_path)
+    how = ("--repeats", "2", "--warmup", "0", "-o", "profile.json")
+    backends = "torchscript" if "library" in kind else "attention-math,onednn-off"
+    done = command("profile", *arguments, "--backends", backends, *how, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = parse((tmp_path / "profile.json").read_text(), Profile)
     assert set(found.groups_by_backend) == names
     assert not found.refusals
     cover = pipeplan.choose_kernels(found).cover
     assert {id_ for match in cover.matches for id_ in match.blocks} == {block.id for block in found.blocks}
+    if "library" in kind:
+        single = pipeplan.choose_kernels(found).single
+        assert single["torchscript"] is not None, "it runs the whole model"
 
 
 @pytest.mark.slow
@@ -430,7 +440,27 @@ def test_a_backend_that_takes_the_process_down_is_refused(tmp_path: Path) -> Non
     assert "dies: layer0.ffn at micro-batch size 1: the process died with signal SIGABRT" in done.stderr
     found = parse((tmp_path / "profile.json").read_text(), Profile)
     assert found.groups_by_backend == {"same": 8}
-    assert {each.reason for each in found.refusals} == {"the process died while it was built or run"}
+    assert {each.reason for each in found.refusals} == {DIED}
+
+
+@pytest.mark.slow
+def test_a_run_of_the_whole_model_that_takes_the_process_down_is_refused(tmp_path: Path) -> None:
+    """Of a backend that dies when it builds all blocks at once for the second time in a process."""
+    (tmp_path / "own_kernels.py").write_text(OWN)
+    arguments = (*PROFILE, "--backends", "dies-in-runs,same", "--backend-rules", "own_kernels", "-o", "profile.json")
+    run = [sys.executable, "-m", "pipeplan", *arguments]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "the whole model by dies-in-runs: the process died with signal SIGABRT" in done.stderr
+    found = parse((tmp_path / "profile.json").read_text(), Profile)
+    assert not found.refusals
+    (whole,) = (each for each in found.whole_runs if each.reason)
+    assert (whole.reason, len(whole.cover)) == (DIED, 1)
+    ran = [each for each in found.whole_runs if not each.reason]
+    assert {frozenset({"eager"}), frozenset({"dies-in-runs"})} <= {each.backends for each in ran}
+
+
+DIED = "the process died while it was built or run"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pipeplan
 from pipeplan import _api
 from pipeplan.errors import UsageError
 from pipeplan.files import BackendFusion, CostRow, PlacedStage, Plan, Profile
+from pipeplan.kernels.backend import known_backends
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo import zoo_model
 from pipeplan.runtime.training.options import TrainOptions
@@ -19,6 +20,7 @@ from runtime_support import models
 from runtime_support.lone_rank import lone_rank
 from runtime_support.plans import TRAINING, assert_as_unsplit, placed_plan, profile_of, reports_of
 from runtime_support.warm import warm_ranks
+from support.marks import slow_but
 
 OWN = "runtime_support.kernel_backends"
 
@@ -128,22 +130,30 @@ def test_a_gpt_trains_with_other_backends_in_every_stage(*, fused: bool) -> None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_inference_runs_by_segments() -> None:
-    """Backends that only run forward: frozen TorchScript has two blocks at once and one alone."""
+@slow_but("backend", ["torchscript", "onnxruntime", "openvino"], lambda backend: backend == "torchscript")
+def test_inference_runs_by_segments(backend: str) -> None:
+    """Backends that only run forward have two blocks at once and one alone; libraries of graphs on two devices."""
+    if (reason := known_backends()[backend].absence("cpu", training=False)) is not None:
+        pytest.skip(f"{backend}: {reason}")
+    devices = 1 if backend == "torchscript" else 2
     plain = profile_of(zoo_model("gpt2-tiny", sequence=16))
     sizes = {"microbatch_size": 2, "activation_bytes": 64}
     eager = (CostRow(forward_ns=1000, **sizes),)
-    own = (*eager, CostRow(forward_ns=100, backend="torchscript", **sizes))
-    blocks = tuple(block.model_copy(update={"costs": own if block.id == "head" else eager}) for block in plain.blocks)
+    own = (*eager, CostRow(forward_ns=100, backend=backend, **sizes))
+    blocks = tuple(
+        block.model_copy(update={"costs": own if block.id == "layer0.ffn" else eager}) for block in plain.blocks
+    )
     pair = BackendFusion(blocks=("layer1.attention", "layer1.ffn"), costs=(own[1],))
     found = plain.model_copy(update={"mode": "inference", "blocks": blocks, "fusions": (pair,)})
-    how: dict[str, Any] = {"devices": 1, "microbatches": 2, "time_limit": 1, "deterministic": True}
+    how: dict[str, Any] = {"devices": devices, "microbatches": 2, "time_limit": 1, "deterministic": True}
+    how |= {"placement": "one-to-one"}  # each block runs once
     by_eager = pipeplan.search(found, **how).plan
     plan = pipeplan.search(found, kernels="auto", **how).plan
-    compiled = [each.blocks for each in plan.stages[0].segments if each.backend == "torchscript"]
-    assert compiled == [pair.blocks, ("head",)]
+    compiled = [each.blocks for stage in plan.stages for each in stage.segments if each.backend == backend]
+    assert compiled == [("layer0.ffn",), pair.blocks]
+    assert len(plan.stages) == devices
     assert pipeplan.check(plan, profile=found).valid
-    with lone_rank():
+    with lone_rank() if devices == 1 else warm_ranks():
         runs = [pipeplan.run(each, "gpt2-tiny", steps=2, seed=1, sequence=16) for each in (by_eager, plan)]
     wanted, losses = ([step.loss for step in each.result.steps] for each in runs)
     assert losses == pytest.approx(wanted, rel=1e-5)

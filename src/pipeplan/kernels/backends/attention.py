@@ -1,21 +1,13 @@
 """The kernels of scaled dot-product attention, each forced by itself: eager torch chooses by sizes and masks."""
 
 from pipeplan.kernels.backend import Backend
-from pipeplan.kernels.operators import GraphOperator
-from pipeplan.kernels.rules import PatternRule, calls
+from pipeplan.kernels.patterns import is_op
 
-
-class _Attends(PatternRule):
-    """What has attention in it, by torch's function for it."""
-
-    def op_rule(self, op: GraphOperator) -> bool:
-        """By what it calls."""
-        return calls(op, "scaled_dot_product")
-
+_ATTENDS = is_op().has_attr({"calls": lambda names: any("scaled_dot_product" in each for each in names)})
 
 BACKENDS = (
-    Backend("attention-flash", rule=_Attends()),
-    Backend("attention-efficient", rule=_Attends(), devices=("cuda",)),
-    Backend("attention-math", rule=_Attends()),
-    Backend("attention-cudnn", rule=_Attends(), devices=("cuda",)),
+    Backend("attention-flash", patterns=(_ATTENDS,)),
+    Backend("attention-efficient", patterns=(_ATTENDS,), devices=("cuda",)),
+    Backend("attention-math", patterns=(_ATTENDS,)),
+    Backend("attention-cudnn", patterns=(_ATTENDS,), devices=("cuda",)),
 )

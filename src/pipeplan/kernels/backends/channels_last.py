@@ -6,6 +6,9 @@ from pipeplan.kernels.rules import PatternRule, calls, check_path
 
 _LONGEST = 6
 
+_KEEPING = ("elementwise", "pool", "concatenation", "relu", "add", "batch-norm", "max-pool", "mean")
+"""Kinds of operators that keep a layout, as captured models and the zoo's have them."""
+
 
 class _Convolves(PatternRule):
     """From a convolution on, with what follows on the same tensors: the layout changes at both ends only."""
@@ -25,9 +28,7 @@ class _Convolves(PatternRule):
 
 
 def _keeps_layout(op: GraphOperator) -> bool:
-    """By its name, or as an operator that was captured."""
-    named = op.kind in ("add", "relu", "batch_norm", "max_pool2d", "avg_pool2d", "cat", "activation")
-    return named or op.kind in ("elementwise", "pool") or (op.kind == "norm" and calls(op, "batch_norm"))
+    return op.kind in _KEEPING or (op.kind == "norm" and calls(op, "batch_norm"))
 
 
 BACKENDS = (Backend("channels-last", rule=_Convolves(), modules=True),)

@@ -322,7 +322,7 @@ class GroupBenches:
             ExecutionError: the backend cannot build or run it, or gives other numbers than eager torch.
         """
         values = self._of_size(size)
-        module, bench = self._bench(blocks, size, values)
+        module, bench, made = self._bench(blocks, size, values)
         own = copy.deepcopy(module)
         began = time.perf_counter_ns()
         try:
@@ -331,7 +331,7 @@ class GroupBenches:
             with steady(self._device), built.around():
                 self._run_once(bench)
                 compile_ns = time.perf_counter_ns() - began
-                self._compare(module, bench, self._tolerances[backend])
+                self._compare(module, bench, made, self._tolerances[backend])
                 bench.measure_memory()
                 self._time(bench)
             change = self._change(module, bench, built) if len(blocks) == 1 else None
@@ -365,8 +365,10 @@ class GroupBenches:
         module.train(modules[0].training)
         return WiredGroup(tuple(blocks), module, tuple(outside), tuple(names), tuple(given))
 
-    def _bench(self, blocks: Sequence[str], size: int, values: _BlockValues) -> tuple[GroupModule, Bench]:
-        """The group as one module, and the bench in which it runs."""
+    def _bench(
+        self, blocks: Sequence[str], size: int, values: _BlockValues
+    ) -> tuple[GroupModule, Bench, tuple[Tensor, ...]]:
+        """The group as one module, the bench in which it runs, and what eager torch makes there."""
         wired = self.wired(blocks)
         module, inputs = wired.module, self._taken(wired, values)
         samples = tuple(values.batch[name] for name in wired.samples)
@@ -380,7 +382,7 @@ class GroupBenches:
         )
         kind = _WholeBackwardBench if self._training else ForwardBench
         key = RowKey(blocks[0], size)
-        return module, kind(key, module, inputs, self._needs_grad(wired), samples, gradients, self._device)
+        return module, kind(key, module, inputs, self._needs_grad(wired), samples, gradients, self._device), made
 
     def _gradient(self, node: BlockNode, output: Tensor) -> Tensor:
         """Ones for a loss, else noise."""
@@ -398,10 +400,10 @@ class GroupBenches:
             for parameter in bench.module.parameters():
                 parameter.grad = None
 
-    def _compare(self, module: nn.Module, bench: Bench, tolerance: float) -> None:
-        """Require eager's outputs, and in training its gradients. Raises ExecutionError."""
-        wanted, found = (_numbers(each, bench, training=self._training) for each in (module, bench.module))
-        require_same(wanted, found, tolerance, self._dtype)
+    def _compare(self, module: nn.Module, bench: Bench, made: Sequence[Tensor], tolerance: float) -> None:
+        """Require eager's outputs, which are ``made``, and in training its gradients. Raises ExecutionError."""
+        wanted = _numbers(module, bench, training=True) if self._training else made
+        require_same(wanted, _numbers(bench.module, bench, training=self._training), tolerance, self._dtype)
 
     def _time(self, bench: Bench) -> None:
         modules = (self._modules[node.kind] for node in self._nodes.values())
