@@ -535,6 +535,7 @@ def run(given: Input, folder: Path) -> Ran:
         warnings.catch_warnings(),
         _noted() as notes,
         _forked_ranks(interrupt) as said,
+        _interrupted_where_it_is_heard(interrupted),
         _measured_for_a_while(interrupt),
     ):
         try:
@@ -590,8 +591,28 @@ def _forked_ranks(interrupt: Callable[..., None]) -> Iterator[IO[bytes]]:
 
 
 def _begin_patience(interrupt: Callable[..., None]) -> None:
+    """Ctrl-C after a while, and again where the first is not heard for so long that it is a hang."""
     signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, 30.0)
+
+
+@contextlib.contextmanager
+def _interrupted_where_it_is_heard(interrupted: list[float]) -> Iterator[None]:
+    """Ctrl-C that Python ignores, as it does what is raised in a finalizer or a callback of its collector, comes again.
+
+    A user presses it once more.
+    """
+    before = sys.unraisablehook
+
+    def again(ignored: Any) -> None:
+        if ignored.exc_type is KeyboardInterrupt:
+            interrupted.clear()
+            signal.setitimer(signal.ITIMER_REAL, 0.1, 30.0)
+        else:
+            before(ignored)
+
+    with mock.patch.object(sys, "unraisablehook", again):
+        yield
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +34,7 @@ from attack import Pool, attacked, read
 from attack_part import Ended
 
 from pipeplan.checker import Report
+from pipeplan.cli import profile_verb
 from pipeplan.files import write_file
 from pipeplan.runtime.launch.processes import die_with_parent
 
@@ -229,6 +231,30 @@ def test_what_measures_as_long_as_it_is_asked_to_is_interrupted(
     assert attack_inputs.judged(given, replace(ran, stopping_s=2.5)).wrong == "hang"
     monkeypatch.setattr(attack_inputs, "_AT_ONCE_S", 0.0)
     assert attack_inputs.judged(given, ran).wrong == "hang", "it is measured"
+
+
+@pytest.mark.slow  # 1 s
+def test_an_interruption_that_python_ignores_comes_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a finalizer, in which the first one is raised here."""
+    heard = list[str]()
+
+    class Finalized:
+        def __del__(self) -> None:
+            while not heard:
+                heard.append("")
+                signal.raise_signal(signal.SIGALRM)
+
+    measure = profile_verb._measure
+
+    def measured(*given: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        Finalized()
+        measure(*given)
+
+    monkeypatch.setattr(profile_verb, "_measure", measured)
+    given = attack_inputs.Input(["profile", "gpt2-tiny", "--repeats", "100000", "-o", "out"])
+    ended = attack_inputs.judged(given, attack_inputs.run(given, tmp_path))
+    assert (ended.how, ended.wrong, heard) == ("interrupted", "", [""]), ended.what
 
 
 # That it notices ----------------------------------------------------------------------------------------------------
