@@ -229,6 +229,13 @@ def test_a_clusters_limit_is_refused_as_one_that_is_given(profile_path: str) -> 
     assert str(found) == str(wanted)
 
 
+def test_devices_without_any_memory_are_refused_as_others(profile_path: str) -> None:
+    how: dict[str, Any] = {"placement": "one-to-one", "replicas": 2, "mini_batch": 8, "scheduler": "1f1b", "zero": 0}
+    asked = Request.of(read_profile(profile_path), cluster=cluster_of(2, memory_bytes=0), **how)
+    said = str(shortage(asked, InfeasibleError("no"), 60, ExplainShortage()))
+    assert re.search(r"2 devices of 0: .* needs (\S+), \1 too much; .*raise --memory to", said), said
+
+
 @pytest.mark.parametrize("devices", [2, 4])
 def test_as_many_devices_as_are_advised_do_and_half_do_not(devices: int) -> None:
     """On nodes of four there are as many as fill them."""

@@ -186,7 +186,8 @@ class _Least:
     def __init__(
         self, request: Request, limit: int, step: ExplainShortage, whole_limit: float, node: int | None = None
     ) -> None:
-        self._request, self._limit, self._step, self._node, self._unit = request, limit, step, node, node or 1
+        self._request, self._step, self._node, self._unit = request, step, node, node or 1
+        self._limit = max(1, limit)  # where a device has no memory at all, nothing fits that would not in one byte
         self._working = min(step.most_working, step.working * whole_limit)
         self._time = Budget(deterministic=request.deterministic)
         self.memory: _Fit | None = None
