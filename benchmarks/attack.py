@@ -299,6 +299,7 @@ def main() -> None:
     parser.add_argument("--show", nargs=2, metavar=("PART", "NUMBER"), help="one attack's files and command")
     parser.add_argument("--folder", type=Path, default=Path("attack"), help="for --show")
     options = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and so by all that is attacked
     if options.show:
         show(options.show[0], int(options.show[1]), options)
         return

@@ -690,7 +690,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row that would end after so many")
     parser.add_argument("--most", type=float, default=260.0, help="kill what takes so many seconds")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would each row
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would each row,
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as nohup has it do with this one
     wanted = [row for row in ROWS if options.only in row.name and (row.quick or not options.quick)]
     if options.list:
         print("\n".join(f"{row.limit:4} s  {row.name}: {row.arguments}" for row in wanted))
