@@ -276,7 +276,14 @@ def test_a_trace_is_of_one_of_the_plans(tmp_path: Path) -> None:
 NO_POINT = b'{"name": "x", "of": "y", "samples": 1, "points": [{}]}'
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", NO_POINT, b"\xff"])
+TOO_LARGE = [
+    b'{"name": "x", "of": "y", "samples": 1, "points": [{"num_devices": 1, "memory_bytes": 1, "time_ns": 1, "what": ""'
+    b', "%s": 1%s}]}' % (key, 400 * b"0")
+    for key in (b"num_devices", b"memory_bytes", b"time_ns", b"workspace_bytes", b"price_per_hour")
+]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", NO_POINT, *TOO_LARGE, b"\xff"])
 def test_what_is_no_frontier_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f.json").write_bytes(content)
     with pytest.raises(FileError, match=r"pipeplan frontier PROFILE --plans --json"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -12,6 +12,11 @@ from pipeplan.errors import FileError
 from pipeplan.files.read_write import read_bytes
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.texts import escaped
+from pipeplan.units import MAX_BYTES, MAX_NS
+from pipeplan.workload.elements import MAX_DEVICES
+
+_Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+_Ns = Annotated[int, Field(ge=0, le=MAX_NS)]
 
 
 class _Printed(BaseModel):
@@ -21,13 +26,26 @@ class _Printed(BaseModel):
 
     name: str
     of: str
-    samples: int = Field(gt=0)
+    samples: int = Field(gt=0, le=MAX_NS)
     exact: bool = False
     factor: float | None = None
     factor_without: tuple[str, ...] = ()
     profiled_only: bool = False
     chosen: int = Field(default=1, ge=1)
     points: list[dict[str, Any]] = Field(min_length=1)
+
+
+class _PrintedNumbers(BaseModel):
+    """What numbers of a point may be, so that adding to them and dividing them stays within what floats hold."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    num_devices: int = Field(ge=1, le=MAX_DEVICES)
+    memory_bytes: _Bytes
+    time_ns: _Ns
+    workspace_bytes: _Bytes = 0
+    price_per_hour: float | None = Field(default=None, ge=0, le=MAX_NS, allow_inf_nan=False)
+    bounds_ns: tuple[_Ns, _Ns | None] | None = None
 
 
 def read_frontier(path: str) -> FrontierResult:
@@ -39,6 +57,8 @@ def read_frontier(path: str) -> FrontierResult:
     where = "<stdin>" if path == "-" else path
     try:
         printed = _Printed.model_validate_json(read_bytes(path))
+        for point in printed.points:
+            _PrintedNumbers.model_validate(point)
         points = tuple(_POINT.validate_python(escaped(point)) for point in printed.points)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
