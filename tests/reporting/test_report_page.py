@@ -283,6 +283,13 @@ TOO_LARGE = [
 ]
 
 
+@pytest.mark.parametrize("content", TOO_LARGE)
+def test_numbers_of_a_frontier_that_nobody_printed_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "f.json").write_bytes(content)
+    with pytest.raises(FileError, match=r"points\.0\.\w+: Input should be (a finite|less than or equal to \d)"):
+        read_frontier(str(tmp_path / "f.json"))
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", NO_POINT, *TOO_LARGE, b"\xff"])
 def test_what_is_no_frontier_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f.json").write_bytes(content)

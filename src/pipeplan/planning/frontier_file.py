@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -19,6 +19,19 @@ _Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 _Ns = Annotated[int, Field(ge=0, le=MAX_NS)]
 
 
+class _PrintedPoint(BaseModel):
+    """A point, whose numbers are such that sums and quotients of them stay within what floats hold."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_devices: int = Field(ge=1, le=MAX_DEVICES)
+    memory_bytes: _Bytes
+    time_ns: _Ns
+    workspace_bytes: _Bytes = 0
+    price_per_hour: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    bounds_ns: tuple[_Ns, _Ns | None] | None = None
+
+
 class _Printed(BaseModel):
     """The keys that are needed; others may be there."""
 
@@ -26,26 +39,13 @@ class _Printed(BaseModel):
 
     name: str
     of: str
-    samples: int = Field(gt=0, le=MAX_NS)
+    samples: int = Field(gt=0, le=10**15)  # more than any plan has
     exact: bool = False
     factor: float | None = None
     factor_without: tuple[str, ...] = ()
     profiled_only: bool = False
     chosen: int = Field(default=1, ge=1)
-    points: list[dict[str, Any]] = Field(min_length=1)
-
-
-class _PrintedNumbers(BaseModel):
-    """What numbers of a point may be, so that adding to them and dividing them stays within what floats hold."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    num_devices: int = Field(ge=1, le=MAX_DEVICES)
-    memory_bytes: _Bytes
-    time_ns: _Ns
-    workspace_bytes: _Bytes = 0
-    price_per_hour: float | None = Field(default=None, ge=0, le=MAX_NS, allow_inf_nan=False)
-    bounds_ns: tuple[_Ns, _Ns | None] | None = None
+    points: list[_PrintedPoint] = Field(min_length=1)
 
 
 def read_frontier(path: str) -> FrontierResult:
@@ -57,9 +57,8 @@ def read_frontier(path: str) -> FrontierResult:
     where = "<stdin>" if path == "-" else path
     try:
         printed = _Printed.model_validate_json(read_bytes(path))
-        for point in printed.points:
-            _PrintedNumbers.model_validate(point)
-        points = tuple(_POINT.validate_python(escaped(point)) for point in printed.points)
+        own = (point.model_dump(mode="json", exclude_unset=True) for point in printed.points)
+        points = tuple(_POINT.validate_python(escaped(point)) for point in own)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "file"

@@ -430,15 +430,20 @@ def test_models_of_all_kinds_have_groups(kind: str, tmp_path: Path) -> None:
         assert single["torchscript"] is not None, "it runs the whole model"
 
 
+def died(folder: Path, name: str, what: str) -> Profile:
+    """What a process measures after one that a backend of OWN took down, which is said."""
+    (folder / "own_kernels.py").write_text(OWN)
+    arguments = (*PROFILE, "--backends", f"{name},same", "--backend-rules", "own_kernels", "-o", "profile.json")
+    run = [sys.executable, "-m", "pipeplan", *arguments]
+    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{what}: the process died with signal SIGABRT" in done.stderr
+    return parse((folder / "profile.json").read_text(), Profile)
+
+
 @pytest.mark.slow
 def test_a_backend_that_takes_the_process_down_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "own_kernels.py").write_text(OWN)
-    arguments = (*PROFILE, "--backends", "dies,same", "--backend-rules", "own_kernels", "-o", "profile.json")
-    run = [sys.executable, "-m", "pipeplan", *arguments]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "dies: layer0.ffn at micro-batch size 1: the process died with signal SIGABRT" in done.stderr
-    found = parse((tmp_path / "profile.json").read_text(), Profile)
+    found = died(tmp_path, "dies", "dies: layer0.ffn at micro-batch size 1")
     assert found.groups_by_backend == {"same": 8}
     assert {each.reason for each in found.refusals} == {DIED}
 
@@ -446,13 +451,7 @@ def test_a_backend_that_takes_the_process_down_is_refused(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_run_of_the_whole_model_that_takes_the_process_down_is_refused(tmp_path: Path) -> None:
     """Of a backend that dies when it builds all blocks at once for the second time in a process."""
-    (tmp_path / "own_kernels.py").write_text(OWN)
-    arguments = (*PROFILE, "--backends", "dies-in-runs,same", "--backend-rules", "own_kernels", "-o", "profile.json")
-    run = [sys.executable, "-m", "pipeplan", *arguments]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "the whole model by dies-in-runs: the process died with signal SIGABRT" in done.stderr
-    found = parse((tmp_path / "profile.json").read_text(), Profile)
+    found = died(tmp_path, "dies-in-runs", "the whole model by dies-in-runs")
     assert not found.refusals
     (whole,) = (each for each in found.whole_runs if each.reason)
     assert (whole.reason, len(whole.cover)) == (DIED, 1)
