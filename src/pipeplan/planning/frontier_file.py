@@ -12,7 +12,7 @@ from pipeplan.errors import FileError
 from pipeplan.files.read_write import read_bytes
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.texts import escaped
-from pipeplan.units import MAX_BYTES, MAX_NS
+from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL
 from pipeplan.workload.elements import MAX_DEVICES
 
 _Bytes = Annotated[int, Field(ge=0, le=MAX_BYTES)]
@@ -39,7 +39,7 @@ class _Printed(BaseModel):
 
     name: str
     of: str
-    samples: int = Field(gt=0, le=10**15)  # more than any plan has
+    samples: int = Field(gt=0, le=MAX_TOTAL)
     exact: bool = False
     factor: float | None = None
     factor_without: tuple[str, ...] = ()
