@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -19,10 +20,10 @@ import torch
 
 import pipeplan
 from pipeplan.checker import check
-from pipeplan.costs.communication import places_reached
+from pipeplan.costs.communication import COUNTS_BYTES, places_reached
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Plan, Profile
-from pipeplan.runtime.executor.rank_program import ProgramStep, program_of, programs_of
+from pipeplan.runtime.executor.rank_program import program_of, programs_of
 from pipeplan.runtime.executor.shared_parameters import _families
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import output_shapes
@@ -35,15 +36,20 @@ from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.compatibility import remark_on_experts, require_splittable
 from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.workload.elements import Stage
 from pipeplan.workload.mesh import EXPERTS as EXPERTS_AXIS
 from pipeplan.workload.mesh import Mesh
 from runtime_support import expert_models
+from runtime_support.exchanged_bytes import BETWEEN_STAGES, Given, GivenBytes, hidden_ns, planned_of
 from runtime_support.expert_models import EACH, EXPERTS, FEW, HIDDEN, SEQUENCE
 from runtime_support.hugging_face import SEED, text, training_of
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
 from runtime_support.sharded_plans import planned_bytes, sized_profile
-from runtime_support.threads import MailChannels, ThreadGroup, require_equal_to_unsplit, run_in_threads, together
+from runtime_support.threads import require_equal_to_unsplit, run_in_threads, together
 from support.marks import asked_for, slow_but
+
+ODD = 15
+"""Places of a sequence that two devices cannot share evenly: they sum what they have whole."""
 
 ZOO: dict[str, Callable[[], Model]] = {
     "even": expert_models.even,
@@ -51,6 +57,7 @@ ZOO: dict[str, Callable[[], Model]] = {
     "full": expert_models.full,
     "full_pieces": expert_models.full_pieces,
     "gpt2-tiny": lambda: load_model("gpt2-tiny"),
+    "odd": lambda: load_model("gpt2-experts-tiny", sequence=ODD),
 }
 
 MICROBATCH, NUM_MICROBATCHES = 4, 2
@@ -420,71 +427,71 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
         {"expert": 4},
         {"expert": 2, "context": 2, "split": True},
         {"expert": 4, "shards": 2},
+        {"expert": 4, "shards": 2, "split": True},
         {"expert": 4, "expert_shards": 2},
+        {"expert": 4, "expert_shards": 2, "shards": 2},
+        {"expert": 1, "shards": 2},
+        {"expert": 1, "shards": 2, "split": True},
+        {"expert": 1, "shards": 2, "context": 2},
+        {"expert": 4, "shards": 2, "context": 2},
+        {"expert": 1, "shards": 2, "name": "odd"},
         {"pipeline": True},
     ],
     ids=str,
 )
 def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of words, of keys and values where sequences are shared, and of messages between stages where there are two.
+    """Of each block, phase and kind of collective, and of messages between stages where there are two.
 
-    With words goes which experts take them, and before them how many come. What a stage's devices send each other is as
-    its actions take longer over slower links, of a ring but for what attention hides. The plan is for float32, and runs
-    here in float64.
+    With words goes which experts take them, and before them how many come. The plan is for float32, and runs here in
+    float64. Its actions take as much longer over slower links, but for what attention hides of a ring, and products of
+    what is gathered again for weight gradients.
     """
-    moved = Counter[int]()
-    gather, route, begin_passing = ThreadGroup.gather, ThreadGroup.route, ThreadGroup.begin_passing
-    send = MailChannels.send
-
-    def gathered(self: ThreadGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
-        moved[self._name[self._index]] += tensor.nbytes * (self._members - 1) // 2
-        return gather(self, tensor)
-
-    def exchanged(self: ThreadGroup, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        together = torch.stack(list(pieces))  # counts are as long in the plan
-        given = together.nbytes // self._members * (self._members - 1)
-        moved[self._name[self._index]] += given // 2 if together.is_floating_point() else given
-        return [found[self._index] for found in gather(self, together)]
-
-    def routed(self: ThreadGroup, rows: torch.Tensor, give: Sequence[int], get: Sequence[int]) -> torch.Tensor:
-        moved[self._name[self._index]] += (sum(give) - give[self._index]) * rows.shape[1] * rows.itemsize // 2
-        return route(self, rows, give, get)
-
-    def passed(self: ThreadGroup, tensors: Sequence[torch.Tensor], by: int) -> Callable[[], list[torch.Tensor]]:
-        moved[self._name[self._index]] += sum(tensor.nbytes for tensor in tensors) // 2
-        return begin_passing(self, tensors, by)
-
-    def sent(self: MailChannels, step: ProgramStep, tensors: Sequence[torch.Tensor], made: object) -> None:
-        moved[self._program.rank] += sum(tensor.nbytes for tensor in tensors) // 2
-        send(self, step, tensors, made)
-
-    monkeypatch.setattr(ThreadGroup, "gather", gathered)
-    monkeypatch.setattr(ThreadGroup, "exchange", exchanged)
-    monkeypatch.setattr(ThreadGroup, "route", routed)
-    monkeypatch.setattr(ThreadGroup, "begin_passing", passed)
-    monkeypatch.setattr(MailChannels, "send", sent)
     how: dict[str, Any] = {"device": "h100-80gb", "dtype": "float32", "microbatch": (1, 2, 4)}
     how |= {"context": sizes.get("context", 2), "expert": sizes.get("expert", 2)}
     how |= {"shards": (1, sizes.get("shards", 1)), "etp": (1, sizes.get("expert_shards", 1))}
+    name = sizes.get("name", "even")
+    how |= {"sequence": ODD, "context": (1,)} if name == "odd" else {}
     links = (Cluster.of("links", 4, levels=[("node", 4, 0, rate)]) for rate in (10**6, 10**15))
-    profiles = (pipeplan.estimate("gpt2-experts-tiny", cluster=each, **how) for each in links)  # of the same sizes
-    slow, fast = (
-        in_a_ring(each) if "pipeline" in sizes else one_stage("even", profile=each, **sizes) for each in profiles
+    profile, other = (pipeplan.estimate("gpt2-experts-tiny", cluster=each, **how) for each in links)  # of equal sizes
+    plan, fast = (
+        in_a_ring(each) if "pipeline" in sizes else one_stage(profile=each, **{"name": name} | sizes)
+        for each in (profile, other)
     )
-    run_in_threads(slow, model_of("even"), 3)
-    planned = Counter[int]()
-    for a, b in zip(slow.operations, fast.operations, strict=True):
-        for device in slow.stages[a.stage].devices:
-            planned[device] += (a.duration_ns - b.duration_ns) * slow.num_microbatches  # a byte takes a microsecond
-    for dependency in slow.dependencies:
-        for hop in dependency.hops:
-            planned[hop.source_device] += 1000 * hop.bytes * slow.num_microbatches
-    assert min(planned.values()) > 0
-    if "shards" in sizes:  # words of half a sequence do not choose evenly: some ranks have more to send, others less
-        assert sum(moved.values()) == pytest.approx(sum(planned.values()) / 1000, rel=5e-4)
-        return
-    hidden = 3e-4 if "pipeline" in sizes else 1e-5  # attention beside a ring takes some microseconds
-    assert dict(moved) == pytest.approx({rank: ns / 1000 for rank, ns in planned.items()}, rel=hidden)
+    given = GivenBytes(monkeypatch, plan.stages)
+    run_in_threads(plan, model_of(name), 3)
+    for number, stage in enumerate(plan.stages):
+        planned = planned_of(profile, stage)
+        pairs = zip(plan.operations, fast.operations, strict=True)
+        longer = sum(a.duration_ns - b.duration_ns for a, b in pairs if a.stage == number)
+        attention = 3e-4 if "pipeline" in sizes else 0  # beside a ring it takes some microseconds
+        expected = 1000 * float(sum(planned.values())) - hidden_ns(profile, stage)  # a byte takes a microsecond
+        assert longer == pytest.approx(expected, rel=attention, abs=20)
+        own = Counter({each: size * plan.num_microbatches for each, size in planned.items()})
+        every = sum((given.of_rank[rank] for rank in stage.devices), Counter[Given]())
+        del every[BETWEEN_STAGES]
+        assert every == Counter({each: size * len(stage.devices) for each, size in own.items()})
+        for rank in stage.devices:
+            hops = (hop for each in plan.dependencies for hop in each.hops if hop.source_device == rank)
+            sent = sum(hop.bytes for hop in hops) * plan.num_microbatches
+            assert given.of_rank[rank][BETWEEN_STAGES] == sent
+            if stage.expert == 1 or stage.shards == 1:
+                assert given.of_rank[rank] == own + Counter({BETWEEN_STAGES: sent})
+            elif stage.expert_shards == stage.context == 1:  # words of half a sequence do not choose evenly
+                assert given.of_rank[rank] == _as_words_choose(own, stage, rank)
+
+
+def _as_words_choose(planned: Counter[Given], stage: Stage, rank: int) -> Counter[Given]:
+    """With as many rows as a shard's words send to other devices, in place of as many as those of all do on average."""
+    place, words = stage.devices.index(rank), SEQUENCE // stage.shards
+    begin, each = place % stage.shards * words, EXPERTS // stage.expert
+    reached = ({expert // each for expert in pair} - {place} for pair in expert_models.evenly()[begin : begin + words])
+    more = Fraction(sum(map(len, reached))) / Fraction(places_reached(stage.expert, EACH) * words)
+    found = Counter(planned)
+    for one in planned:
+        if one.how == "all_to_all":
+            counts = NUM_MICROBATCHES * COUNTS_BYTES * stage.expert * (stage.expert - 1) * (one.phase == "F")
+            found[one] = counts + (planned[one] - counts) * more
+    return found
 
 
 @slow_but("name", [each for each in CASES if "blocks" not in each], lambda _: False, lambda name: name not in SHORT)
