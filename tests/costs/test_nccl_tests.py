@@ -168,6 +168,17 @@ def test_sizes_measured_several_times_have_their_median() -> None:
         ('{"args": ["x"], "config": {"nthreads": 1}}', "not the JSON of nccl-tests: KeyError: 'ngpus'"),
         (json.dumps(json_of()).replace('"time"', '"cpu_time"'), "not the JSON of nccl-tests: KeyError: 'time'"),
         (json.dumps({**json_of(), "results": []}), "no measurement of nccl-tests in it"),
+        (
+            json.dumps(json_of()).replace('"nthreads": 1', '"nthreads": 1e999'),
+            "not the JSON of nccl-tests: OverflowError",
+        ),
+        (json.dumps(json_of()).replace('"size": 16,', '"size": Infinity,'), "expected bytes, a time in us"),
+        (
+            json.dumps({**json_of(), "results": [{"size": 16, "out_of_place": {"time": 10**400}}]}),
+            "expected bytes, a time in us",
+        ),
+        (f'{{"args": [{480 * "["}{480 * "]"}]}}', "not the JSON of nccl-tests: (RecursionError|KeyError)"),
+        (f"# nThread {5000 * '9'} nGpus 1", "no measurement of nccl-tests in it"),
     ],
 )
 def test_what_cannot_be_read(text: str, message: str) -> None:

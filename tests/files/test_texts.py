@@ -111,6 +111,12 @@ def test_json_that_is_nested_too_deeply_is_refused_by_whoever_reads_it(text: str
         read_device_map(text)
 
 
+def test_a_load_factor_that_no_devices_can_have_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(f'{{"experts": {{"load_factor": 1{400 * "0"}}}}}')
+    with pytest.raises(FileError, match=r"no experts\.load_factor above 0 and at most 65536"):
+        read_load_factor(str(tmp_path / "run.json"))
+
+
 # Every text of every schema ------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -210,10 +211,14 @@ def test_the_comparison_reads_as_agreed(tmp_path: Path) -> None:
         (lambda file: file | {"traceEvents": []}, "has no measured actions"),
         (lambda file: file | {"traceEvents": [event(dur=-1.0)]}, "dur: Input should be greater"),
         (lambda file: file | {"traceEvents": [event(args={"device": 2, "step": 0})]}, "the plan has 2 devices"),
+        (lambda file: file | {"traceEvents": [event(ts=1e308)]}, "ts: Input should be less"),
+        (lambda file: file | {"traceEvents": [event(ts=-1e308)]}, "ts: Input should be greater"),
+        (lambda file: file | {"traceEvents": [event(dur=1e306)]}, "dur: Input should be less"),
+        (lambda file: file | {"otherData": file["otherData"] | {"stretch": 1e308}}, "stretch: Input should be less"),
         (lambda file: file | {"traceEvents": [event(args={"device": 0})]}, r"args\.step: Field required"),
     ],
 )
-def test_what_is_no_trace_is_refused(change: Callable[[object], object], problem: str, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_refused(change: Callable[[Any], object], problem: str, tmp_path: Path) -> None:
     path = Path(trace_of_run(tmp_path))
     path.write_text(json.dumps(change(json.loads(path.read_text()))), encoding="utf-8")
     with pytest.raises(FileError, match=rf"run\.trace: .*{problem}"):

@@ -58,7 +58,7 @@ class LoadFactor(FiniteRange):
     """A number, or a file with what a run has measured."""
 
     def __init__(self) -> None:
-        super().__init__(min=0)
+        super().__init__(0, 65_536)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number. Raises FileError."""

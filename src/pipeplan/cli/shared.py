@@ -204,10 +204,10 @@ class AutoOr(click.ParamType[str | int]):
 
 
 class FiniteRange(click.FloatRange):
-    """Numbers from ``min`` on: never ``nan``, which no bound of click's refuses, and ``inf`` only if allowed."""
+    """Numbers from ``min`` to ``max``: never ``nan``, which no bound of click's refuses, ``inf`` only if allowed."""
 
-    def __init__(self, min: float, *, min_open: bool = False, infinite: bool = False) -> None:
-        super().__init__(min=min, min_open=min_open)
+    def __init__(self, min: float, max: float | None = None, *, min_open: bool = False, infinite: bool = False) -> None:
+        super().__init__(min=min, max=max, min_open=min_open)
         self._infinite = infinite
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:

@@ -168,7 +168,7 @@ _OPERATIONS: dict[str, Operation] = {
 
 _TEST = re.compile(r"(?<![a-z_])([a-z_]+)_perf\b")  # once per word: long ones would take the square of their length
 _RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)")
-_DEVICES = re.compile(r"#\s*nThreads?:?\s+(\d+)\s+nGpus:?\s+(\d+)")
+_DEVICES = re.compile(r"#\s*nThreads?:?\s+(\d{1,9})\s+nGpus:?\s+(\d{1,9})\b")
 _MAX_NOTES = 8000
 _MAX_MICROSECONDS = MAX_NS / 1000
 _HEADER = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
@@ -198,7 +198,7 @@ class _NcclRun:
         """Take a row: bytes, microseconds, wrong values (None if not counted). ``place`` is for errors."""
         try:
             bytes_, microseconds, num_wrong = int(size), float(time), float(wrong or 0)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise FileError(
                 f"{self.where}: {place}: expected bytes, a time in us and wrong values, "
                 f"got {size!r}, {time!r}, {wrong!r}"
@@ -307,7 +307,7 @@ def _parse_json(text: str, where: str) -> tuple[MeasuredRun, ...]:
             run.add(f"results[{index}]", row["size"], body["time"], body.get("nwrong"))
     except ValueError as error:
         raise FileError(f"{where}: not readable as JSON of nccl-tests: {error}") from None
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise FileError(f"{where}: not the JSON of nccl-tests: {type(error).__name__}: {error}") from None
     return (run.finished(run.per_process * max(1, _ranks_of_first_group(run))),) if run.rows else ()
 

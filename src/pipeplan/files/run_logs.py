@@ -6,7 +6,6 @@ not there is not known. Rank ``r`` of such a run is device ``r`` of a plan. Dura
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -85,10 +84,10 @@ def read_load_factor(path: str) -> float:
         raise FileError(f"{where}: not JSON: {error}; give a number, or the output of pipeplan run --json") from None
     loads = found.get("experts") if isinstance(found, dict) else None
     factor = loads.get("load_factor") if isinstance(loads, dict) else None
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MAX_DEVICES:
         raise FileError(
-            f"{where}: it has no experts.load_factor above 0; give the output of pipeplan run --json of a plan "
-            "with --ep above 1"
+            f"{where}: it has no experts.load_factor above 0 and at most {MAX_DEVICES}; give the output of "
+            "pipeplan run --json of a plan with --ep above 1"
         )
     return float(factor)
 
