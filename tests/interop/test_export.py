@@ -105,6 +105,9 @@ def test_letters_groups_commas_and_empty_stages() -> None:
         ("Et|m|m|L", 2, "m is in stages 1 and 2"),
         ("Et|m|t*0|L", 2, "not the last stage of its rank"),
         ("E(t|)*99999999L", 2, "more than 1000000 letters"),
+        (f"E(t|)*{5000 * '0'}9999999L", 2, "more than 1000000 letters"),
+        ("[['embedding'] * 1000] * 1001", 2, "more than 1000000 letters"),
+        ("[['embedding', ['decoder']], ['loss']]", 2, r"\['decoder'\] is none of"),
     ],
 )
 def test_layouts_that_are_none(text: str, positions: int, said: str) -> None:

@@ -23,7 +23,7 @@ from pipeplan.partition.chain.kernel import balanced_split
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Request, resolve_batch
 from pipeplan.schedule.rules.language import Rules
-from pipeplan.workload.elements import GATHERED_CONTEXT, RING, ContextExchange, Recompute
+from pipeplan.workload.elements import GATHERED_CONTEXT, MAX_COUNT, MAX_DEVICES, RING, ContextExchange, Recompute
 
 SOURCES = {"torch": "torch", "megatron": "Megatron-LM", "layers": "the layer list"}
 """What can be read, and what it is called: a schedule's CSV, a pipeline layout, a list of layers per stage."""
@@ -174,6 +174,8 @@ def _groups(asked: _Sourced, positions: int, width: int = 1) -> list[list[int]]:
             f"--devices {devices} cannot be shared evenly by {positions} pipeline ranks{each}; give a multiple of "
             f"{positions * width}"
         )
+    if devices > MAX_DEVICES:
+        raise UsageError(f"the source has {devices} devices, more than the {MAX_DEVICES} of a plan")
     size = devices // positions
     return [[*range(rank * size, (rank + 1) * size)] for rank in range(positions)]
 
@@ -224,7 +226,7 @@ def _evenly(profile: Profile, num_stages: int) -> list[list[str]]:
     """[stage] blocks, so that the longest stage is as short as can be."""
     times = []
     for block in profile.blocks:
-        row = min(block.rows(), key=lambda row: (row.shards, row.microbatch_size))
+        row = min(block.rows() or block.costs, key=lambda row: (row.shards, row.microbatch_size))
         times.append(row.forward_ns + (row.backward_ns or 0))
     begins = balanced_split(times, num_stages)
     if begins is None:
@@ -324,6 +326,8 @@ def _megatron(asked: _Sourced) -> _Read:
         batch = resolve_batch(asked.profile, positions * len(groups[0]), microbatch_size=size)
         count = batch.num_microbatches
         notes.append(f"no batch is given; {count} micro-batches are assumed (--microbatches)")
+    if count > MAX_COUNT:
+        raise UsageError(f"the source has {count} micro-batches, more than the {MAX_COUNT} of a plan")
     chunks = len(layout) // positions
     group = sizes.get("group", min(positions, count))
     orders = [

@@ -22,7 +22,7 @@ def layer_list(layers: PlanLayers, target: ExportTarget) -> str:
 
 def read_layer_list(text: str) -> list[int]:
     """The numbers of such a line, or of the numbers alone. Raises UsageError."""
-    found = re.fullmatch(r"(?:[A-Za-z_]+=)?\[?(\d+(?:, ?\d+)*),?\]?", text.strip())
+    found = re.fullmatch(r"(?:[A-Za-z_]+=)?\[?(\d{1,7}(?:, ?\d{1,7})*),?\]?", text.strip())
     if found is None:
         raise UsageError(f"{text.strip()[:80]!r} is not a list of layers; write numbers with commas, as in 6,6,6,6")
     return [int(number) for number in found[1].split(",")]

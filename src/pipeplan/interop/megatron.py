@@ -18,6 +18,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.interop.layers import PlanLayers
 from pipeplan.interop.ranks import order_of
+from pipeplan.texts import shown
 from pipeplan.workload.kinds import Role, role_of
 
 EMBEDDING, LAYER, PREDICTION, LOSS = "EtmL"
@@ -26,6 +27,7 @@ _GROUP = re.compile(r"\(([^)]+)\)\*([0-9]+)")
 _LETTER = re.compile(r"([^*])\*([0-9]+)")
 _MOST = 1_000_000
 """Characters of a layout when all is written out."""
+_TOO_LONG = f"layout: written out it has more than {_MOST} letters; no model has as many layers"
 
 Layout = tuple[str, ...]
 """[stage] its letters."""
@@ -59,9 +61,11 @@ def _of_words(text: str) -> Layout:
         raise UsageError(f"layout: not a list of lists of words: {error}") from None
     if not (isinstance(stages, list) and all(isinstance(stage, list) for stage in stages)):
         raise UsageError("layout: write a list for each stage, as [['embedding', 'decoder'], ['decoder', 'loss']]")
-    odd = next((word for stage in stages for word in stage if word not in _WORDS), None)
+    if sum(map(len, stages)) > _MOST:
+        raise UsageError(_TOO_LONG)
+    odd = next((word for stage in stages for word in stage if not isinstance(word, str) or word not in _WORDS), None)
     if odd is not None:
-        raise UsageError(f"layout: {odd!r} is none of {', '.join(_WORDS)}")
+        raise UsageError(f"layout: {shown(odd)} is none of {', '.join(_WORDS)}")
     return tuple("".join(_WORDS[word] for word in stage) for stage in stages)
 
 
@@ -90,10 +94,15 @@ def _listed(node: ast.expr) -> list[Any]:
 
 
 def _written_out(text: str, pattern: re.Pattern[str]) -> str:
-    length = len(text) + sum(len(found[1]) * int(found[2][:9]) for found in pattern.finditer(text))
+    length = len(text) + sum(len(found[1]) * _times(found[2]) for found in pattern.finditer(text))
     if length > _MOST:
-        raise UsageError(f"layout: written out it has more than {_MOST} letters; no model has as many layers")
-    return pattern.sub(lambda found: found[1] * int(found[2]), text)
+        raise UsageError(_TOO_LONG)
+    return pattern.sub(lambda found: found[1] * _times(found[2]), text)
+
+
+def _times(digits: str) -> int:
+    """The number; of a longer one than any layout may have its beginning, which is more than that, too."""
+    return int(digits.lstrip("0")[:9] or 0)
 
 
 def require_layout(layout: Layout, positions: int, num_layers: int | None = None) -> None:
