@@ -150,6 +150,14 @@ def test_check_counts_words_of_a_decode_plan_again() -> None:
         assert [each.place for each in found] == [f"decode.{next(iter(wrong))}"], wrong
 
 
+def test_room_for_more_requests_than_a_plan_can_say_is_said_to_be_for_as_many() -> None:
+    profile = drawn_decoder(5)
+    plan = searched(profile, kv="cp", memory=10**15, pp=2).plan
+    assert plan.decode is not None
+    assert plan.decode.max_requests == 1_000_000
+    assert not face.check(plan, profile=profile).problems
+
+
 def test_figures_have_what_is_asked_for() -> None:
     figures = searched(drawn_decoder(5), kv="cp").figures()
     assert figures["kv"] == "cp"

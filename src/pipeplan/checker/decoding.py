@@ -12,7 +12,7 @@ from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.files.plan import Decode
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes
-from pipeplan.workload.elements import Dependency, Operation, Stage
+from pipeplan.workload.elements import MAX_COUNT, Dependency, Operation, Stage
 from pipeplan.workload.kinds import PREFILL
 
 _TOKEN_BYTES = 8
@@ -91,7 +91,7 @@ def _check_words(plan: Plan, decode: Decode, profile: Profile, findings: Finding
         findings.add("profile", "decode.max_requests", f"is {most}, and no device has a memory limit")
     elif not has_room(plan, decode, profile, most):
         findings.add("profile", "decode.max_requests", f"is {most}, for which there is no memory on every device")
-    elif has_room(plan, decode, profile, most + 1):
+    elif most < MAX_COUNT and has_room(plan, decode, profile, most + 1):
         findings.add("profile", "decode.max_requests", f"is {most}, and there is memory for more")
 
 

@@ -27,6 +27,7 @@ from pipeplan.sharding.decode_graph import TOKEN_BYTES, DecodeRuns, StepChoice, 
 from pipeplan.sharding.table import FloatArray, IntArray
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 from pipeplan.units import format_bytes
+from pipeplan.workload.elements import MAX_COUNT
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,17 +414,18 @@ class _DecodeCuts:
 def max_requests(search: DecodeSearch, chosen: DecodeChoice) -> int | None:
     """The most requests of as many tokens that a choice's stages have memory for; None without a limit.
 
-    What blocks work in is taken to grow with the requests.
+    No more than a plan can say, where blocks keep little for each or nothing. What blocks work in is taken to grow with
+    the requests.
     """
     if search.limit is None:
         return None
     low, high = search.batch, 2 * search.batch
-    while _needed(search, chosen, high) <= search.limit:
+    while low < MAX_COUNT and _needed(search, chosen, high) <= search.limit:
         low, high = high, 2 * high
-    while low + 1 < high:
+    while low < MAX_COUNT and low + 1 < high:
         middle = (low + high) // 2
         low, high = (middle, high) if _needed(search, chosen, middle) <= search.limit else (low, middle)
-    return low
+    return min(low, MAX_COUNT)
 
 
 def _needed(search: DecodeSearch, chosen: DecodeChoice, batch: int) -> int:
