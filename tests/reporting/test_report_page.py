@@ -337,6 +337,12 @@ def test_a_search_keeps_its_best_plans_in_the_plan(tmp_path: Path) -> None:
     assert "The best plans of the search that differ" in report_of([plan]).html
 
 
+def test_a_best_plan_of_no_time_divides_nothing() -> None:
+    nothing = dict.fromkeys(("iteration_ns", "work_ns", "uneven_ns", "waiting_ns", "ending_ns", "peak_bytes"), 0)
+    best = AlternativeFigures(what="none", memory_bytes=0, **nothing)
+    assert "The best plans of the search that differ" in report_of([chain_plan(2, 4).with_alternatives((best,))]).html
+
+
 @pytest.mark.parametrize(("seed", "shared"), [(0, False), (1, False), (3, False), (2, True), (5, True)])
 def test_a_folded_plan_is_shown_as_its_unfolded_form(seed: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the page, in a comment, as a picture, in the terminal; of alike devices traces have the first."""

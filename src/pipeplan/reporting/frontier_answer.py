@@ -65,7 +65,10 @@ def _point(found: FrontierResult, point: FrontierPoint, beside: FrontierPoint | 
             (f", {rates}" if rates else "", 1),
             (f"; {point.what}", spare),
         ]
-    return [(f"{memory}{of}, {time}{_slower(point.time_ns / beside.time_ns)}", 0), (f"; {point.what}", spare + 2)]
+    return [
+        (f"{memory}{of}, {time}{_slower(point.time_ns / (beside.time_ns or 1))}", 0),
+        (f"; {point.what}", spare + 2),
+    ]
 
 
 def _slower(times: float) -> str:
@@ -85,7 +88,7 @@ def _devices(points: Sequence[FrontierPoint]) -> Iterator[Row]:
     counts = sorted(best)
     shown = counts if len(counts) <= _MOST_COUNTS else [*counts[:2], *counts[2 - _MOST_COUNTS :]]
     first = best[counts[0]]
-    texts = [f"{count}: {format_ns(best[count])} ({first / best[count]:.2f}x)" for count in shown]
+    texts = [f"{count}: {format_ns(best[count])} ({first / (best[count] or 1):.2f}x)" for count in shown]
     yield "devices", [(", ".join([f"{counts[0]}: {format_ns(first)}", *texts[1:]]), 1)]
 
 

@@ -269,13 +269,14 @@ def alternatives_table(shown: ShownPlan) -> ReportTable | None:
     found = shown.plan.provenance.alternatives
     if not found:
         return None
+    best = found[0].iteration_ns or 1
     rows = [
         TableRow(
             (
                 TableCell(f"{number}", None),
                 text(each.what),
                 ns(each.iteration_ns),
-                _ratio(each.iteration_ns / found[0].iteration_ns),
+                _ratio(each.iteration_ns / best),
                 share(each.uneven_ns / (each.iteration_ns or 1)),
                 share(each.waiting_ns / (each.iteration_ns or 1)),
                 share(each.ending_ns / (each.iteration_ns or 1)),
