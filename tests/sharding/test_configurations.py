@@ -120,6 +120,20 @@ def test_every_model_is_cut_into_operators_that_add_up(name: str) -> None:
     assert all({link.source, link.target} <= names for link in whole.links)
 
 
+@pytest.mark.parametrize("changed", [{"heads": 10**9}, {"hidden": 1}, {"sequence": 10**9, "hidden": 10**9}])
+def test_blocks_of_dimensions_that_cannot_be_stay_whole(changed: dict[str, int]) -> None:
+    profile = model("gpt2-124m", device="v100-16gb", microbatch_sizes=[16])
+    odd = next(block for block in profile.blocks if block.operator == "attention")
+    blocks = tuple(
+        block.model_copy(update={"dimensions": block.dimensions | changed}) if block is odd else block
+        for block in profile.blocks
+    )
+    profile = profile.model_copy(update={"blocks": blocks})
+    kinds = {node.name: node.operation.kind for node in expand(profile, 16).nodes}
+    assert [name for name, kind in kinds.items() if kind == "block"] == [odd.id]
+    assert cost_model(profile, named_cluster("tensoropt", 2), 2, 16).configurations
+
+
 def speech(devices: int, options: CostOptions = PLAIN) -> CostModel:
     profile = model("tensoropt-rnn", device="v100-16gb")
     return cost_model(profile, named_cluster("tensoropt", devices), devices, 64, options=options)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipeplan.files import Block, Edge, Profile
@@ -17,6 +18,7 @@ from pipeplan.files.row_messages import RowMessages
 from pipeplan.sharding import operator_kinds as ops
 from pipeplan.sharding.operator_kinds import WholeBlock, WordTable, shards_axis, shared_axes, single_operator
 from pipeplan.sharding.operators import Axis, Splittable
+from pipeplan.units import MAX_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +186,28 @@ def _expanded(
     inputs = [flows[edge.source] for edge in incoming]
     built = _Builder(known, inputs, [edge.gradient for edge in incoming])
     make = _KINDS.get((known.block.operator, tuple(sorted(known.block.dimensions))))
-    if whole_blocks or make is None or any(edge.broadcast for edge in incoming):
-        return _Flow(_whole(built, incoming, alone=alone)), built
-    return make(built), built
+    if not whole_blocks and make is not None and not any(edge.broadcast for edge in incoming):
+        with suppress(ZeroDivisionError):  # of dimensions that no such block has, as more heads than numbers
+            flow = make(built)
+            if all(_is_possible(node.operation) for node in built.nodes):
+                return flow, built
+        built = _Builder(known, inputs, built.gradients)
+    return _Flow(_whole(built, incoming, alone=alone)), built
+
+
+def _is_possible(operation: Splittable) -> bool:
+    """Whether every axis has something, and no tensor is larger than any file may say."""
+    numbers = operation.numbers()
+    if not all(numbers.values()):
+        return False
+    sizes = operation.tensor().num_bytes, operation.entry_bytes(numbers), operation.width * operation.parameters
+    return max(sizes) <= MAX_BYTES
 
 
 def _whole(built: _Builder, incoming: Sequence[Edge], *, alone: bool) -> str:
     known = built.known
     single = single_operator(known.block, known.samples, known.width, known.taken, learns=built.learns, alone=alone)
-    operation = single or _block(known, learns=built.learns)
+    operation = single if single is not None and _is_possible(single) else _block(known, learns=built.learns)
     name = known.block.id
     built.nodes.append(OperatorNode(name, name, operation))
     for port, (edge, flow) in enumerate(zip(incoming, built.inputs, strict=True)):
