@@ -10,7 +10,7 @@ import pytest
 
 from builders.profiles import joined
 from pipeplan.errors import FileError, UsageError
-from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Source, write_file
+from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, MeasuredCurve, Source, write_file
 from pipeplan.schedule.rules.language import CustomOp, Rules, parse_rules
 from support.commands import pipeplan
 
@@ -107,6 +107,18 @@ def test_a_slow_link(tmp_path: Path) -> None:
     level = LinkLevel(name="slow", group_size=2, latency_ns=10**15, bandwidth_bytes_per_s=1)
     source, devices = Source(method="estimated"), (DeviceKind(name="d", count=2),)
     write_file(Cluster(name="c", source=source, devices=devices, levels=(level,)), str(tmp_path / "cluster.json"))
+    done = pipeplan("search", "large.json", "--cluster", "cluster.json", *QUICK, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "large.json: times on links of all edges, in 8 micro-batches of 1, add up to" in done.stderr
+
+
+def test_a_slow_curve(tmp_path: Path) -> None:
+    written(tmp_path, edge={"bytes_per_sample": 10**15})
+    level = LinkLevel(name="link", group_size=2, latency_ns=1, bandwidth_bytes_per_s=10**15)
+    curve = MeasuredCurve(operation="send", level="link", points=((1, 10**15),))
+    source, devices = Source(method="estimated"), (DeviceKind(name="d", count=2),)
+    cluster = Cluster(name="c", source=source, devices=devices, levels=(level,), measured=(curve,))
+    write_file(cluster, str(tmp_path / "cluster.json"))
     done = pipeplan("search", "large.json", "--cluster", "cluster.json", *QUICK, cwd=tmp_path)
     assert done.returncode == 2
     assert "large.json: times on links of all edges, in 8 micro-batches of 1, add up to" in done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import gathered_beside, with_buckets
 from pipeplan.costs.columns import MANY, Columns
-from pipeplan.costs.communication import contention_of_sums
+from pipeplan.costs.communication import contention_of_sums, time_on_curve
 from pipeplan.costs.context import exchange_on, of_stages
 from pipeplan.costs.experts import ExpertState, kept_of
 from pipeplan.costs.forwards import held_by_forward
@@ -579,6 +579,10 @@ def require_totals(profile: Profile, num_microbatches: int, microbatch_size: int
     for level in cluster.levels if cluster is not None else ():
         waits = level.latency_ns * (len(profile.edges) * num_microbatches + len(profile.blocks))
         fixed = max(fixed, waits + 10**9 * (sent + state) // level.bandwidth_bytes_per_s)
+    sizes = Counter(edge.bytes_per_sample * microbatch_size for edge in profile.edges)
+    for curve in cluster.measured if cluster is not None else ():
+        once = sum(count * time_on_curve(curve.points, size) for size, count in sizes.items())
+        fixed = max(fixed, once * num_microbatches + len(profile.blocks) * time_on_curve(curve.points, state))
     totals = {
         "forward_ns and backward_ns of all blocks": (
             iteration(lambda row: row.forward_ns + max(row.whole_backward_ns, _split_ns(row))),
