@@ -311,7 +311,8 @@ def test_counts_are_for_instructions() -> None:
         ({"devices": (3,)}, "device 3 gets nothing from 1F"),
         ({"kind": "SEND"}, "a kind is a word of 3 to 24 capital letters other than SEND and RECV"),
         ({"kind": "F"}, "a kind is a word"),
-        ({"attributes": {"nested": {"a": 1}}}, "attributes are texts, finite numbers"),
+        ({"attributes": {"nested": {"a": 1}}}, "attributes are texts of at most 8192 characters, finite numbers"),
+        ({"attributes": {"long": 8193 * "x"}}, "attributes are texts of at most 8192 characters, finite numbers"),
         ({"after": ("loss",), "before": ("image.0",)}, "would wait for each other"),
         (
             {"check_prev": lambda *_: False},

@@ -52,7 +52,7 @@ class _Stretch(FiniteRange):
     name = "factor"
 
     def __init__(self) -> None:
-        super().__init__(0, min_open=True)
+        super().__init__(1e-6, 1e15)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number."""

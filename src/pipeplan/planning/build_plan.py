@@ -38,7 +38,7 @@ from pipeplan.simulator.spares import Spares
 from pipeplan.texts import counted
 from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
-from pipeplan.workload.elements import Repetend
+from pipeplan.workload.elements import MAX_TEXT, Repetend
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.folding import of_devices
 from pipeplan.workload.memory import peak_memory
@@ -183,13 +183,14 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
 
 
 def _lines_of(rules: Rules | None) -> tuple[str, ...]:
-    """The rules of a file; an explicit order is the plan's own, and functions have no text."""
+    """The rules of a file; an explicit order is the plan's own, functions have no text, and others are too long."""
     if rules is None or rules.order or (rules.name in shipped_rules() and named_rules(rules.name) == rules):
         return ()
     try:
-        return tuple(to_toml(rules).splitlines())
+        lines = tuple(to_toml(rules).splitlines())
     except UsageError:
         return ()
+    return lines if all(len(line) <= MAX_TEXT for line in lines) else ()
 
 
 def _provenance(request: Request, candidate: PlacementCandidate, scheduler: str, workload: Workload) -> Provenance:

@@ -113,7 +113,8 @@ Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 DeviceCount = Annotated[int, Ge(1), Le(MAX_DEVICES)]
 Index = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Name = Annotated[str, Printable(256, least=1)]
-Text = Annotated[str, Printable(8192)]
+MAX_TEXT = 8192
+Text = Annotated[str, Printable(MAX_TEXT)]
 """A text of a file that is no name: a sentence, or one of many words."""
 Kind = Annotated[str, Matching(f"^{KIND_PATTERN}$")]
 Again = bool | Literal["selective"]

@@ -286,6 +286,8 @@ def test_a_device_is_free_when_its_action_ends(monkeypatch: pytest.MonkeyPatch) 
     assert pace.free_ns() == pace.now() - 20
     pace.stretch = 2.5
     assert pace.stretched(3) == 8
+    pace.until(10**300)
+    assert time.ns < 1 << 63, "as long as a system lets a process sleep"
 
 
 def test_waits_for_a_core_are_not_the_message_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,10 @@ _COUNTS_BYTES = 64
 """Three numbers of a thread: ns that it ran, ns that it waited for a core, and how often it ran."""
 
 
+_LONGEST_SLEEP_NS = 1 << 62
+"""146 years: a system counts what a process sleeps in 64 bits."""
+
+
 class Pace:
     """A device's time, in which its actions follow each other at once.
 
@@ -94,7 +98,7 @@ class Pace:
         """Sleep; the device is free at the end."""
         left_ns = end_ns - self.now()
         if left_ns > 0:
-            time.sleep(left_ns / 1e9)
+            time.sleep(min(left_ns, _LONGEST_SLEEP_NS) / 1e9)
         self._free_ns = end_ns
 
 

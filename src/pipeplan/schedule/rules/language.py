@@ -54,7 +54,7 @@ from pipeplan.schedule.rules.values import (
 from pipeplan.texts import on_one_line, problems_of, shown
 from pipeplan.units import parse_bytes, parse_ns
 from pipeplan.workload.action import is_instruction_word
-from pipeplan.workload.elements import MAX_COUNT, MAX_DEVICES, Attribute, Printable
+from pipeplan.workload.elements import MAX_COUNT, MAX_DEVICES, MAX_TEXT, Attribute, Printable
 from pipeplan.workload.kinds import Role
 
 Name = Annotated[StrictStr, Printable(256, least=1)]
@@ -292,7 +292,10 @@ def _attributes(table: Mapping[str, Any]) -> Mapping[str, Attribute]:
     found = {key: tuple(each) if isinstance(each, list) else each for key, each in table.items()}
     stated = [each if isinstance(each, tuple) else (each,) for each in found.values()]
     if not all(_is_scalar(value) for values in stated for value in values):
-        raise ValueError("attributes are texts, finite numbers of 64 bits, booleans and lists of them")
+        raise ValueError(
+            f"attributes are texts of at most {MAX_TEXT} characters, finite numbers of 64 bits, booleans and lists of "
+            "them"
+        )
     for place, problem in problems_of(dict(table)):
         raise ValueError(f"{place} {problem}")
     return found
@@ -301,7 +304,9 @@ def _attributes(table: Mapping[str, Any]) -> Mapping[str, Attribute]:
 def _is_scalar(value: object) -> bool:
     if isinstance(value, int):
         return -(2**63) <= value < 2**63
-    return isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, str):
+        return len(value) <= MAX_TEXT
+    return isinstance(value, float) and math.isfinite(value)
 
 
 @usage_errors

@@ -361,6 +361,8 @@ def _transformers() -> Any:
 
 def _sequence(family: ModelFamily, config: Any, asked: int | None, planned: int | None, where: str) -> int:
     maximum = family.maximum(config)
+    if maximum is not None and (not isinstance(maximum, int) or maximum < 1):
+        raise UsageError(f"configuration {where}: it takes sequences of at most {maximum!r:.40} words; give 1 or more")
     if asked is None and planned is not None and (maximum is None or planned <= maximum):
         return planned
     if asked is None:
