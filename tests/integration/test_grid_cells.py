@@ -60,3 +60,12 @@ def test_what_is_missed_is_said(tmp_path: Path) -> None:
     for each in ("bounds that do not hold: tp 1", "search: 2.000 s, and a cell", "6e+05 bytes", "5.5 seconds of check"):
         assert each in said
     assert len(said.splitlines()) == 4
+
+
+@pytest.mark.parametrize(("front_ns", "said"), [(10**9, ["1.000 s"]), (2 * 10**9, []), (None, [])])
+def test_a_shorter_frontier_is_missed(tmp_path: Path, front_ns: int | None, said: list[str]) -> None:
+    """On any number of devices; as long a plan is none, nor is a frontier without any."""
+    state = State(tmp_path, 60.0)
+    for part, found in (("search", {"iteration_ns": 2 * 10**9}), ("frontier", {"best_ns": front_ns})):
+        (tmp_path / f"{CASES[0].stem}.{part}.json").write_text(json.dumps(found))
+    assert [line.rpartition("`frontier --plans` ")[2] for line in missed(state, CASES[:1])] == said

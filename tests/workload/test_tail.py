@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import permutations
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,8 +20,9 @@ from pipeplan.files import Plan
 from pipeplan.files.read_write import parse, to_json
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.bounds import strong_iteration_bound, weak_iteration_bound
+from pipeplan.workload.elements import TiedState
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.tail import tail_of
+from pipeplan.workload.tail import best_tail, tail_of
 from pipeplan.workload.workload import Workload
 from references.tails import best_iteration, iteration_by_hand
 
@@ -92,6 +94,24 @@ def test_tails_are_as_the_reference_says(problem: OneMicrobatch, rng: random.Ran
     order = rng.sample(range(len(workload.gradient_sums)), len(workload.gradient_sums))
     ordered = replace(workload, sum_order=tuple(order))
     assert tail_of(ordered, ends).iteration_ns == iteration_by_hand(ordered, named)
+
+
+def test_parts_of_a_tied_table_are_summed_by_other_devices_of_a_stage() -> None:
+    """In each order of two stages on two devices each, of which each has a part: what one waits for others may not."""
+    plain = chain_workload(4, 1, forward=10, backward=20, devices=[(0, 1), (2, 3)])
+    stages = tuple(replace(stage, shards=2, sync_ns=ns) for stage, ns in zip(plain.stages, (5, 30), strict=True))
+    parts = (((0,), (2,)), ((1,), (3,)))
+    tied = tuple(TiedState(name="table", stages=(0, 1), devices=own, parts=2, sync_ns=40) for own in parts)
+    workload = replace(plain, stages=stages, tied=tied)
+    ends = {"0F": 10, "1F": 20, "1B": 40, "0B": 60}
+    found = set[int]()
+    for order in permutations(range(4)):
+        ordered = replace(workload, sum_order=order)
+        iteration = tail_of(ordered, [ends[each.id] for each in plain.operations]).iteration_ns
+        assert iteration == iteration_by_hand(ordered, ends), order
+        found.add(iteration)
+    best, tail = best_tail(workload, [ends[each.id] for each in plain.operations])
+    assert min(found) == tail.iteration_ns == iteration_by_hand(best, ends)
 
 
 @SETTINGS

@@ -101,11 +101,11 @@ def tail_of(
     times = _one_after_another(workload.gradient_sums, ready, free, order or workload.sum_order)
     slowed = _slowed(workload, acted, times, exchanged)
     summed = [max(end + late, over) for end, late, over in zip(acted, slowed, free, strict=True)]
-    summed = [summed[leader] for leader in workload.leaders]
+    summed = [summed[leader] for leader in workload.tail_leaders]
     stepped = [time + step for time, step in zip(summed, workload.steps_ns, strict=True)]
     gathers = workload.gathers
     _one_after_another(gathers, [max(stepped[device] for device in each.devices) for each in gathers], free)
-    ended = [max(stepped[leader], free[leader]) for leader in workload.leaders]
+    ended = [max(stepped[leader], free[leader]) for leader in workload.tail_leaders]
     return Tail(tuple(times), tuple(acted), tuple(summed), tuple(stepped), tuple(ended))
 
 

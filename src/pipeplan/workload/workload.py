@@ -199,31 +199,45 @@ class Workload:
     @lasting
     def leaders(self) -> tuple[int, ...]:
         """[device] the first device with the same stages: whatever one of them does all of them do."""
+        return self._first_with([stage.devices for stage in self.stages])
+
+    @lasting
+    def tail_leaders(self) -> tuple[int, ...]:
+        """[device] the same of what follows the actions: the first with the same stages and the same tied sums.
+
+        Each part of a tied table is summed by other devices of a stage, and in an order with the stage's own sum.
+        """
+        summed = [each.all_devices for each in self.tied if each.sync_ns]
+        return self._first_with([*(stage.devices for stage in self.stages), *summed]) if summed else self.leaders
+
+    def _first_with(self, having: Iterable[Iterable[int]]) -> tuple[int, ...]:
+        """[device] the first device that is in the same of these."""
         own: list[list[int]] = [[] for _ in self.devices]
-        for number, stage in enumerate(self.stages):
-            for device in stage.devices:
+        for number, devices in enumerate(having):
+            for device in devices:
                 own[device].append(number)
         first: dict[tuple[int, ...], int] = {}
-        return tuple(first.setdefault(tuple(stages), device) for device, stages in enumerate(own))
+        return tuple(first.setdefault(tuple(each), device) for device, each in enumerate(own))
 
     @lasting
     def gradient_sums(self) -> tuple[NetworkJob, ...]:
         """The sums of gradients that take time: those of stages, by the first of them, then those of what is tied.
 
-        Their devices are only the :attr:`leaders`.
+        Their devices are only the :attr:`tail_leaders`.
         """
         return self._led(gradient_sums(self.stages, self.tied))
 
     @lasting
     def gathers(self) -> tuple[NetworkJob, ...]:
-        """The gatherings of stages' updated parameters that take time; their devices are only the :attr:`leaders`."""
+        """The gatherings of stages' updated parameters that take time; their devices are only the
+        :attr:`tail_leaders`."""
         return self._led(gathers_of(self.stages))
 
     def _led(self, jobs: Sequence[NetworkJob]) -> tuple[NetworkJob, ...]:
         found: dict[tuple[int, ...], tuple[int, ...]] = {}
         for each in jobs:
             if each.devices not in found:
-                found[each.devices] = tuple(device for device in each.devices if self.leaders[device] == device)
+                found[each.devices] = tuple(device for device in each.devices if self.tail_leaders[device] == device)
         return tuple(
             each if found[each.devices] == each.devices else replace(each, devices=found[each.devices]) for each in jobs
         )
@@ -254,7 +268,7 @@ class Workload:
             max(
                 later[d] + min(way[each.stage][d] for way in sums) * (each.role in GRADIENT_ROLES)
                 for d in self.stages[each.stage].devices
-                if self.leaders[d] == d
+                if self.tail_leaders[d] == d
             )
             for each in self.operations
         )
