@@ -23,6 +23,7 @@ from pipeplan.schedule.pattern import Pattern, compose, device_has_room, middle_
 from pipeplan.schedule.state import ScheduleStep, SearchState
 from pipeplan.search_constants import (
     BETWEEN_FRUITLESS,
+    BETWEEN_GIVEN,
     BETWEEN_KNOWN,
     BETWEEN_NEAR,
     BETWEEN_OPERATIONS,
@@ -50,7 +51,8 @@ class _PlacedOperation:
     """An operation, joined to those that were placed before it.
 
     ``after`` and ``before`` are the placed ones that it waits for, and that wait for it, each with the account of a
-    wait between. ``completes`` are the devices of which nothing is left to be placed then.
+    wait between. ``completes`` are the devices of which nothing is left to be placed then. ``twin`` is one that is
+    placed already and that it is like in all it is joined to: what runs at the same moments there may do so here.
     """
 
     operation: int
@@ -59,6 +61,7 @@ class _PlacedOperation:
     after: tuple[tuple[int, _Account], ...]
     before: tuple[tuple[int, _Account], ...]
     completes: tuple[int, ...]
+    twin: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,7 @@ class Outwards:
                 before[source].append((target, account))
             for device, _ in account:
                 charged[device] = max(charged[device], when[source], when[target])
+        twins = _twins(problem, edges, levels)
         places = tuple(
             _PlacedOperation(
                 x,
@@ -137,6 +141,7 @@ class Outwards:
                 tuple(after[x]),
                 tuple(before[x]),
                 tuple(device for device in problem.devices[x] if last[device] == when[x]),
+                twins.get(x),
             )
             for x in order
         )
@@ -185,6 +190,47 @@ def _levels(problem: OneMicrobatch) -> list[list[int]] | None:
         stages = sorted({other for stage in stages for other in beside[stage]} - seen)
         seen.update(stages)
     return levels if len(placed) == problem.num_operations else None
+
+
+def _twins(problem: OneMicrobatch, edges: Sequence[tuple[int, int]], levels: Sequence[Sequence[int]]) -> dict[int, int]:
+    """{operation: one of another device before it in its level that is like it}: branches that are alike run alike.
+
+    Like each other are those that take and hold as much, and so do all that are joined to them or on their devices.
+    """
+    if all(len({problem.devices[x] for x in level}) == 1 for level in levels):
+        return {}
+    beside: list[list[tuple[int, int]]] = [[] for _ in problem.order]
+    for source, target in edges:
+        beside[source].append((1, target))
+        beside[target].append((2, source))
+    for there in problem.on_device:
+        for x in there:
+            beside[x] += [(3, y) for y in there if y != x]
+    looks: list[object] = [
+        (
+            problem.roles[x],
+            problem.durations[x],
+            problem.acquire[x],
+            problem.release[x],
+            problem.workspace[x],
+            *{problem.capacity[device] for device in problem.devices[x]},
+        )
+        for x in range(problem.num_operations)
+    ]
+    found = 0
+    while True:
+        numbers = {look: number for number, look in enumerate(dict.fromkeys(looks))}
+        kinds = [numbers[look] for look in looks]
+        if len(numbers) == found:
+            break
+        found = len(numbers)
+        looks = [(kind, *sorted((way, kinds[y]) for way, y in beside[x])) for x, kind in enumerate(kinds)]
+    firsts: dict[int, int] = {}
+    for level in levels:
+        for x in level:
+            firsts.setdefault(kinds[x], x)
+    own = {x: firsts[kinds[x]] for x in problem.order}
+    return {x: y for x, y in own.items() if x != y and not set(problem.devices[x]) & set(problem.devices[y])}
 
 
 def _joining(problem: OneMicrobatch) -> list[tuple[int, int]]:
@@ -246,10 +292,11 @@ class TightRepetends:
     """All repetends of one time and so many micro-batches, looked for again and again, in other orders.
 
     What leads to nothing is known to later tries. ``exhausted``: there are none, or none more, of whole steps in which
-    nothing waits for as long as the repetend.
+    nothing waits for as long as the repetend. Branches that are alike run alike, and with ``moments``, bits of its
+    steps, no action goes on beyond those.
     """
 
-    def __init__(self, outwards: Outwards, length: int, unroll: int) -> None:
+    def __init__(self, outwards: Outwards, length: int, unroll: int, moments: int = 0) -> None:
         self._outwards, self._length, self._unroll = outwards, length, unroll
         problem = outwards.problem
         self._slack = [
@@ -258,7 +305,7 @@ class TightRepetends:
         ]
         self._starts = [[0] * unroll for _ in problem.order]
         self._taken = [0] * problem.num_devices
-        self._inside, self._moments = [0], [0]
+        self._inside, self._moments = [0], [moments]
         self._charged: list[_Account] = []
         self._levels = {level.begin * unroll: level for level in outwards.levels}
         self._fruitless: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
@@ -315,10 +362,27 @@ class TightRepetends:
             self._take_back(number)
         return found
 
+    def with_moments(self, random: Random) -> TightRepetends:
+        """The same with moments for the actions of all devices, as many whole longest actions apart as may be."""
+        steps, length = self._outwards.steps, self._length
+        longest, each = max(steps), sum(1 for place in self._outwards.places if not place.steps)
+        most = max(1, min(length // longest, each * self._unroll))
+        gaps = [longest] * random.randint(min(self._unroll, most), most)
+        left = length - sum(gaps)
+        for more in (*[longest] * (left // longest), left % longest):
+            gaps[random.randrange(len(gaps))] += more
+        at, moments = random.randrange(length), 0
+        for gap in gaps:
+            moments |= 1 << at % length
+            at += gap
+        return TightRepetends(self._outwards, length, self._unroll, moments)
+
     def _options(self, number: int) -> Iterator[int]:
         """Starts to try of one instance, nearest to what it is joined to first."""
         index, u = divmod(number, self._unroll)
         place, length, slack = self._outwards.places[index], self._length, self._slack
+        if place.twin is not None:
+            return iter((self._starts[place.twin][u],))
         own = self._starts[place.operation]
         if not place.after and not place.before:
             return self._turning(own, place.steps, u)
@@ -462,7 +526,8 @@ def tries(
 ) -> Iterator[tuple[int, Pattern | None]]:
     """How many were placed, and a pattern: again and again, of periods up to the least for which there is one.
 
-    They are from the least period of all unrolls up to ``slack`` times that.
+    They are from the least period of all unrolls up to ``slack`` times that. Where actions of all devices come late,
+    some tries have moments for them from the beginning.
     """
     least = period_bound(outwards.problem) / outwards.unit
     sizes = [
@@ -472,13 +537,16 @@ def tries(
         if 2 * unroll <= outwards.problem.num_microbatches
     ]
     open_ = [TightRepetends(outwards, *size) for size in sorted(sizes, key=lambda size: (Fraction(*size), size))]
+    late = bool(outwards.levels) and outwards.levels[0].moments
     best: Fraction | None = None
     chance = None
     while open_:
         for search in open_:
-            before = search.placed
-            pattern = search.find(BETWEEN_PLACED, chance)
-            yield search.placed - before, pattern
+            given = late and chance is not None and random.random() < BETWEEN_GIVEN
+            looked = search.with_moments(random) if given else search
+            before = looked.placed
+            pattern = looked.find(BETWEEN_PLACED, chance)
+            yield looked.placed - before, pattern
             if pattern is not None:
                 best = pattern.period if best is None else min(best, pattern.period)
                 break
