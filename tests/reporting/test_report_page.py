@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from builders.chains import chain_plan
+from builders.chains import chain_plan, chain_workload
 from builders.folds import plans_of
-from pipeplan.errors import FileError, UsageError
+from builders.loops import looped_plans
+from pipeplan.errors import FileError, InvalidPlanError, UsageError
 from pipeplan.files import Plan, read_plan, sha256_of, write_file
 from pipeplan.files.plan import AlternativeFigures
+from pipeplan.interop.chakra.traces import traces_of
 from pipeplan.planning.frontier_file import read_frontier
 from pipeplan.reporting.drawing.model import predicted_run
 from pipeplan.reporting.drawing.payload import drawing_data
@@ -335,6 +338,18 @@ def test_a_search_keeps_its_best_plans_in_the_plan(tmp_path: Path) -> None:
     begin = text.index('"alternatives"')
     assert text.index("]", begin) - begin <= MOST_KEPT_BYTES
     assert "The best plans of the search that differ" in report_of([plan]).html
+
+
+def test_a_loop_whose_round_lacks_an_operation_is_refused() -> None:
+    """Before it is written out, as it is for a page and for traces."""
+    plan = looped_plans(chain_workload(2, 1), 6, 20)["1f1b"]
+    assert plan.loop is not None
+    rounds = tuple(replace(each, ends=each.begins) for each in plan.loop.rounds)
+    odd = plan.model_copy(update={"loop": replace(plan.loop, rounds=rounds)})
+    with pytest.raises(InvalidPlanError, match="in no round of the loop"):
+        report_of([odd])
+    with pytest.raises(UsageError, match="in no round of the loop"):
+        traces_of(odd)
 
 
 def test_a_best_plan_of_no_time_divides_nothing() -> None:

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipeplan.errors import UsageError
+from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files.base import (
     MIGRATIONS,
     SAID_ONLY,
@@ -834,7 +834,10 @@ class Plan(File):
             )
 
     def unrolled(self) -> Plan:
-        """The same plan with everything written that a loop runs; it grows with the number of micro-batches."""
+        """The same plan with everything written that a loop runs; it grows with the number of micro-batches.
+
+        Raises InvalidPlanError where an operation is in no round of the loop.
+        """
         loop = self.loop
         if loop is None:
             return self
@@ -863,7 +866,7 @@ class Plan(File):
             if found:
                 return before, each.round_ns, min(found, key=lambda action: action.microbatch)
             before += (loop.copies - 1) * each.round_ns
-        raise ValueError(f"{id_} is in no round of the loop")
+        raise InvalidPlanError(f"device {device} runs {id_} in no round of the loop")
 
     def per_round(self, stage: int) -> int:
         """How many of its micro-batches a stage runs in a round of the loop."""

@@ -48,8 +48,8 @@ def traces_of(plan: Plan) -> Traces:
             not orders of its actions, or wait for each other.
     """
     _require_size(plan)
-    plan = unfolded(plan).unrolled()
     try:
+        plan = unfolded(plan).unrolled()
         simulation = simulate(plan)
     except InvalidPlanError as error:
         raise UsageError(str(error)) from None
