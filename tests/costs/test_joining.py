@@ -94,6 +94,13 @@ def test_rows_of_all_groups_are_worked_out_beside_each_other(monkeypatch: pytest
     assert max(asked) == 20
 
 
+def test_groups_that_keep_more_than_a_block_may_are_refused() -> None:
+    blocks = [Block.of(name, "1ms", "2ms", parameters=10**16) for name in "ab"]
+    told = "parameter_bytes of blocks 'a' to 'b', which are kept together, add up to 20PB, more than the 10PB they may"
+    with pytest.raises(UsageError, match=told):
+        joined(Profile.of("large", blocks), [("a", "b")])
+
+
 def test_layers_by_their_names() -> None:
     assert [layer_of(name) for name in ("layer3.ffn", "model.layers.12", "h.0.attn", "blocks.1", "head", "layer")] == [
         *(3, 12, 0, 1, None, None)

@@ -24,7 +24,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Edge, Placement, Plan, Profile, Recipe, RingCosts, TiedParameter
 from pipeplan.files.profile import NEEDS
 from pipeplan.time_limit import checked
-from pipeplan.units import MAX_BYTES
+from pipeplan.units import MAX_BYTES, require_sum
 from pipeplan.workload.elements import Again, Recompute, Stage, recompute_of
 from pipeplan.workload.kinds import STATE_KINDS
 
@@ -195,7 +195,12 @@ class _GroupBlocks:
                     "same number of samples; profile all of them with the same --microbatch"
                 )
             operator = _operator(blocks)
-            made.append(Block(id=name, operator=operator, costs=tuple(rows[keys[name]]), **self._state(blocks)))
+            state = self._state(blocks)
+            for key in (*_COUNTED, *(kind.key for kind in STATE_KINDS)):
+                if (value := state[key]) is not None:
+                    of = f"{key} of blocks {blocks[0].id!r} to {blocks[-1].id!r}, which are kept together,"
+                    require_sum(self.profile.where, of, value, "bytes", MAX_BYTES, "let fewer be kept together")
+            made.append(Block(id=name, operator=operator, costs=tuple(rows[keys[name]]), **state))
         return tuple(made)
 
     def _alone(self, only: Block) -> Block:
