@@ -125,7 +125,10 @@ class Forked:
 
     def poll(self) -> int | None:
         if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # Ctrl-C came when it had been waited for: subprocess takes that as 0, too
+                pid, status = self.pid, 0
             self._status = os.waitstatus_to_exitcode(status) if pid else None
         return self._status
 
