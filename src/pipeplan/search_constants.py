@@ -477,9 +477,6 @@ BETWEEN_SWAPPED = 0.3
 BETWEEN_NEAR = 4
 """That other moment is one of so many nearest. Not measured."""
 
-BETWEEN_GIVEN = 0.75
-"""Part of tries with moments given where actions of all devices come late. Measured: without, NN on 8 286 for 275."""
-
 BETWEEN_KNOWN = 100_000
 """States of one repetend time that are known to lead nowhere, at most. Not measured."""
 

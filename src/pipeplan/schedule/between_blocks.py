@@ -23,7 +23,6 @@ from pipeplan.schedule.pattern import Pattern, compose, device_has_room, middle_
 from pipeplan.schedule.state import ScheduleStep, SearchState
 from pipeplan.search_constants import (
     BETWEEN_FRUITLESS,
-    BETWEEN_GIVEN,
     BETWEEN_KNOWN,
     BETWEEN_NEAR,
     BETWEEN_OPERATIONS,
@@ -292,11 +291,10 @@ class TightRepetends:
     """All repetends of one time and so many micro-batches, looked for again and again, in other orders.
 
     What leads to nothing is known to later tries. ``exhausted``: there are none, or none more, of whole steps in which
-    nothing waits for as long as the repetend. Branches that are alike run alike, and with ``moments``, bits of its
-    steps, no action goes on beyond those.
+    nothing waits for as long as the repetend. Branches that are alike run alike.
     """
 
-    def __init__(self, outwards: Outwards, length: int, unroll: int, moments: int = 0) -> None:
+    def __init__(self, outwards: Outwards, length: int, unroll: int) -> None:
         self._outwards, self._length, self._unroll = outwards, length, unroll
         problem = outwards.problem
         self._slack = [
@@ -305,7 +303,7 @@ class TightRepetends:
         ]
         self._starts = [[0] * unroll for _ in problem.order]
         self._taken = [0] * problem.num_devices
-        self._inside, self._moments = [0], [moments]
+        self._inside, self._moments = [0], [0]
         self._charged: list[_Account] = []
         self._levels = {level.begin * unroll: level for level in outwards.levels}
         self._fruitless: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
@@ -361,21 +359,6 @@ class TightRepetends:
         for number in range(len(options) - 2, -1, -1):
             self._take_back(number)
         return found
-
-    def with_moments(self, random: Random) -> TightRepetends:
-        """The same with moments for the actions of all devices, as many whole longest actions apart as may be."""
-        steps, length = self._outwards.steps, self._length
-        longest, each = max(steps), sum(1 for place in self._outwards.places if not place.steps)
-        most = max(1, min(length // longest, each * self._unroll))
-        gaps = [longest] * random.randint(min(self._unroll, most), most)
-        left = length - sum(gaps)
-        for more in (*[longest] * (left // longest), left % longest):
-            gaps[random.randrange(len(gaps))] += more
-        at, moments = random.randrange(length), 0
-        for gap in gaps:
-            moments |= 1 << at % length
-            at += gap
-        return TightRepetends(self._outwards, length, self._unroll, moments)
 
     def _options(self, number: int) -> Iterator[int]:
         """Starts to try of one instance, nearest to what it is joined to first."""
@@ -526,8 +509,7 @@ def tries(
 ) -> Iterator[tuple[int, Pattern | None]]:
     """How many were placed, and a pattern: again and again, of periods up to the least for which there is one.
 
-    They are from the least period of all unrolls up to ``slack`` times that. Where actions of all devices come late,
-    some tries have moments for them from the beginning.
+    They are from the least period of all unrolls up to ``slack`` times that.
     """
     least = period_bound(outwards.problem) / outwards.unit
     sizes = [
@@ -537,16 +519,13 @@ def tries(
         if 2 * unroll <= outwards.problem.num_microbatches
     ]
     open_ = [TightRepetends(outwards, *size) for size in sorted(sizes, key=lambda size: (Fraction(*size), size))]
-    late = bool(outwards.levels) and outwards.levels[0].moments
     best: Fraction | None = None
     chance = None
     while open_:
         for search in open_:
-            given = late and chance is not None and random.random() < BETWEEN_GIVEN
-            looked = search.with_moments(random) if given else search
-            before = looked.placed
-            pattern = looked.find(BETWEEN_PLACED, chance)
-            yield looked.placed - before, pattern
+            before = search.placed
+            pattern = search.find(BETWEEN_PLACED, chance)
+            yield search.placed - before, pattern
             if pattern is not None:
                 best = pattern.period if best is None else min(best, pattern.period)
                 break
