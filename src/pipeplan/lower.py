@@ -33,14 +33,14 @@ def programs(
     _add_messages(graph, _emissions(graph, orders, starts), events)
     for device_events in checked(events, 1):
         device_events.sort()
-    found, places = _texts(events), [[*range(len(each) + 1)] for each in events]
+    found, places = _texts(events), [[*range(len(each) + 1)] for each in events if cut is not None]
     if graph.workload.exchanges:
         found, places = _with_exchanges(graph, starts, events)
     return found, None if cut is None else _loop(cut, events, places)
 
 
 def _texts(events: Sequence[Sequence[_Event]]) -> tuple[tuple[str, ...], ...]:
-    return tuple(tuple(text for *_, text in device_events) for device_events in events)
+    return tuple(tuple(text for *_, text in device_events) for device_events in checked(events, 1))
 
 
 def _with_exchanges(
