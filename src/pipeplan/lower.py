@@ -33,7 +33,8 @@ def programs(
     _add_messages(graph, _emissions(graph, orders, starts), events)
     for device_events in checked(events, 1):
         device_events.sort()
-    found, places = _texts(events), [[*range(len(each) + 1)] for each in events if cut is not None]
+    found = _texts(events)
+    places: Sequence[Sequence[int]] = [range(len(each) + 1) for each in events]
     if graph.workload.exchanges:
         found, places = _with_exchanges(graph, starts, events)
     return found, None if cut is None else _loop(cut, events, places)

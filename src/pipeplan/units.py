@@ -14,6 +14,14 @@ MAX_BYTES = 10**16
 """Largest size a file may state, in bytes (10 PB)."""
 
 
+MAX_LOAD_FACTOR = 65_536
+"""Times the mean that the busiest of a group's devices may be given: as many as there can be devices."""
+
+
+MAX_STRETCH = 1e15
+"""Times a run may be as long as its plan: one of actions of a few ns takes as long as processes take."""
+
+
 MAX_TOTAL = 2**60
 """Most that an iteration may come to, in ns (36.6 years) or bytes (1.15 EB): sums of it are counted in 64 bits."""
 

@@ -39,7 +39,7 @@ from pipeplan.cli.shared import (
 from pipeplan.cli.survivor import survived
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError, choose_from
 from pipeplan.texts import counted
-from pipeplan.units import format_bytes
+from pipeplan.units import MAX_LOAD_FACTOR, format_bytes
 
 if TYPE_CHECKING:
     from pipeplan._api import (
@@ -58,7 +58,7 @@ class LoadFactor(FiniteRange):
     """A number, or a file with what a run has measured."""
 
     def __init__(self) -> None:
-        super().__init__(0, 65_536)
+        super().__init__(0, MAX_LOAD_FACTOR)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number. Raises FileError."""

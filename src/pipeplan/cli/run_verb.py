@@ -34,7 +34,7 @@ from pipeplan.cli.shared import (
 )
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.texts import printable
-from pipeplan.units import format_ns
+from pipeplan.units import MAX_STRETCH, format_ns
 
 if TYPE_CHECKING:
     from pipeplan._api import Plan, RunOptions, RunOutcome
@@ -52,7 +52,7 @@ class _Stretch(FiniteRange):
     name = "factor"
 
     def __init__(self) -> None:
-        super().__init__(1e-6, 1e15)
+        super().__init__(1e-6, MAX_STRETCH)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number."""

@@ -17,7 +17,7 @@ from pipeplan.errors import FileError
 from pipeplan.files.read_write import read_bytes
 from pipeplan.files.trace import MeasuredTrace, TimedText, parse_trace
 from pipeplan.texts import of_json, shown
-from pipeplan.units import MAX_BYTES, MAX_NS
+from pipeplan.units import MAX_BYTES, MAX_LOAD_FACTOR, MAX_NS
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import MAX_DEVICES
 from pipeplan.workload.kinds import Role
@@ -84,9 +84,9 @@ def read_load_factor(path: str) -> float:
         raise FileError(f"{where}: not JSON: {error}; give a number, or the output of pipeplan run --json") from None
     loads = found.get("experts") if isinstance(found, dict) else None
     factor = loads.get("load_factor") if isinstance(loads, dict) else None
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MAX_DEVICES:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= MAX_LOAD_FACTOR:
         raise FileError(
-            f"{where}: it has no experts.load_factor above 0 and at most {MAX_DEVICES}; give the output of "
+            f"{where}: it has no experts.load_factor above 0 and at most {MAX_LOAD_FACTOR}; give the output of "
             "pipeplan run --json of a plan with --ep above 1"
         )
     return float(factor)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pipeplan.errors import FileError, did_you_mean
 from pipeplan.files.read_write import read_bytes
 from pipeplan.texts import escaped
-from pipeplan.units import MAX_TOTAL
+from pipeplan.units import MAX_STRETCH, MAX_TOTAL
 from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.elements import Index, Name
 
@@ -196,15 +196,12 @@ class _Lenient(BaseModel):
 _MOST_US = MAX_TOTAL / 1000
 """How far from the start of a run an event may be, in microseconds, and how long: what an iteration may come to."""
 
-_MOST_STRETCHED = 1e15
-"""Times a run may be as long as its plan: one of actions of a few ns takes as long as processes take."""
-
 
 class _About(_Lenient):
     plan: Name
     plan_sha256: Name
     emulated: bool = False
-    stretch: Annotated[float, Field(gt=0, le=_MOST_STRETCHED, allow_inf_nan=False)] = 1.0
+    stretch: Annotated[float, Field(gt=0, le=MAX_STRETCH, allow_inf_nan=False)] = 1.0
 
 
 class _TraceFile(_Lenient):

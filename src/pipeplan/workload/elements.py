@@ -114,6 +114,7 @@ DeviceCount = Annotated[int, Ge(1), Le(MAX_DEVICES)]
 Index = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Name = Annotated[str, Printable(256, least=1)]
 MAX_TEXT = 8192
+"""Characters of a text of a file, at most."""
 Text = Annotated[str, Printable(MAX_TEXT)]
 """A text of a file that is no name: a sentence, or one of many words."""
 Kind = Annotated[str, Matching(f"^{KIND_PATTERN}$")]
