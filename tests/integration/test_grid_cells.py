@@ -62,10 +62,20 @@ def test_what_is_missed_is_said(tmp_path: Path) -> None:
     assert len(said.splitlines()) == 4
 
 
-@pytest.mark.parametrize(("front_ns", "said"), [(10**9, ["1.000 s"]), (2 * 10**9, []), (None, [])])
-def test_a_shorter_frontier_is_missed(tmp_path: Path, front_ns: int | None, said: list[str]) -> None:
-    """On any number of devices; as long a plan is none, nor is a frontier without any."""
+@pytest.mark.parametrize(
+    ("searched", "front_ns", "said"),
+    [
+        ({"iteration_ns": 2 * 10**9}, 10**9, ["2.000 s, and `frontier --plans` 1.000 s"]),
+        ({"failed": "nothing fits"}, 10**9, ["nothing, and `frontier --plans` 1.000 s"]),
+        ({"iteration_ns": 2 * 10**9}, 2 * 10**9, []),
+        ({"iteration_ns": 2 * 10**9}, None, []),
+    ],
+)
+def test_a_shorter_frontier_is_missed(
+    tmp_path: Path, searched: dict[str, object], front_ns: int | None, said: list[str]
+) -> None:
+    """On any number of devices, and where the search has no plan; as long a plan is none, nor is no frontier."""
     state = State(tmp_path, 60.0)
-    for part, found in (("search", {"iteration_ns": 2 * 10**9}), ("frontier", {"best_ns": front_ns})):
+    for part, found in (("search", searched), ("frontier", {"best_ns": front_ns})):
         (tmp_path / f"{CASES[0].stem}.{part}.json").write_text(json.dumps(found))
-    assert [line.rpartition("`frontier --plans` ")[2] for line in missed(state, CASES[:1])] == said
+    assert [line.rpartition("search: ")[2] for line in missed(state, CASES[:1])] == said
