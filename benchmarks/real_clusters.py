@@ -16,15 +16,16 @@ that make schedules ``schedule-steps``).
     python benchmarks/real_clusters.py --state FOLDER --table
     python benchmarks/real_clusters.py --list
 
-It ends with 1, and says what, where a search is longer than ``frontier --plans``, and on thousands of devices where a
-bound does not hold, or a search is longer than a cell of the grid or breaks one of :data:`LEAST_COUNTED`,
-:data:`MOST_PLAN_BYTES` and what is beside it.
+It ends with 1, and says what, where a search or a command has failed, a plan is not valid, or a search is longer than
+``frontier --plans``; and on thousands of devices where a bound does not hold, or a search is longer than a cell of the
+grid or breaks one of :data:`LEAST_COUNTED`, :data:`MOST_PLAN_BYTES`, what is beside it and :data:`LATE`.
 
 With ``--processor`` seconds are those of the process's own work, so that a busy machine is as good as a quiet one.
 
 A cell whose bound is above the best that is known is counted and not simulated, but for one in fifty: those show that
-bounds hold. With ``--cells N`` no more than N others are simulated, and of those above a quarter of N, or as many as
-``--above`` says (0: one in fifty). What is done is kept in FOLDER cell by cell, and not done again.
+bounds hold. Of the others one is not scheduled if as it is cut no schedule is below the best. With ``--cells N`` no
+more than N others are simulated, and of those above a quarter of N, or as many as ``--above`` says (0: one in fifty);
+with ``--grid-limit`` those for which there is time. What is done is kept in FOLDER cell by cell, and not done again.
 """
 
 from __future__ import annotations
@@ -235,8 +236,9 @@ class State:
         clock: Callable[[], float] = time.monotonic,
         cells: int = 0,
         above: int | None = None,
+        grid_limit: float = math.inf,
     ) -> None:
-        self.folder, self.limit, self.clock, self.cells = folder, limit, clock, cells
+        self.folder, self.limit, self.clock, self.cells, self.grid_limit = folder, limit, clock, cells, grid_limit
         self.above = cells // 4 if above is None else above
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -398,19 +400,24 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     bounded, apart, able, opened, wrong, left = 0, 0, 0, 0, list[str](), list[float]()
     above_all = sum(_above(least_ns, best) and _is_short(each) for each, least_ns in named)
     every = max(SAMPLED, above_all // state.above) if state.above else SAMPLED
+    started = state.clock()
     with path.open("a") as cells:
         for number, (each, least_ns) in enumerate(named):
             above = _above(least_ns, best)
             apart += above and not _above(each.least_ns, best)
             bounded, opened, able = bounded + above, opened + (not above), able + (above and _is_short(each))
-            if not above and state.cells and opened > state.cells:
+            name = _cell(each)
+            old = known.get(name)
+            again = old is None or (old["why"] == BY_CUT and best is not None and old["cut_ns"] < best)
+            enough = bool(state.cells) and opened > state.cells
+            if not above and again and (enough or state.clock() - started > state.grid_limit):
                 left.append(each.usual_ns)
                 continue
-            name = _cell(each)
-            if name not in known and not (above and (able % every or not _is_short(each))):
+            if again and not (above and (able % every or not _is_short(each))):
                 begun = state.clock()
-                ns, why = _simulated(request, each)
+                ns, why, cut_ns = _simulated(request, each, None if above else best)
                 known[name] = {"cell": name, "ns": ns, "least_ns": least_ns, "above": above, "why": why}
+                known[name] |= {} if cut_ns is None else {"cut_ns": cut_ns}
                 known[name]["seconds"] = round(state.clock() - begun, 2)
                 cells.write(json.dumps(known[name]) + "\n")
                 cells.flush()
@@ -421,8 +428,9 @@ def grid(state: State, case: Case) -> dict[str, Any]:
             known[name] |= {"least_ns": least_ns, "above": above}  # of an earlier run as bounds are now
             if (ns := known[name]["ns"]) is not None:
                 best = ns if best is None else min(best, ns)
-                if ns < least_ns:
+                if ns < max(least_ns, known[name].get("cut_ns", 0)):
                     wrong.append(name)
+    cut = sum(line["why"] == BY_CUT for line in known.values())
     simulated = [line for line in known.values() if line["ns"] is not None]
     winner = min(simulated, key=lambda line: line["ns"], default=None)
     return {
@@ -430,7 +438,8 @@ def grid(state: State, case: Case) -> dict[str, Any]:
         "above": bounded,
         "sharper": apart,
         "simulated": len(simulated),
-        "without_schedule": len(known) - len(simulated),
+        "by_cut": cut,
+        "without_schedule": len(known) - len(simulated) - cut,
         "tried": sum(line["above"] for line in known.values()),
         "sampled": sum(line["above"] for line in simulated),
         "tightest": min((line["ns"] / line["least_ns"] for line in simulated if line["above"]), default=None),
@@ -518,22 +527,33 @@ def _context(size: int, expert: int = 1) -> str:
     return (f" cp {size}" if size > 1 else "") + (f" ep {expert}" if expert > 1 else "")
 
 
-def _simulated(request: Request, each: BoundedChoice) -> tuple[int | None, str]:
-    """An iteration's ns by the cell's own schedule and what has no cell but goes with it, or why there is none."""
+BY_CUT = "above by its cut"
+"""Why a cell has no time: as it is cut no schedule's iteration is below the best that was known."""
+
+
+def _simulated(request: Request, each: BoundedChoice, best_ns: int | None = None) -> tuple[int | None, str, int | None]:
+    """An iteration's ns by the cell's own schedule and what has no cell but goes with it, or why there is none; and ns
+    that none of the cell as it is cut is below.
+
+    There is none where the last is not below ``best_ns``, whatever schedules are.
+    """
     usual = each.choice.usual
     assert usual is not None
     asked = replace(request, split_backward=usual.splits)
     candidate = placed(asked, each.choice)
     if not isinstance(candidate, PlacementCandidate):
-        return None, str(candidate)[:120]
-    names = [usual.name, *usual.beside]
+        return None, str(candidate)[:120], None
+    names, least_ns = [usual.name, *usual.beside], None
     try:
         trial = Trial.of(asked, on_cluster(asked, candidate) or candidate)
+        least_ns = trial.bound_ns
+        if best_ns is not None and least_ns >= best_ns:
+            return None, BY_CUT, least_ns
         for way in trial.ways:
             trial.offer(first_look(way, names=names))
     except PipeplanError as error:
-        return None, str(error)[:120]
-    return (trial.value_ns, "") if trial.best is not None else (None, "no schedule fits")
+        return None, str(error)[:120], least_ns
+    return (trial.value_ns, "", least_ns) if trial.best is not None else (None, "no schedule fits", least_ns)
 
 
 def front(state: State, case: Case) -> dict[str, Any]:
@@ -606,16 +626,18 @@ def _found_ns(state: State, case: Case, samples: int, said: Mapping[str, Any]) -
 def commands(state: State, case: Case) -> dict[str, Any]:
     """``search`` with its limit, then ``check`` and ``simulate`` of the plan it wrote, with its profile and cluster.
 
-    Each is a process. Seconds are from its start until it is over, by the clock and of its work; a first plan's are
-    until it was made, imports and reading included. Memory is what a process and all that it began held, at most.
+    Each is a process. Seconds are from its start until it is over, by the clock and of its work, or of its work alone;
+    a first plan's are until it was made, imports and reading included. Memory is what a process and all that it began
+    held, at most.
     """
     profile, cluster, plan = state.profile(case), state.cluster(case), state.folder / f"{case.stem}.command.json"
     both = ["--profile", str(profile), "--cluster", str(cluster)]
     asked = ["search", str(profile), *both[2:], "--mini-batch", str(case.samples)]
     asked += ["--time-limit", f"{state.limit:g}s", "-o", str(plan)]
-    found = {"search": _process([sys.executable, "-c", CHILD, *asked])}
+    ran = partial(_process, of_work=bool(state.how))
+    found: dict[str, Any] = {"search": ran([sys.executable, "-c", CHILD, *asked]), "limit_s": state.limit}
     for verb in ("check", "simulate") if found["search"]["code"] == 0 else ():
-        found[verb] = _process([sys.executable, "-m", "pipeplan", verb, str(plan), *both])
+        found[verb] = ran([sys.executable, "-m", "pipeplan", verb, str(plan), *both])
     kept = {"plan_bytes": plan.stat().st_size, "iteration_ns": read_plan(str(plan)).predicted.iteration_ns}
     return found | (kept if found["search"]["code"] == 0 else {})
 
@@ -671,11 +693,12 @@ def rehearsed(state: State, case: Case) -> dict[str, Any]:
     }
 
 
-def _process(command: Sequence[str]) -> dict[str, Any]:
-    """What a process took and held, how it ended, and what it marked when, in seconds from its start."""
+def _process(command: Sequence[str], *, of_work: bool = False) -> dict[str, Any]:
+    """What a process took and held, how it ended, and what it marked when, in seconds from its start or of its work."""
     most, begun = 0, time.monotonic()
+    environment = os.environ | ({"LIMITS_OF_WORK": "1"} if of_work else {})
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, env=environment)
         while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             most = max(most, sum(map(_held, _tree(process.pid))), _held(process.pid, "VmHWM"))
             time.sleep(0.05)
@@ -684,12 +707,13 @@ def _process(command: Sequence[str]) -> dict[str, Any]:
         process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
         errors = said.read()
-    marks = {what: float(when) - begun for what, when in reversed(MARK.findall(errors))}
+    marks = {what: float(when) - (0.0 if of_work else begun) for what, when in reversed(MARK.findall(errors))}
+    work_s = used.ru_utime + used.ru_stime
     left = "" if process.returncode == 0 else errors.strip()[-300:]
     return {
         "code": process.returncode,
-        "seconds": over,
-        "work_s": used.ru_utime + used.ru_stime,
+        "seconds": work_s if of_work else over,
+        "work_s": work_s,
         "memory_bytes": most,
         "marks": marks,
         "failed": left,
@@ -891,6 +915,7 @@ def _search_row(case: Case, found: Mapping[str, Any]) -> tuple[str, ...]:
 COUNTS = {
     "cells": "cells",
     "simulated": "simulated",
+    "by_cut": "above by their cuts",
     "without_schedule": "no schedule",
     "above": "above",
     "sharper": "of these by a cell's own bound",
@@ -943,11 +968,18 @@ LEAST_COUNTED = {"llama3-405b-4096-h100": 0.42}
 MOST_PLAN_BYTES, MOST_MEMORY_BYTES, MOST_S = 500_000, 4 * 2**30, 5.0
 """Of a plan's file and of a search; seconds to a first plan, and of ``check`` and ``simulate``."""
 
+LATE, LATE_S = 0.1, 1.0
+"""A search's process may end so much of its limit later, or so many seconds if these are more."""
+
 
 def missed(state: State, cases: Iterable[Case]) -> Iterator[str]:
-    """What is known and is not as it must be: a line for each. All but the frontier is on thousands of devices."""
+    """What is known and is not as it must be: a line for each.
+
+    Figures but the frontier's are on thousands of devices. What failed, and a plan that is not valid, are on any.
+    """
     for case in cases:
         search, command = (state.known(case, part) or {} for part in ("search", "commands"))
+        yield from (f"{case.name}, {line}" for line in _failed(search, command))
         front_ns = (state.known(case, "frontier") or {}).get("best_ns")
         if front_ns and search and front_ns < search.get("iteration_ns", math.inf):
             own = f"{search['iteration_ns'] / 1e9:.3f} s" if "iteration_ns" in search else "nothing"
@@ -966,7 +998,9 @@ def missed(state: State, cases: Iterable[Case]) -> Iterator[str]:
                 yield f"{case.name}, {what}: {share:.1%} of the peak by 6 N + 6 L h s, not {least:.0%}"
             if grid_ns and ns > grid_ns:
                 yield f"{case.name}, {what}: {ns / 1e9:.3f} s, and a cell of the grid {grid_ns / 1e9:.3f} s"
+        limit = command.get("limit_s", math.inf)
         said: list[tuple[str, float | None, float]] = [
+            ("seconds of search", command.get("search", {}).get("seconds"), limit + max(LATE * limit, LATE_S)),
             ("bytes of a plan", command.get("plan_bytes", search.get("plan_bytes")), MOST_PLAN_BYTES),
             ("bytes of memory", command.get("search", search).get("memory_bytes"), MOST_MEMORY_BYTES),
             ("seconds to a first plan", command.get("search", {}).get("marks", {}).get("made"), MOST_S),
@@ -975,6 +1009,17 @@ def missed(state: State, cases: Iterable[Case]) -> Iterator[str]:
         for what, figure, most in said:
             if figure is not None and figure > most:
                 yield f"{case.name}: {figure:,.4g} {what}, not {most:,.4g} at most"
+
+
+def _failed(search: Mapping[str, Any], command: Mapping[str, Any]) -> Iterator[str]:
+    """Of a search, and of the processes of a command: which has no result, or one that is not valid."""
+    if "failed" in search:
+        yield f"search: {search['failed']}"
+    if not search.get("valid", True):
+        yield "search: its plan is not valid"
+    for verb in ("search", "check", "simulate"):
+        if (each := command.get(verb)) and each.get("code"):
+            yield f"commands, {verb}: {each['failed']}"
 
 
 def main() -> None:
@@ -988,6 +1033,7 @@ def main() -> None:
     parser.add_argument("--processor", action="store_true", help="measure the process's own seconds, not the wall's")
     parser.add_argument("--cells", type=int, default=0, help="look at no more than so many cells of a grid")
     parser.add_argument("--above", type=int, help="of those above the best, 0: one in fifty; a quarter of --cells")
+    parser.add_argument("--grid-limit", type=float, default=math.inf, help="seconds for the cells of each grid")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--frontier", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--off", default="", help=argparse.SUPPRESS)
@@ -1001,7 +1047,7 @@ def main() -> None:
     if options.state is None:
         parser.error("--state FOLDER is needed")
     clock = WorkClock() if options.processor else time.monotonic
-    state = State(options.state, options.limit, clock, options.cells, options.above)
+    state = State(options.state, options.limit, clock, options.cells, options.above, options.grid_limit)
     if options.child:
         off = [name for name in options.off.split(";") if name]
         case = next(case for case in CASES if case.stem == options.child)

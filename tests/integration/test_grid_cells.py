@@ -18,7 +18,7 @@ from support.paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from real_clusters import CASES, CellBounds, State, _simulated, missed
+from real_clusters import BY_CUT, CASES, CellBounds, State, _simulated, missed
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -37,9 +37,10 @@ def test_no_cell_is_below_its_own_bound(seed: int) -> None:
     bounds, looked, sharper = CellBounds(request), 0, 0
     for each in uniform_layouts(request):
         if each.choice.usual is not None and each.choice.usual.name:
-            ns, _ = _simulated(request, each)
+            ns, _, cut_ns = _simulated(request, each)
             least = bounds.least_ns(each.choice)
-            assert ns is None or least <= ns, each.choice
+            assert ns is None or max(least, cut_ns or 0) <= ns, each.choice
+            assert cut_ns is None or _simulated(request, each, cut_ns)[1] == BY_CUT
             looked += ns is not None
             sharper += least > each.least_ns
     assert looked > 10
@@ -62,11 +63,34 @@ def test_what_is_missed_is_said(tmp_path: Path) -> None:
     assert len(said.splitlines()) == 4
 
 
+def test_what_failed_or_ended_late_is_missed(tmp_path: Path) -> None:
+    """A search without a plan or with a wrong one, a process that failed, and one that ended late; on time is not."""
+    few, many = CASES[0], next(case for case in CASES if case.devices == 4096)
+    state = State(tmp_path, 60.0)
+    for case, part, found in (
+        (few, "search", {"iteration_ns": 10**9, "valid": False}),
+        (few, "commands", {"search": {"code": 2, "failed": "no such file"}}),
+        (many, "search", {"failed": "nothing fits"}),
+        (many, "commands", {"search": {"code": 0, "seconds": 67.0}, "check": {"code": 1, "failed": "refused"}}),
+    ):
+        (tmp_path / f"{case.stem}.{part}.json").write_text(json.dumps({"limit_s": 60.0} | found))
+    assert list(missed(state, [few, many])) == [
+        f"{few.name}, search: its plan is not valid",
+        f"{few.name}, commands, search: no such file",
+        f"{many.name}, search: nothing fits",
+        f"{many.name}, commands, check: refused",
+        f"{many.name}: 67 seconds of search, not 66 at most",
+    ]
+    (tmp_path / f"{many.stem}.commands.json").write_text(json.dumps({"limit_s": 60.0, "search": {"seconds": 65.9}}))
+    (tmp_path / f"{many.stem}.search.json").write_text(json.dumps({"iteration_ns": 10**9, "valid": True}))
+    assert list(missed(state, [many])) == []
+
+
 @pytest.mark.parametrize(
     ("searched", "front_ns", "said"),
     [
         ({"iteration_ns": 2 * 10**9}, 10**9, ["2.000 s, and `frontier --plans` 1.000 s"]),
-        ({"failed": "nothing fits"}, 10**9, ["nothing, and `frontier --plans` 1.000 s"]),
+        ({"failed": "nothing fits"}, 10**9, ["nothing fits", "nothing, and `frontier --plans` 1.000 s"]),
         ({"iteration_ns": 2 * 10**9}, 2 * 10**9, []),
         ({"iteration_ns": 2 * 10**9}, None, []),
     ],
