@@ -22,6 +22,10 @@ MAX_STRETCH = 1e15
 """Times a run may be as long as its plan: one of actions of a few ns takes as long as processes take."""
 
 
+MAX_PRICE = 1e15
+"""Highest price of a device an hour that a file may state, in its currency: sums over devices and hours stay finite."""
+
+
 MAX_TOTAL = 2**60
 """Most that an iteration may come to, in ns (36.6 years) or bytes (1.15 EB): sums of it are counted in 64 bits."""
 

@@ -598,6 +598,7 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
     ("a loop whose copies take longer", "repeating", put("loop.rounds.0.round_ns", 31), "loop", "loop"),
     ("a loop that begins later on a device", "repeating", later_round({2: 1}), "loop", ""),
     ("a loop before times repeat", "repeating", later_round({0: -2, 1: -4, 2: -4, 3: -4}), "loop", ""),
+    ("a RECV in a loop to which nothing is sent", "repeating", forget("0F", "1F"), "transfers", "programs[1]"),
     ("a loop with more copies than micro-batches say", "repeating", put("predicted.makespan_ns", 9), "figures", ""),
 ]
 

@@ -343,6 +343,14 @@ def test_a_key_like_no_other_is_answered_with_all() -> None:
         parse(json.dumps(data), Cluster)
 
 
+def test_prices_add_up() -> None:
+    """All that a file may say comes to numbers that JSON has."""
+    data = json.loads(to_json(CLUSTER))
+    put("devices.0.price_per_hour", 1e308)(data)
+    with pytest.raises(FileError, match=r"devices\[0\].price_per_hour: .* less than or equal to 1000000000000000"):
+        parse(json.dumps(data), Cluster)
+
+
 def test_a_profile_of_inference_has_forwards_alone() -> None:
     data = json.loads(to_json(EXAMPLES["profile"]))
     assert "mode" not in data

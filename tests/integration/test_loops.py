@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload
 from builders.drawn import Placed, placed, placed_chains, stage_graphs
-from builders.loops import SHORTER, known, plan_with_loop
+from builders.loops import SHORTER, known, looped_plans, plan_with_loop
 from builders.orders import gpipe_orders, one_f_one_b
 from builders.shapes import shape_workload
 from builders.timed import numbered
@@ -56,6 +56,13 @@ def simulated(plan: Plan) -> dict[str, Any]:
     which a plan with a loop does not say."""
     figures = simulate(plan).figures()
     return {name: figures[name] for name in figures.keys() - {"loop", "critical_path", "master_stage"}}
+
+
+def test_a_message_without_its_dependency_is_written_out_with_the_rest() -> None:
+    """Nobody says which stage's micro-batches such a RECV counts; it is the checker that refuses it."""
+    plan = looped_plans(chain_workload(4, 1), 12, 40)["1f1b"]
+    wrong = plan.model_copy(update={"dependencies": tuple(each for each in plan.dependencies if not each.hops)})
+    assert [len(list(program)) for program in wrong.whole_programs] == list(map(len, plan.whole_programs))
 
 
 def test_of_a_long_run_only_a_short_one_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, Source, current_version, said_only
-from pipeplan.units import bytes_of, ns_of
+from pipeplan.units import MAX_PRICE, bytes_of, ns_of
 from pipeplan.workload.elements import (
     MAX_DEVICES,
     SPEED,
@@ -35,7 +35,9 @@ class DeviceKind(FileModel):
     name: Name
     count: DeviceCount
     memory_bytes: Annotated[Bytes | None, Field(description="memory of each; none given is no limit")] = None
-    price_per_hour: Annotated[float | None, Field(ge=0, description="price of each, in any one currency")] = None
+    price_per_hour: Annotated[
+        float | None, Field(ge=0, le=MAX_PRICE, description="price of each, in any one currency")
+    ] = None
     memory_reserve_bytes: Annotated[
         Bytes, Field(description="of that memory, what plans leave to context, communication buffers and allocator")
     ] = 0

@@ -1027,17 +1027,18 @@ class _LoopedProgram(Sequence[str]):
         return str(replace(action, microbatch=action.microbatch + copies * self._plan.per_round(self._made_by(action))))
 
     def _made_by(self, action: Action) -> int:
-        """The stage whose micro-batches an entry counts: for a RECV the sender's."""
+        """The stage whose micro-batches an entry counts: a RECV its sender's, or its own where nothing is sent."""
         if action.is_compute or action.sends:
             return action.stage
         if action.peer_stage is not None:
             return action.peer_stage
-        return next(
+        senders = (
             each.source_stage
             for each in self._plan.dependencies
             if (each.target_stage, each.payload) == (action.stage, action.payload)
             and any(hop.target_device == self._device for hop in each.hops)
         )
+        return next(senders, action.stage)
 
 
 def _without_microbatch(action: Action) -> Action:
