@@ -27,6 +27,8 @@ PRELOADED = (
     "torch.distributed.checkpoint",
     "pipeplan.runtime.training.trainer",
     "pipeplan.runtime.launch.worker",
+    "pipeplan.runtime.models.huggingface.build",
+    "transformers.models.llama.modeling_llama",  # with what all models of transformers stand on
     "runtime_support.checkpoint_models",
     "runtime_support.known",
     "runtime_support.plans",

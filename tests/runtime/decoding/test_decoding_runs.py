@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -69,85 +70,91 @@ def of_pairs(kinds: Sequence[str], model: str = LLAMA, **options: Any) -> Case:
     return case(model, kinds, PAIRS, sizes=(2, 1), prompts=PROMPTS, **options)
 
 
-QUICK = {
-    "experts of fewer requests than devices": case(
-        MIXTRAL, [""], ALL, sizes=(3,), prompts=PROMPTS[:4], mixed=("samples4", "cache4", "experts4")
-    ),
-    "cp": of_four("cache4", "gpt2-tiny"),
-    "cp of latents": of_four("cache4", DEEPSEEK),
-    "tp before cp-q, of latents": of_pairs(["shards2", "cacheq2"], DEEPSEEK),
-    "cp before tp": of_pairs(["cacheq2", "shards2"]),
-    "prompts in parts": of_four("cacheq4", chunk=2),
-    "more devices than requests": case(LLAMA, ["cache4"], ALL, sizes=(2,), prompts=PROMPTS[:2]),
-    "shared along the text and by heads": of_four("cache2-shards2", QWEN2),
-    "drawn, to a last word": of_pairs(
-        ["samples2", "cache2"], "gpt2-tiny", temperature=2.0, seed=5, stop=[7, 30], new_tokens=6, top=40
-    ),
-}
+@functools.cache
+def main_cases() -> dict[str, Case]:
+    """The main ones of each kind of mixture and model; the others are long."""
+    found = {
+        "experts of fewer requests than devices": case(
+            MIXTRAL, [""], ALL, sizes=(3,), prompts=PROMPTS[:4], mixed=("samples4", "cache4", "experts4")
+        ),
+        "cp": of_four("cache4", "gpt2-tiny"),
+        "cp of latents": of_four("cache4", DEEPSEEK),
+        "tp before cp-q, of latents": of_pairs(["shards2", "cacheq2"], DEEPSEEK),
+        "cp before tp": of_pairs(["cacheq2", "shards2"]),
+        "prompts in parts": of_four("cacheq4", chunk=2),
+        "more devices than requests": case(LLAMA, ["cache4"], ALL, sizes=(2,), prompts=PROMPTS[:2]),
+        "shared along the text and by heads": of_four("cache2-shards2", QWEN2),
+        "drawn, to a last word": of_pairs(
+            ["samples2", "cache2"], "gpt2-tiny", temperature=2.0, seed=5, stop=[7, 30], new_tokens=6, top=40
+        ),
+    }
 
-QUICK |= {
-    f"{kind} in {dtype}": of_four(kind, dtype=dtype) for kind, dtype in (("shards4", "float32"), ("cache4", "float64"))
-}
-QUICK |= {f"two stages, {kind}": of_pairs([kind] * 2) for kind in ("shards2", "cacheq2")}
-QUICK |= {
-    f"{kind} of {model[:10]} in float64": of_four(kind, model, dtype="float64")
-    for model, kinds in (
-        ("gpt2-tiny", ("samples2-shards2",)),
-        (LLAMA, ("samples2-cache2",)),
-        (QWEN2, ("shards4",)),
-        (DEEPSEEK_2, ("cacheq4",)),
-        (MIXTRAL, ("samples2-experts2",)),
-    )
-    for kind in kinds
-}
-"""The main ones of each kind of mixture and model; the others are long."""
+    found |= {
+        f"{kind} in {dtype}": of_four(kind, dtype=dtype)
+        for kind, dtype in (("shards4", "float32"), ("cache4", "float64"))
+    }
+    found |= {f"two stages, {kind}": of_pairs([kind] * 2) for kind in ("shards2", "cacheq2")}
+    found |= {
+        f"{kind} of {model[:10]} in float64": of_four(kind, model, dtype="float64")
+        for model, kinds in (
+            ("gpt2-tiny", ("samples2-shards2",)),
+            (LLAMA, ("samples2-cache2",)),
+            (QWEN2, ("shards4",)),
+            (DEEPSEEK_2, ("cacheq4",)),
+            (MIXTRAL, ("samples2-experts2",)),
+        )
+        for kind in kinds
+    }
+    return found
 
-SLOW = {
-    f"{kind} in {dtype}": of_four(kind, dtype=dtype)
-    for kind in ("samples4", "shards4", "cache4", "cacheq4")
-    for dtype in TOLERANCE
-}
-SLOW |= {f"two stages, {kind}": of_pairs([kind] * 2) for kind in ("samples2", "cache2")}
-SLOW |= {
-    f"{kind} of {model[:5]} in {dtype}": of_four(kind, model, dtype=dtype)
-    for model, kinds in (
-        ("gpt2-tiny", ("samples4", "samples2-shards2", "cache4", "cacheq4", "samples2-cache2", "cache2-shards2")),
-        (LLAMA, ("samples2-cache2", "cache2-shards2", "samples2-cacheq2", "copies4")),
-        (QWEN2, ("shards4", "cacheq4")),
-    )
-    for kind in kinds
-    for dtype in ("float64", "float32")
-    if dtype == "float64" or model != "gpt2-tiny"
-}
-SLOW |= {
-    f"two stages, {kind}, of {model[:5]} in {dtype}": of_pairs([kind] * 2, model, dtype=dtype)
-    for kind in ("samples2", "shards2", "cache2", "cacheq2")
-    for model, dtype in ((LLAMA, "float32"), ("gpt2-tiny", "float64"), (QWEN2, "float64"))
-}
-SLOW |= {
-    f"{kind} of {model[:10]} in {dtype}": of_four(kind, model, dtype=dtype)
-    for model, kinds in (
-        (DEEPSEEK, ("samples4", "shards4", "cacheq4", "cache2-shards2", "samples2-cacheq2")),
-        (DEEPSEEK_2, ("shards4", "cacheq4")),
-    )
-    for kind in kinds
-    for dtype in TOLERANCE
-}
-SLOW |= {
-    "one device at a time": case(LLAMA, [""] * 4, [[0], [1], [2], [3]], sizes=(1, 1, 2, 1), prompts=PROMPTS),
-    "blocks in turn": of_four("", mixed=("cache4", "shards4", "samples4")),
-    "one word": of_four("cache4", new_tokens=1),
-}
-SLOW |= {
-    f"{kind} of {model[:5]} in {dtype}": of_four(kind, model, dtype=dtype)
-    for model in ("gpt2-experts-tiny", MIXTRAL)
-    for kind, dtype in (("experts4", "float64"), ("experts4", "float32"), ("samples2-experts2", "float64"))
-}
-SLOW |= {
-    "two stages with experts": of_pairs(["experts2", "experts2"], MIXTRAL),
-    "experts of layers and of prompts in parts": of_four("experts4", "gpt2-experts-tiny", chunk=2),
-}
-SLOW = {name: each for name, each in SLOW.items() if each not in QUICK.values()}
+
+def other_cases() -> dict[str, Case]:
+    found = {
+        f"{kind} in {dtype}": of_four(kind, dtype=dtype)
+        for kind in ("samples4", "shards4", "cache4", "cacheq4")
+        for dtype in TOLERANCE
+    }
+    found |= {f"two stages, {kind}": of_pairs([kind] * 2) for kind in ("samples2", "cache2")}
+    found |= {
+        f"{kind} of {model[:5]} in {dtype}": of_four(kind, model, dtype=dtype)
+        for model, kinds in (
+            ("gpt2-tiny", ("samples4", "samples2-shards2", "cache4", "cacheq4", "samples2-cache2", "cache2-shards2")),
+            (LLAMA, ("samples2-cache2", "cache2-shards2", "samples2-cacheq2", "copies4")),
+            (QWEN2, ("shards4", "cacheq4")),
+        )
+        for kind in kinds
+        for dtype in ("float64", "float32")
+        if dtype == "float64" or model != "gpt2-tiny"
+    }
+    found |= {
+        f"two stages, {kind}, of {model[:5]} in {dtype}": of_pairs([kind] * 2, model, dtype=dtype)
+        for kind in ("samples2", "shards2", "cache2", "cacheq2")
+        for model, dtype in ((LLAMA, "float32"), ("gpt2-tiny", "float64"), (QWEN2, "float64"))
+    }
+    found |= {
+        f"{kind} of {model[:10]} in {dtype}": of_four(kind, model, dtype=dtype)
+        for model, kinds in (
+            (DEEPSEEK, ("samples4", "shards4", "cacheq4", "cache2-shards2", "samples2-cacheq2")),
+            (DEEPSEEK_2, ("shards4", "cacheq4")),
+        )
+        for kind in kinds
+        for dtype in TOLERANCE
+    }
+    found |= {
+        "one device at a time": case(LLAMA, [""] * 4, [[0], [1], [2], [3]], sizes=(1, 1, 2, 1), prompts=PROMPTS),
+        "blocks in turn": of_four("", mixed=("cache4", "shards4", "samples4")),
+        "one word": of_four("cache4", new_tokens=1),
+    }
+    found |= {
+        f"{kind} of {model[:5]} in {dtype}": of_four(kind, model, dtype=dtype)
+        for model in ("gpt2-experts-tiny", MIXTRAL)
+        for kind, dtype in (("experts4", "float64"), ("experts4", "float32"), ("samples2-experts2", "float64"))
+    }
+    found |= {
+        "two stages with experts": of_pairs(["experts2", "experts2"], MIXTRAL),
+        "experts of layers and of prompts in parts": of_four("experts4", "gpt2-experts-tiny", chunk=2),
+    }
+    return {name: each for name, each in found.items() if each not in main_cases().values()}
 
 
 def right(cases: dict[str, Case]) -> None:
@@ -187,13 +194,13 @@ def test_more_cache_than_the_plan_counts_is_said() -> None:
 
 @pytest.mark.slow
 def test_four_processes_write_what_one_writes() -> None:
-    right(QUICK)
+    right(main_cases())
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_every_configuration_writes_what_one_process_writes() -> None:
-    right(SLOW)
+    right(other_cases())
 
 
 HIDDEN, HEADS, KEY_HEADS, LAYERS = 32, 8, 4, 2
