@@ -19,6 +19,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import Unsplit, placed_plan
 from runtime_support.threads import require_equal_to_unsplit
+from runtime_support.warm import warm_ranks
 from support.commands import pipeplan
 
 SEED = 3
@@ -80,7 +81,8 @@ def test_eight_processes_rehearse_a_folded_plan_and_count_its_load(
     plan = _on_eight(model, expert=2, context=2, replicas=2)
     assert (plan.players_each, plan.num_devices) == (4, 8)
     path.write_text(to_json(plan))
-    done = pipeplan("run", path, "--model", name, *HOW, "--local", "--steps", "2", "--json")
+    with warm_ranks():
+        done = pipeplan("run", path, "--model", name, *HOW, "--local", "--steps", "2", "--json")
     assert done.returncode == 0, done.stderr
     counted.write_text(done.stdout)
     said = json.loads(done.stdout)
@@ -113,7 +115,8 @@ def test_eight_processes_train_a_folded_plan_as_one_would(model: str, tmp_path: 
     folded = folded_plan(read_plan(str(plan)))
     assert folded.players_each >= 2
     plan.write_text(to_json(folded))
-    done = pipeplan("run", plan, "--model", model, *HOW, "--local", "--steps", "2", "--trace", trace, "--json")
+    with warm_ranks():
+        done = pipeplan("run", plan, "--model", model, *HOW, "--local", "--steps", "2", "--trace", trace, "--json")
     assert done.returncode == 0, done.stderr
     unsplit = Unsplit(load_model(model, seed=SEED), OPTIONS(model))
     expected = [unsplit.step(step, folded.mini_batch) for step in range(2)]

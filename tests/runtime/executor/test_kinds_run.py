@@ -19,6 +19,7 @@ from pipeplan.runtime.training.options import TrainOptions
 from references.unlike_devices import Kind
 from runtime_support.plans import Unsplit, profile_of
 from runtime_support.threads import run_in_threads
+from runtime_support.warm import warm_ranks
 from support.commands import pipeplan
 
 SEED = 3
@@ -48,6 +49,7 @@ def test_its_loss_is_that_of_an_unsplit_run() -> None:
 def test_its_processes_train_by_the_command(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(to_json(planned(load_model(TINY, seed=SEED))))
-    done = pipeplan("run", path, "--model", TINY, "--local", "--steps", "1", "--trace", tmp_path / "trace.json")
+    with warm_ranks():
+        done = pipeplan("run", path, "--model", TINY, "--local", "--steps", "1", "--trace", tmp_path / "trace.json")
     assert done.returncode == 0, done.stderr
     assert "step 0" in done.stdout

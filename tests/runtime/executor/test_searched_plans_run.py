@@ -18,6 +18,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import Unsplit, profile_of
 from runtime_support.threads import require_equal_to_unsplit
+from runtime_support.warm import warm_ranks
 from support.commands import pipeplan
 from support.marks import slow_but
 
@@ -95,7 +96,8 @@ def test_processes_on_gloo_run_them_as_the_model_does(model: str, devices: int, 
     path, plan = tmp_path / "plan.json", searched(own, devices, way)
     path.write_text(to_json(plan))
     how = "--seed", str(SEED), "--dtype", "float64", "--lr", "1e-3", "--weight-decay", "0"
-    done = pipeplan("run", path, "--model", model, *how, "--local", "--steps", "2", "--json")
+    with warm_ranks():
+        done = pipeplan("run", path, "--model", model, *how, "--local", "--steps", "2", "--json")
     assert done.returncode == 0, done.stderr
     options = TrainOptions(model, seed=SEED, dtype="float64", learning_rate=1e-3, weight_decay=0.0)
     unsplit = Unsplit(own, options)

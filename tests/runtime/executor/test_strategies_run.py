@@ -18,6 +18,7 @@ from pipeplan.workload.elements import Remade
 from runtime_support.frontiers import DEVICES, PAPERS, SAMPLES, chosen, frontier_of
 from runtime_support.plans import TRAINING, Case, Reports, Unsplit, assert_as_unsplit, placed_plan, reports_of
 from runtime_support.threads import require_equal_to_unsplit
+from runtime_support.warm import warm_ranks
 from support.commands import pipeplan
 from support.marks import slow_but
 
@@ -93,7 +94,8 @@ def test_commands_lead_from_a_profile_to_a_run(name: str, tmp_path: Path) -> Non
     assert pipeplan("frontier", profile, *asked, "-o", plan).returncode == 0
     assert json.loads(plan.read_text())["stages"][0]["remade"]
     how = "--seed", 5, "--dtype", "float64", "--lr", "1e-3", "--weight-decay", "0"
-    done = pipeplan("run", plan, "--model", name, *how, "--local", "--steps", 2, "--json")
+    with warm_ranks():
+        done = pipeplan("run", plan, "--model", name, *how, "--local", "--steps", 2, "--json")
     assert done.returncode == 0, done.stderr
     options = TrainOptions(name, seed=5, dtype="float64", learning_rate=1e-3, weight_decay=0.0)
     unsplit = Unsplit(load_model(name), options)
