@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import compileall
+import contextlib
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -14,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import pipeplan
 from pipeplan import time_limit
 from pipeplan.schedule import classic
 from pipeplan.time_limit import CountedClock
@@ -38,7 +42,27 @@ sys.dont_write_bytecode = False
 gc.disable()
 
 
+def pytest_collection(session: pytest.Session) -> None:
+    """Where nothing is compiled yet, each worker compiles its share first, and finds the others' when it needs them.
+
+    By itself each would compile, and rewrite the assertions of, everything at the same time as all others.
+    """
+    given, here = getattr(session.config, "workerinput", None), Path(__file__).parent
+    if given is None or [Path(each).resolve() for each in session.config.args] != [here]:
+        return
+    own = slice(int(given["workerid"].removeprefix("gw")), None, given["workercount"])
+    for path in sorted(path for folder in pipeplan.__path__ for path in Path(folder).rglob("*.py"))[own]:
+        compileall.compile_file(path, quiet=2)  # which leaves what is compiled
+    for path in sorted(here.rglob("test_*.py"))[own]:
+        cached = Path(importlib.util.cache_from_source(str(path)))
+        if not any(cached.parent.glob(f"{path.stem}.*")) and not pytest_ignore_collect(path, session.config):
+            sys.path.insert(0, str(path.parent))
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # which it will say when it is collected
+                importlib.import_module(path.stem)
+
+
 def pytest_collection_finish() -> None:
+    gc.freeze()  # or all of it would be looked through at once, for a second and more
     gc.enable()
 
 
