@@ -11,7 +11,7 @@ import math
 import sys
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -30,6 +30,7 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload, late_inputs
 from pipeplan.errors import (
     InfeasibleError,
+    InvalidPlanError,
     NotApplicableError,
     PipeplanError,
     SearchTimeoutError,
@@ -1112,6 +1113,49 @@ def test_a_better_plan_that_cannot_be_made_leaves_the_one_before(monkeypatch: py
     found = search_plan(request_of(shape("v", 2), "one-to-one", Batch(4, 1), num_devices=2, time_limit=2))
     assert check(found.plan).valid
     assert [note for note in found.notes if "making its plan ended with MemoryError" in note]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a plan of")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_candidate_whose_plan_is_not_valid_costs_that_one_alone(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all that are looked at the best, or the two best, have no valid plan: it is the next one."""
+    given: dict[str, Any] = {"num_microbatches": 2, "microbatch_size": 2, "time_limit": 20.0}
+    asked = Request.of(chain(4), devices=2, deterministic=deterministic, **given)
+    steps, own = (LookAtCandidates(),), planning_steps.plan_of
+
+    def found(wrong: Sequence[PlacementCandidate]) -> tuple[PlanSearch, Plan, tuple[str, ...]]:
+        searches = list[PlanSearch]()
+
+        def made(request: Request, trial: Trial, schedule: Any) -> Plan:
+            if any(each.key == trial.candidate.key for each in wrong):
+                raise InvalidPlanError("wrong", ["it is made so"])
+            return own(request, trial, schedule)
+
+        def begun(*given: Any, **named: Any) -> PlanSearch:
+            searches.append(search_of(*given, **named))
+            return searches[0]
+
+        with monkeypatch.context() as patched:
+            patched.setattr(planning_steps, "plan_of", made)
+            patched.setattr(planning_steps, "search_of", begun)
+            result = search_plan(asked, within=Limit(20.0, clock=Hand()), steps=steps)
+        return searches[0], result.plan, result.notes
+
+    ranked, values = list[PlacementCandidate](), list[int]()
+    for number in range(3):
+        search, plan, notes = found(ranked)
+        assert search.best is not None
+        assert check(plan, asked.profile).valid
+        assert search.best.candidate not in ranked
+        assert plan.predicted.iteration_ns == search.best.value_ns
+        assert sum("is not valid and was left out" in note for note in notes) == number
+        assert not any("ended with" in note for note in notes)
+        ranked.append(search.best.candidate)
+        values.append(plan.predicted.iteration_ns)
+    assert values == sorted(values)
 
 
 @pytest.mark.parametrize("kept", [True, False])

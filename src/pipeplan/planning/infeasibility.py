@@ -12,6 +12,7 @@ from typing import Any
 from pipeplan.costs.zero import AUTO
 from pipeplan.errors import (
     InfeasibleError,
+    InvalidPlanError,
     NotApplicableError,
     PipeplanError,
     SearchTimeoutError,
@@ -124,9 +125,10 @@ class _Fit:
 def most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:
     """What to say where nothing was found: that it does not fit goes before what could not be asked.
 
-    Of that, what is wrong whatever is chosen goes before what some placements cannot be asked.
+    Of that, what is wrong whatever is chosen goes before what some placements cannot be asked. Where there was a plan
+    that was not valid it is not said that nothing fits.
     """
-    kinds = (InfeasibleError, SearchTimeoutError, SumError, NotApplicableError, PipeplanError)
+    kinds = (InvalidPlanError, InfeasibleError, SearchTimeoutError, SumError, NotApplicableError, PipeplanError)
     return next(error for kind in kinds for error in failures if isinstance(error, kind))
 
 

@@ -23,6 +23,7 @@ from pipeplan.costs.context import of_stages
 from pipeplan.costs.zero import AUTO, WHOLE, Experts, Zero
 from pipeplan.errors import (
     InfeasibleError,
+    InvalidPlanError,
     NotApplicableError,
     PipeplanError,
     SearchTimeoutError,
@@ -976,6 +977,8 @@ class SearchCandidates(PlanStep):
             live = [trial for trial in search.live if not (named_one and trial.searched)][:most]
             seconds = search.budget.remaining * (part if len(live) > 1 else 1.0)
             for trial in live:
+                if not any(each is trial for each in search.trials):
+                    continue  # given up since
                 best = search.best
                 if best is None or not (trial.hopeless(best) or search.budget.expired):
                     self.search(search, trial, seconds / len(live))
@@ -1113,6 +1116,7 @@ def search_plan(
         KeyboardInterrupt: interrupted before there was a plan.
         SearchTimeoutError: time was up before there was one.
         InfeasibleError: nothing fits; the text names the device, the bytes and what to change.
+        InvalidPlanError: no plan that was found is valid, which is a defect of this program.
         UsageError: a request that contradicts the profile; an executor of threads.
     """
     search = search_of(request, within, progress=progress, steps=steps, explain=explain)
@@ -1122,6 +1126,7 @@ def search_plan(
         if best is None or (best is search.stands_in and _has_ended(search)):
             raise _nothing(search)
     last = _last_plan(search, best)
+    best = search.answer or best
     schedule, plan = last.schedule, last.plan
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
@@ -1292,13 +1297,17 @@ def _secure(search: PlanSearch) -> None:
     time: after an interruption there are only moments for it. At most half of what is left is kept, but all of it for
     a better one that is not made yet: searching on would lose that.
 
-    Where work is counted it is a copy of the trial that is made a plan: the search goes on as if none had been.
+    What has no valid plan is given up. Where work is counted it is a copy of the trial that is made a plan: the search
+    goes on as if none had been.
     """
     best = search.answer
     if best is None or best.best is None:
         return
     if not search.budget.deterministic:
-        _keep(search, best, best.best)
+        try:
+            _keep(search, best, best.best)
+        except InvalidPlanError as error:
+            search.give_up(best, error)
         return
     with suppress(PipeplanError):  # which it says at the end
         _keep(search, replace(best), best.best)
@@ -1397,16 +1406,40 @@ def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
 
 
 def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
-    """The best plan; the one that was made before where there is no time to make it, which is noted.
+    """The best plan that is valid; one that was made before where there is no time to make it, which is noted.
 
     Raises:
+        InvalidPlanError: none is valid.
         KeyboardInterrupt: interrupted, and there was no moment to make any.
         SearchTimeoutError: there was no time to make any.
     """
+    while True:
+        try:
+            return _last_of(search, best)
+        except InvalidPlanError as error:
+            others = (*search.done, search.spare, search.stands_in)
+            if all(trial is None or trial is best for trial in others):
+                if search.made is None:
+                    raise
+                return _made_before(search, best, search.made, error)
+            search.give_up(best, error)
+        made, following = search.made, search.answer
+        assert following is not None
+        if made is not None and not made.stands_in and not _improves(following, made):
+            return made
+        best = following
+
+
+def _last_of(search: PlanSearch, best: Trial) -> MadePlan:
+    """The plan of the best, or the one before where there is no time or making it fails, unless it is not valid."""
     budget, before = search.budget, search.made
     if budget.deterministic and not budget.interrupted:
-        with suppress(TimeUpError if before is None else Exception), budget.finishing(LAST_PLAN_SECONDS):
-            return _made(search, best)
+        try:
+            with budget.finishing(LAST_PLAN_SECONDS):
+                return _made(search, best)
+        except Exception as error:
+            if isinstance(error, InvalidPlanError) or (before is None and not isinstance(error, TimeUpError)):
+                raise
     if before is None:
         try:
             if search.given_up and budget.interrupted:
@@ -1422,10 +1455,17 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
     try:
         with budget.finishing(LAST_PLAN_SECONDS):
             return _made_late(search, best)
-    except (KeyboardInterrupt, TimeUpError):
+    except InvalidPlanError:
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        return _made_before(search, best, before, error)
+
+
+def _made_before(search: PlanSearch, best: Trial, before: MadePlan, error: BaseException) -> MadePlan:
+    """What was made before, and a note on why it is not the best."""
+    why, remedy = f"making its plan ended with {type(error).__name__}: {error}", ""
+    if isinstance(error, KeyboardInterrupt | TimeUpError):
         why, remedy = "there was no time to make its plan", ": raise --time-limit"
-    except Exception as error:
-        why, remedy = f"making its plan ended with {type(error).__name__}: {error}", ""
     known, value = before.plan.predicted.iteration_ns, best.value_ns or 0
     search.notes.append(
         f"a schedule of {format_ns(value)} was found, and {why}; this one, of {format_ns(known)}, was made before"

@@ -6,6 +6,7 @@ a search of its schedules takes a share of the time.
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import ClassVar
 from pipeplan.costs import build_workload, can_split
 from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.zero import AUTO, GATHERED, IN_ACTIONS, Zero
-from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.errors import InfeasibleError, InvalidPlanError, PipeplanError, UsageError
 from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import device_orders, mapped
 from pipeplan.partition.strategies import STRATEGIES
@@ -862,6 +863,24 @@ class PlanSearch:
         else:
             self.trials.append(trial)
         self.report(trial)
+
+    def give_up(self, trial: Trial, error: InvalidPlanError) -> None:
+        """Go on without a trial whose plan is not valid, which costs nothing but its candidate.
+
+        On stages that were given it may have another schedule, which can still be found.
+        """
+        placement = trial.candidate.placement
+        text = f"a plan of {trial.candidate.source} {placement.strategy} is not valid and was left out: {error}"
+        warnings.warn(text, stacklevel=2)
+        self.notes.append(text)
+        self.failures.append(error)
+        self.spare = None if self.spare is trial else self.spare
+        self.stands_in = None if self.stands_in is trial else self.stands_in
+        if isinstance(self.request.placement, Placement):
+            trial.best = trial.parted = None
+        else:
+            self.trials = [each for each in self.trials if each is not trial]
+            self.others[trial.candidate.key] = trial.least_ns
 
     def report(self, trial: Trial) -> None:
         """Report the best and the bound after a look at a trial."""
