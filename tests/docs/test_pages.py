@@ -42,8 +42,7 @@ def _run(page: Path, folder: Path, *, slow: bool = False, minutes: bool = False)
 
 @pytest.mark.parametrize("page", _named([page for page in PAGES if page_runs(page, slow=False)]))
 def test_page(page: Path, tmp_path: Path) -> None:
-    with warm_ranks():
-        _run(page, tmp_path, slow=False)
+    _run(page, tmp_path, slow=False)
 
 
 @pytest.mark.timeout(900)  # a page with many searches and runs, on a machine that is busy
