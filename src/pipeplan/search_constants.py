@@ -387,8 +387,8 @@ THOROUGH_TASKS = 5_000
 LENGTHENED = 3
 """The best schedules of a shorter run that are lengthened. Not measured."""
 
-LENGTHENED_TASKS = 20_000
-"""Actions within which their times must repeat; else all are written. Not measured."""
+LENGTHENED_TASKS = 80_000
+"""Actions within which their times must repeat. Measured: with 20,000 DualPipeV of 64 stages has 21.79 s for 19.87."""
 
 CLASSIC_TASKS = 5000
 """Actions up to which all classic schedules are made. Measured: without them 5 of 86 cells up to 5.0 % longer."""
