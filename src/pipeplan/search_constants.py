@@ -973,7 +973,7 @@ BYTES_PER_LABEL = 600
 """What a label that is still to be looked at takes in Python's own objects. Measured: 500,000 take some 300 MB."""
 
 COMPILED_FROM_LABELS = 20_000
-"""Labels from which on the compiled loop is worth a process that brings it. Measured: they take 0.6 s without it."""
+"""Labels of few kinds from which on the compiled loop is worth a process. Measured: they take 0.6 s without it."""
 
 LABELS_AT_ONCE = 50
 """Labels worked out between two looks at the time. Not measured."""
@@ -998,6 +998,15 @@ LABEL_ROUNDS = 8
 
 SMALL_GROUP = 4
 """Devices up to which all are looked at together. Not measured."""
+
+SMALL_GROUP_TOGETHER = 8
+"""The same where actions are of all devices: so fewer states. Measured: on 8 MLLM and NN are proved by it."""
+
+TOGETHER_MORE = 16
+"""Times as many labels of all devices together then, once loops are compiled. Not measured."""
+
+TOGETHER_SOON = 4
+"""The same while they are being compiled. Not measured."""
 
 FEW_ROUNDS = 256
 """Rounds of which each is tried; of more the last ones, then farther and farther ones. Not measured."""

@@ -153,6 +153,7 @@ def never_above(problem: OneMicrobatch) -> bool | None:
             bound = least_of(FewDevices.of(problem, devices))
             assert bound <= best
             assert len(devices) < problem.num_devices or follows or bound == best
+    ends_with_the_best(problem, best)
     for device in everything:
         alone = least_of(FewDevices.of(problem, (device,)))
         assert (
@@ -169,6 +170,22 @@ def never_above(problem: OneMicrobatch) -> bool | None:
         assert proofs.bound <= best
         assert proofs.bound > 0 or not any(map(proofs._may_fill, everything))
     return max(proofs.bound for proofs in proved) == best
+
+
+def ends_with_the_best(problem: OneMicrobatch, best: int) -> None:
+    """All devices together have a schedule, too; without shared time it is as short if no message takes any."""
+    few = FewDevices.of(problem, range(problem.num_devices))
+    assert few is not None
+    search = LeastSpan(few, {})
+    search.advance(NEVER, NEVER)
+    assert search.sequence is not None
+    found = [few.orders(problem, search.sequence)]
+    found += [proofs.orders for proofs in grown(problem) if proofs.orders is not None]
+    graph, messages = task_graph(problem.workload), any(lag for *_, lag in problem.edges)
+    for number, orders in enumerate(found):
+        timed = fitting(graph, orders)
+        assert timed is not None
+        assert graph.iteration(timed[1]) == best or problem.workload.has_tail or (number and messages)
 
 
 def grown(problem: OneMicrobatch, most_known: int = MOST_KNOWN, most_labels: int = NEVER) -> list[FewDeviceBounds]:
@@ -241,6 +258,7 @@ def in_step(few: FewDevices, spans: Mapping[int, Sequence[int]], entry: int | No
         for search in (plain, compiled):
             search.advance(7, 10**9)
         assert (plain.bound, plain.num_labels, plain.done) == (compiled.bound, compiled.num_labels, compiled.done)
+    assert plain.sequence == compiled.sequence
 
 
 @pytest.mark.slow
@@ -330,6 +348,30 @@ def test_no_period_is_below_that_of_the_bound(kind: str) -> None:
                 assert proofs.period <= least
                 open_ += proofs.period > max(problem.work)
     assert open_, "of some problems the bound is above work alone"
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "count", "room", "best"),
+    [
+        ("mllm", 4, 12, 2, 153),
+        pytest.param("mllm", 8, 24, 3, 377, marks=pytest.mark.slow),
+        pytest.param("nn", 8, 24, 3, 380, marks=pytest.mark.slow),
+    ],
+)
+def test_all_devices_together_have_a_schedule(name: str, devices: int, count: int, room: int, best: int) -> None:
+    """What they prove is reached: no search has found these on 8 devices."""
+    problem = unit_problem(name, devices, count, room)
+    if devices > 4:
+        pytest.importorskip("numba")
+        compile_loops()
+    (proofs,) = FewDeviceBounds.all_of(problem)
+    while proofs.orders is None and proofs.grow():
+        pass
+    assert proofs.orders is not None
+    graph = task_graph(problem.workload)
+    timed = fitting(graph, proofs.orders)
+    assert timed is not None
+    assert graph.iteration(timed[1]) == proofs.bound == best
 
 
 def test_the_outermost_shared_blocks_are_hoisted() -> None:

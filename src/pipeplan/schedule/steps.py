@@ -16,7 +16,7 @@ from pipeplan.schedule.between_blocks import RepetendBetweenBlocks
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.windows import Ramps, SlidingWindows, WholeHorizon
-from pipeplan.schedule.few_devices import ProvingByDevices
+from pipeplan.schedule.few_devices import ProvingByDevices, ScheduleOfAllDevices
 from pipeplan.schedule.hoisting import Hoisted
 from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
 from pipeplan.schedule.longer import ShorterRun
@@ -436,10 +436,12 @@ STEPS: tuple[SearchStep, ...] = (
     LastWeightGradients(),
     UnrolledRepetends(),
     Ramps(),
+    ScheduleOfAllDevices(),
     WholeHorizon(),
     SlidingWindows(),
     WholeHorizon(),
     ProvingByDevices(share=PROVING_SHARE_LAST),
+    ScheduleOfAllDevices(),
     LessMemory(),
 )
 """After the first valid schedule the most valuable comes first, as long as there is time."""

@@ -34,14 +34,15 @@ DURATION, HEAD, TAIL, COPIES, TOTAL, FIRST_PLACE, END_PLACE, FIRST_WAIT, END_WAI
 TAKES, BESIDE, NET = range(3)
 """Columns of :attr:`SpanFacts.memory`, in bytes."""
 
-LEAST, BEGUN, STATE, AT, OLDER, SUPERFLUOUS = range(6)
+LEAST, BEGUN, STATE, AT, OLDER, SUPERFLUOUS, BEFORE = range(7)
 """Columns of :attr:`SpanStore.labels`."""
 
 LONG, NEWEST = -2, -1
 """The last columns of :attr:`SpanStore.states`."""
 
-STATES, LABELS, TIMES, OPEN, BOUND, LOOKED_AT = range(6)
-"""What is where in the sizes of a search: as in :class:`SpanSizes`, what is proved, and how many were looked at."""
+STATES, LABELS, TIMES, OPEN, BOUND, LOOKED_AT, COMPLETE = range(7)
+"""What is where in the sizes of a search: as in :class:`SpanSizes`, what is proved, how many labels were looked at, and
+one with which everything has begun, -1: none."""
 
 
 class SpanFacts(NamedTuple):
@@ -99,7 +100,8 @@ class SpanStore(NamedTuple):
 
     ``states`` are the counts of kinds that have begun, how long their labels are, and the newest of these, -1: none;
     ``table`` finds one by its counts. ``labels`` have their least end, how many have begun, their state, where their
-    ``times`` begin, and the older one of the same state. ``heap`` are those to be looked at.
+    ``times`` begin, the older one of the same state, and the one that they follow, -1: none. ``heap`` are those to be
+    looked at.
     """
 
     states: Shorts
@@ -113,7 +115,7 @@ class SpanStore(NamedTuple):
         """Without anything, and room for nothing."""
         none = np.zeros(0, np.int32)
         return cls(
-            np.zeros((0, num_kinds + 2), np.int32), none, np.zeros((0, 6), np.int64), np.zeros(0, np.int64), none
+            np.zeros((0, num_kinds + 2), np.int32), none, np.zeros((0, 7), np.int64), np.zeros(0, np.int64), none
         )
 
     def larger(self, used: SpanSizes, more: SpanSizes) -> SpanStore:
@@ -155,7 +157,9 @@ class CompiledSpan:
     ) -> None:
         self._loops, self._facts = loops, SpanFacts.of(few, spans, entry)
         self._entry, self._below, self.done = -1 if entry is None else entry, NEVER, False
-        self._sizes = np.zeros(6, np.int64)
+        self._sizes = np.zeros(7, np.int64)
+        self._sizes[COMPLETE] = -1
+        self.sequence: list[int] | None = None
         num_kinds, num_places = len(few.kinds), len(few.rooms)
         longest = num_places + sum(few.totals(entry))
         self._step = SpanSizes(num_kinds + 1, num_kinds + 1, num_kinds * longest + 1, num_kinds + 1)
@@ -191,10 +195,22 @@ class CompiledSpan:
             told = self._loops.advance(min(left, _AT_ONCE), below, self._entry, self._facts, self._store, self._sizes)
             left -= self.num_labels - before
             if told == self._loops.DONE:
-                self.done = True
+                self.done, self.sequence = True, self._sequence()
                 self._store = SpanStore.empty(len(self._facts.kinds))
             elif told == self._loops.FULL:
                 self._make_room()
+
+    def _sequence(self) -> list[int] | None:
+        """The kinds in the order in which they begin, if everything has begun."""
+        label, found = int(self._sizes[COMPLETE]), list[int]()
+        if label < 0:
+            return None
+        states, labels = self._store.states, self._store.labels
+        while (before := int(labels[label, BEFORE])) >= 0:
+            begun = states[labels[label, STATE], :LONG] - states[labels[before, STATE], :LONG]
+            found.append(int(begun.argmax()))
+            label = before
+        return found[::-1]
 
     def _make_room(self) -> None:
         used = SpanSizes(*(int(each) for each in self._sizes[:4]))
@@ -242,7 +258,7 @@ def compile_loops() -> ModuleType:
     """
     loops = import_module("pipeplan.workload.span_loops")
     kind = KeptKind(1, (0,), 0, 0, (), (1,), (1,), (0,))
-    CompiledSpan(loops, FewDevices((kind,), (1,), (0,), 1), {0: (0, 1)}).advance(9, NEVER)
+    CompiledSpan(loops, FewDevices((kind,), (1,), (0,), 1, ((0,),), ((), ())), {0: (0, 1)}).advance(9, NEVER)
     return loops
 
 

@@ -22,6 +22,7 @@ from pipeplan.search_constants import (
     COMPILED_FROM_LABELS,
     FEW_KINDS,
     FEW_LABELS,
+    FEW_TASKS,
     FIRST_ALONE,
     FIRST_ROUND,
     LABEL_ROUNDS,
@@ -33,6 +34,9 @@ from pipeplan.search_constants import (
     MOST_SEARCHED,
     MOST_STORED_BYTES,
     SMALL_GROUP,
+    SMALL_GROUP_TOGETHER,
+    TOGETHER_MORE,
+    TOGETHER_SOON,
 )
 from pipeplan.workload.compiled_span import CompiledSpan, compiled_loops
 from pipeplan.workload.few_devices import FewDevices
@@ -98,7 +102,8 @@ class FewDeviceBounds:
     ``bound`` and ``period`` are proved so far: ns of the iteration, and per micro-batch. ``num_labels`` is the work
     that it took. To what is proved of the problem so many ns are added, in all and for each micro-batch. With
     ``compiled``, which needs numba, much is done by compiled loops, from a moment on that no one knows before. Of each
-    device alone at most ``most_known`` micro-batches are learned exactly.
+    device alone at most ``most_known`` micro-batches are learned exactly. ``orders`` [device] are the tasks of a
+    schedule as short as any but for messages in shared time, once all devices together have one.
     """
 
     def __init__(
@@ -116,8 +121,13 @@ class FewDeviceBounds:
         self._alone: dict[int, DeviceAlone] = {}
         self._searches: dict[KeptDevices, LeastSpan | CompiledSpan] = {}
         self._proved: dict[KeptDevices, int] = {}
+        self._few: dict[KeptDevices, FewDevices | None] = {}
         self.bound = self.num_labels = 0
         self.period = Fraction(0)
+        self.orders: list[list[int]] | None = None
+        self._worth_compiling = 0
+        everywhere = [len(devices) == problem.num_devices for devices in problem.devices]
+        self.together = any(everywhere) and problem.num_devices <= SMALL_GROUP_TOGETHER
 
     @property
     def most_devices(self) -> int:
@@ -145,6 +155,7 @@ class FewDeviceBounds:
 
         Devices with a limit alone come first, then all devices if they are few, and that whose own bound is best with
         one more, with two, and so on: in rounds, in which each is looked at several times as long as in the one before.
+        Where actions are of all of few devices, all of them ``together`` come before that, compiled as soon as may be.
         """
         problem = self._problem
         if problem.workload.needs:
@@ -154,8 +165,12 @@ class FewDeviceBounds:
             yield from self._learn(device)
         if not self._proved or problem.num_microbatches > MOST_SEARCHED:
             return
-        yield from self._best_alone()
         most = FIRST_ROUND
+        if self.together:
+            if problem.num_operations * problem.num_microbatches > FEW_TASKS:
+                self._worth_compiling += COMPILED_FROM_LABELS
+            yield from self._search(KeptDevices(tuple(range(problem.num_devices))), most)
+        yield from self._best_alone()
         for number in range(LABEL_ROUNDS):
             looked_at = set[KeptDevices]()
             for kept in self._subsets(number):
@@ -187,7 +202,7 @@ class FewDeviceBounds:
         everything = tuple(range(self._problem.num_devices))
         alone = [each for each in self._proved if len(each.whole) == 1 and not each.more]
         chosen = max(alone, key=lambda each: self._proved[each])
-        if len(everything) <= SMALL_GROUP:
+        if len(everything) <= SMALL_GROUP or self.together:
             yield KeptDevices(everything)
         yield chosen
         while len(chosen.whole) + len(chosen.more) < len(everything):
@@ -227,7 +242,9 @@ class FewDeviceBounds:
         known = DeviceAlone(few, few.entries[0])
         begun = self.num_labels
         for _ in range(min(self._most_known, self._problem.num_microbatches)):
-            self.num_labels += known.learn()
+            labels = known.learn()
+            self.num_labels += labels
+            self._worth_compiling += labels
             yield True
             if self.num_labels > begun + known.most_labels:
                 break
@@ -237,31 +254,45 @@ class FewDeviceBounds:
 
     def _search(self, kept: KeptDevices, most_labels: int) -> Iterator[bool]:
         """Go on with some devices, or begin, until so many labels of theirs are looked at."""
-        search = self._searches.get(kept) or self._begun(kept)
-        while search is not None and search.num_labels < most_labels and not search.done:
+        if kept not in self._few:
+            self._few[kept] = FewDevices.of(self._problem, *kept)
+        few = self._few[kept]
+        if few is None:
+            return
+        search = self._searches.get(kept) or self._begun(kept, few)
+        size = max(1, len(few.kinds) // FEW_KINDS) ** 2
+        while search.num_labels < self._most(kept, most_labels) and not search.done:
             before = search.num_labels
             search.advance(LABELS_AT_ONCE, self._below)
             self.num_labels += search.num_labels - before
+            self._worth_compiling += (search.num_labels - before) * size
             self._prove(kept, search.bound)
+            if search.sequence is not None and len(kept.whole) == self._problem.num_devices:
+                self.orders = few.orders(self._problem, search.sequence)
             yield True
-            if isinstance(search, LeastSpan) and search.num_labels < most_labels and not search.done and self._loops():
-                begun, search = search.num_labels, self._begun(kept)
-                while search is not None and search.num_labels < begun:
+            if isinstance(search, CompiledSpan) or search.done or not self._loops():
+                continue
+            if search.num_labels < self._most(kept, most_labels):
+                begun, search = search.num_labels, self._begun(kept, few)
+                while search.num_labels < begun:
                     search.advance(LABELS_AT_ONCE, self._below)
                     yield True
 
-    def _begun(self, kept: KeptDevices) -> LeastSpan | CompiledSpan | None:
+    def _most(self, kept: KeptDevices, most_labels: int) -> int:
+        """Labels of some devices in a round: more of all where actions are of all, most once loops are compiled."""
+        if not self.together or not self._compiled or len(kept.whole) < self._problem.num_devices:
+            return most_labels
+        return most_labels * (TOGETHER_MORE if self._loops() else TOGETHER_SOON)
+
+    def _begun(self, kept: KeptDevices, few: FewDevices) -> LeastSpan | CompiledSpan:
         """A search with some devices at its beginning."""
-        few = FewDevices.of(self._problem, *kept)
-        if few is None:
-            return None
         loops, spans = self._loops(), self._spans(few, kept)
         self._searches[kept] = LeastSpan(few, spans) if loops is None else CompiledSpan(loops, few, spans)
         return self._searches[kept]
 
     def _loops(self) -> ModuleType | None:
         """The compiled loops, where there is so much to do that they are worth it, and they are there."""
-        return compiled_loops() if self._compiled and self.num_labels > COMPILED_FROM_LABELS else None
+        return compiled_loops() if self._compiled and self._worth_compiling > COMPILED_FROM_LABELS else None
 
     def _spans(self, few: FewDevices, kept: KeptDevices) -> dict[int, list[int]]:
         """What each of some devices says alone, by its entry."""

@@ -48,12 +48,16 @@ class FewDevices:
     """The relaxation. ``kinds`` come after all that they wait for; ``rooms`` [kept device] are bytes, None: no limit.
 
     ``entries`` [kept device] is the kind that all others of that device follow, None where there is no such kind.
+    ``operations`` [kind] are those of the problem that it stands for, each beside one of its ``waits`` if there are
+    several. ``outer`` are the operations left out that may be first of all, and last.
     """
 
     kinds: tuple[KeptKind, ...]
     rooms: tuple[int | None, ...]
     entries: tuple[int | None, ...]
     count: int
+    operations: tuple[tuple[int, ...], ...]
+    outer: tuple[tuple[int, ...], tuple[int, ...]]
 
     @classmethod
     def of(cls, problem: OneMicrobatch, devices: Sequence[int], more: Sequence[int] = ()) -> FewDevices | None:
@@ -64,11 +68,12 @@ class FewDevices:
         """
         everything = (*devices, *more)
         number = {device: place for place, device in enumerate(everything)}
-        whole, moments = frozenset(devices), _moments_at_ends(problem)
+        whole, (first, last) = frozenset(devices), _moments_at_ends(problem)
         kept = [
             x
             for x in problem.order
-            if x not in moments
+            if x not in first
+            and x not in last
             and not number.keys().isdisjoint(problem.devices[x])
             and (problem.outgoing[x] or not whole.isdisjoint(problem.devices[x]))
         ]
@@ -90,13 +95,46 @@ class FewDevices:
             )
             for x in kept
         ]
-        pooled = _pooled(kinds)
+        pooled, groups = _pooled(kinds)
         rooms = (*(problem.capacity[device] for device in devices), *[None] * len(more))
-        return cls(pooled, rooms, _entries(pooled, len(rooms)), problem.num_microbatches)
+        operations = tuple(tuple(kept[number] for number in group) for group in groups)
+        outer = first, tuple(x for x in last if x not in first)
+        return cls(pooled, rooms, _entries(pooled, len(rooms)), problem.num_microbatches, operations, outer)
 
     def with_count(self, count: int) -> FewDevices:
         """The same for another number of micro-batches."""
         return replace(self, count=count)
+
+    def orders(self, problem: OneMicrobatch, sequence: Iterable[int]) -> list[list[int]]:
+        """[device] tasks of the problem where its kinds begin in a sequence, and what is left out is first or last.
+
+        Of operations that are alike that is next of which what it waits for began first.
+        """
+        found: list[list[int]] = [[] for _ in range(problem.num_devices)]
+        begun = [0] * problem.num_operations
+        waiting: list[list[int]] = [[] for _ in self.kinds]
+
+        def run(x: int) -> None:
+            for device in problem.devices[x]:
+                if device < problem.num_devices:
+                    found[device].append(x * self.count + begun[x])
+            begun[x] += 1
+
+        def run_all(operations: Iterable[int]) -> None:
+            for x in operations:
+                for _ in range(self.count):
+                    run(x)
+
+        run_all(self.outer[0])
+        for number in sequence:
+            operations = self.operations[number]
+            run(operations[0] if len(operations) == 1 else waiting[number].pop(0))
+            for later, kind in enumerate(self.kinds):
+                if kind.copies > 1:
+                    own = zip(self.operations[later], kind.waits, strict=True)
+                    waiting[later] += [x for x, (source, _) in own if source == number]
+        run_all(self.outer[1])
+        return found
 
     def totals(self, entry: int | None = None) -> tuple[int, ...]:
         """[kind] actions that begin in all; one more of an ``entry``, whose last start is looked for."""
@@ -122,9 +160,9 @@ class FewDevices:
         return replace(self, kinds=tuple(kinds))
 
 
-def _moments_at_ends(problem: OneMicrobatch) -> set[int]:
-    """Operations without time and memory that may all be first of all, or last: they change nothing."""
-    found: set[int] = set()
+def _moments_at_ends(problem: OneMicrobatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Operations without time and memory that may all be first of all, and last: they change nothing."""
+    found: list[tuple[int, ...]] = []
     heads, tails = problem.workload.heads, problem.workload.tails
     for order, before, way in (
         (problem.order, problem.incoming, heads),
@@ -135,8 +173,8 @@ def _moments_at_ends(problem: OneMicrobatch) -> set[int]:
             size = problem.acquire[x] + problem.release[x] + problem.workspace[x]
             if not (problem.durations[x] or size or way[x]) and all(y in outer for y, _ in before[x]):
                 outer.add(x)
-        found |= outer
-    return found
+        found.append(tuple(x for x in problem.order if x in outer))
+    return found[0], found[1]
 
 
 def _waits(problem: OneMicrobatch, kept: Iterable[int]) -> dict[int, list[tuple[int, int]]]:
@@ -165,8 +203,8 @@ def _memory(problem: OneMicrobatch, device: int, kept: Iterable[int]) -> tuple[d
     return takes, gives
 
 
-def _pooled(kinds: Sequence[KeptKind]) -> tuple[KeptKind, ...]:
-    """Kinds that nothing waits for and that are alike but for what they wait for, as one."""
+def _pooled(kinds: Sequence[KeptKind]) -> tuple[tuple[KeptKind, ...], list[list[int]]]:
+    """Kinds that nothing waits for and that are alike but for what they wait for, as one; and which are."""
     before = {source for kind in kinds for source, _ in kind.waits}
     alike: dict[object, list[int]] = {}
     for number, kind in enumerate(kinds):
@@ -174,7 +212,7 @@ def _pooled(kinds: Sequence[KeptKind]) -> tuple[KeptKind, ...]:
         alike.setdefault(replace(kind, waits=(), head=0) if free else number, []).append(number)
     groups = sorted(alike.values(), key=lambda group: group[-1])
     place = {number: index for index, group in enumerate(groups) for number in group}
-    return tuple(
+    pooled = tuple(
         replace(
             kinds[group[0]],
             head=min(kinds[number].head for number in group),
@@ -183,6 +221,7 @@ def _pooled(kinds: Sequence[KeptKind]) -> tuple[KeptKind, ...]:
         )
         for group in groups
     )
+    return pooled, groups
 
 
 def _entries(kinds: Sequence[KeptKind], num_places: int) -> tuple[int | None, ...]:

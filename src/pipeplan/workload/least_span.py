@@ -20,7 +20,7 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from operator import le
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from pipeplan.search_constants import BYTES_PER_LABEL
 from pipeplan.time_limit import checkpoint
@@ -29,6 +29,8 @@ from pipeplan.workload.task_graph import NEVER
 
 Counts = tuple[int, ...]
 Label = tuple[int, ...]
+_Begun: TypeAlias = "tuple[_Begun, int] | None"
+"""What has begun before a kind, and that kind; None: nothing."""
 
 
 class _Moment(NamedTuple):
@@ -54,7 +56,8 @@ class LeastSpan:
 
     ``bound`` is in ns, and what is proved so far; ``done`` whether it is the optimum, or as much as was asked for;
     ``num_labels`` were looked at. ``spans`` {entry} [micro-batches] is known about fewer of them: ns from the first
-    start of that kind to the end of everything.
+    start of that kind to the end of everything. ``sequence`` are the kinds of a best schedule in the order in which
+    they begin, once one is found.
     """
 
     def __init__(self, few: FewDevices, spans: Mapping[int, Sequence[int]], entry: int | None = None) -> None:
@@ -72,12 +75,13 @@ class LeastSpan:
         ]
         self._moments: dict[Counts, _Moment] = {}
         self._labels: dict[Counts, list[Label]] = {}
-        self._open: list[tuple[int, int, Counts, Label]] = []
+        self._open: list[tuple[int, int, Counts, Label, _Begun]] = []
         self.bound = self.num_labels = 0
         self._below = NEVER
         self.done = False
+        self.sequence: list[int] | None = None
         first = tuple(min((few.kinds[x].head for x in here), default=0) for here in self._here)
-        self._add(0, 0, (0,) * len(few.kinds), first, NEVER)
+        self._add(0, (0,) * len(few.kinds), first, None, NEVER)
 
     def advance(self, num_labels: int, below: int) -> None:
         """Look at so many labels more; nothing needs to be known about spans from ``below`` on, now and later."""
@@ -87,9 +91,10 @@ class LeastSpan:
                 self.bound = max(self.bound, below)
                 self._end()
                 return
-            least, begun, counts, label = heappop(self._open)
+            least, _, counts, label, begun = heappop(self._open)
             self.bound = max(self.bound, least)
             if counts == self._totals or (self._entry is not None and not self._moments[counts].left[self._entry]):
+                self.sequence = _sequence(begun)
                 self._end()
                 return
             if not self.num_labels % 64:
@@ -107,7 +112,7 @@ class LeastSpan:
         """What it keeps in memory, about."""
         return BYTES_PER_LABEL * len(self._open)
 
-    def _follow_up(self, least: int, begun: int, counts: Counts, label: Label, below: int) -> None:
+    def _follow_up(self, least: int, begun: _Begun, counts: Counts, label: Label, below: int) -> None:
         """All that may start next."""
         moment, kinds = self._moments[counts], self._kinds
         starts = {}
@@ -130,7 +135,7 @@ class LeastSpan:
                 end = start + kinds[x].duration
                 rest = end + kinds[x].tail + (moment.left[x] - 1) * kinds[x].duration
                 if rest < below:
-                    self._add(max(least, rest), begun + 1, after, self._label(counts, label, x, start, after), below)
+                    self._add(max(least, rest), after, self._label(counts, label, x, start, after), (begun, x), below)
 
     def _label(self, counts: Counts, label: Label, x: int, start: int, after: Counts) -> Label:
         """A label once an action of kind ``x`` starts, which nothing starts before any more."""
@@ -161,7 +166,7 @@ class LeastSpan:
             new += arrivals
         return tuple(new)
 
-    def _add(self, least: int, begun: int, counts: Counts, label: Label, below: int) -> None:
+    def _add(self, least: int, counts: Counts, label: Label, begun: _Begun, below: int) -> None:
         """Keep a label that another one does not make superfluous."""
         least = max(least, self._least(counts, label))
         if least >= below:
@@ -175,7 +180,7 @@ class LeastSpan:
                     return
             known[:] = [other for other in known if not all(map(le, label, other))]
             known.append(label)
-        heappush(self._open, (least, begun, counts, label))
+        heappush(self._open, (least, sum(counts), counts, label, begun))
 
     def _least(self, counts: Counts, label: Label) -> int:
         """Ns at which everything ends at least.
@@ -293,3 +298,11 @@ class LeastSpan:
                 work += left[x] * self._kinds[x].duration
                 found.append((tuple(kinds[:number]), work + self._kinds[x].tail))
         return found
+
+
+def _sequence(begun: _Begun) -> list[int]:
+    found = list[int]()
+    while begun is not None:
+        begun, kind = begun
+        found.append(kind)
+    return found[::-1]

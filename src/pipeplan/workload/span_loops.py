@@ -11,9 +11,11 @@ from numba import int64, njit, uint64
 
 from pipeplan.workload.compiled_span import (
     AT,
+    BEFORE,
     BEGUN,
     BESIDE,
     BOUND,
+    COMPLETE,
     COPIES,
     DURATION,
     END_PLACE,
@@ -382,6 +384,7 @@ def _superfluous(new: Ints, state: np.int64, states: Shorts, labels: Ints, times
 def _add(
     least: int,
     begun: int,
+    before: int,
     counts: Ints,
     new: Ints,
     long: int,
@@ -407,6 +410,7 @@ def _add(
     times[first : first + long] = new[:long]
     labels[label, LEAST], labels[label, BEGUN], labels[label, STATE], labels[label, AT] = least, begun, state, first
     labels[label, OLDER], labels[label, SUPERFLUOUS], states[state, NEWEST] = states[state, NEWEST], 0, label
+    labels[label, BEFORE] = before
     _push(label, heap, labels, states, times, sizes)
 
 
@@ -420,7 +424,7 @@ def begin(first: Ints, facts: SpanFacts, store: SpanStore, sizes: Ints) -> None:
     long = _arrivals(counts, kinds, waits, len(rooms), begins, waiting)
     least = _least(counts, first, kinds, places, waits, memory, spans, by_tail, rooms, begins, waiting, starts, held)
     if least < NEVER:
-        _add(least, 0, counts, first, long, states, table, labels, times, heap, sizes)
+        _add(least, 0, -1, counts, first, long, states, table, labels, times, heap, sizes)
 
 
 @njit(cache=True, nogil=True)
@@ -450,6 +454,7 @@ def advance(num_labels: int, below: int, entry: int, facts: SpanFacts, store: Sp
         sizes[BOUND] = max(sizes[BOUND], least_here)
         counts[:] = states[state, :-2]
         if (counts == kinds[:, TOTAL]).all() or (entry >= 0 and counts[entry] == kinds[entry, TOTAL]):
+            sizes[COMPLETE] = looked_at
             return DONE
         sizes[LOOKED_AT] += 1
         if labels[looked_at, SUPERFLUOUS]:
@@ -511,6 +516,6 @@ def advance(num_labels: int, below: int, entry: int, facts: SpanFacts, store: Sp
             )
             least = max(least, max(rest, least_here))
             if least < below:
-                _add(least, begun + 1, counts, new, long, states, table, labels, times, heap, sizes)
+                _add(least, begun + 1, looked_at, counts, new, long, states, table, labels, times, heap, sizes)
             counts[x] -= 1
     return GOES_ON
