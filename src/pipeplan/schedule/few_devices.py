@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeplan.schedule.state import ScheduleStep, SearchState, origin_of
-from pipeplan.search_constants import FEW_TASKS, PROVING_SHARE_OF_FEW, SECONDS_PER_LABEL
+from pipeplan.search_constants import FEW_TASKS, NEARLY_PROVED, PROVING_SHARE_OF_FEW, SECONDS_PER_LABEL
 from pipeplan.workload.few_device_bounds import FewDeviceBounds
 
 
@@ -13,7 +13,8 @@ from pipeplan.workload.few_device_bounds import FewDeviceBounds
 class ProvingByDevices(ScheduleStep):
     """What a few devices can do at best (:mod:`pipeplan.workload.few_device_bounds`): it goes on where it stopped.
 
-    With ``few_tasks``, or blocks of all of few devices, it is worth more of the time, since it ends with a proof.
+    With ``few_tasks``, or blocks of all of few devices and a gap that is small, it is worth more of the time, since it
+    ends with a proof.
     """
 
     few_tasks: int = FEW_TASKS
@@ -27,7 +28,9 @@ class ProvingByDevices(ScheduleStep):
 
     def run(self, state: SearchState) -> None:
         state.proofs = state.proofs or FewDeviceBounds.all_of(state.problem, not state.budget.deterministic)
-        few = state.graph.num_tasks <= self.few_tasks or any(proofs.together for proofs in state.proofs)
+        assert state.best is not None
+        near = state.best.iteration <= NEARLY_PROVED * state.bound and any(proofs.together for proofs in state.proofs)
+        few = near or state.graph.num_tasks <= self.few_tasks
         share = max(self.share, self.share_of_few) if few else self.share
         open_, budget = state.proofs, state.budget
         limit = budget.used + budget.seconds * share
