@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeplan.schedule.state import ScheduleStep, SearchState, origin_of
-from pipeplan.search_constants import FEW_TASKS, NEARLY_PROVED, PROVING_SHARE_OF_FEW, SECONDS_PER_LABEL
+from pipeplan.search_constants import FEW_TASKS, PROVING_SHARE_OF_FEW, SECONDS_PER_LABEL
 from pipeplan.workload.few_device_bounds import FewDeviceBounds
 
 
@@ -28,9 +28,7 @@ class ProvingByDevices(ScheduleStep):
 
     def run(self, state: SearchState) -> None:
         state.proofs = state.proofs or FewDeviceBounds.all_of(state.problem, not state.budget.deterministic)
-        assert state.best is not None
-        near = state.best.iteration <= NEARLY_PROVED * state.bound and any(proofs.together for proofs in state.proofs)
-        few = near or state.graph.num_tasks <= self.few_tasks
+        few = state.graph.num_tasks <= self.few_tasks or any(proofs.together for proofs in state.proofs)
         share = max(self.share, self.share_of_few) if few else self.share
         open_, budget = state.proofs, state.budget
         limit = budget.used + budget.seconds * share

@@ -33,6 +33,7 @@ from pipeplan.search_constants import (
     MOST_KNOWN,
     MOST_SEARCHED,
     MOST_STORED_BYTES,
+    NEARLY_PROVED,
     SMALL_GROUP,
     SMALL_GROUP_TOGETHER,
     TOGETHER_MORE,
@@ -127,7 +128,12 @@ class FewDeviceBounds:
         self.orders: list[list[int]] | None = None
         self._worth_compiling = 0
         everywhere = [len(devices) == problem.num_devices for devices in problem.devices]
-        self.together = any(everywhere) and problem.num_devices <= SMALL_GROUP_TOGETHER
+        self._few_of_all = any(everywhere) and problem.num_devices <= SMALL_GROUP_TOGETHER
+
+    @property
+    def together(self) -> bool:
+        """Whether few devices have actions of all of them, and little is left to be proved of all devices together."""
+        return self._few_of_all and self._below + self._added <= NEARLY_PROVED * self.bound
 
     @property
     def most_devices(self) -> int:
@@ -167,8 +173,6 @@ class FewDeviceBounds:
             return
         most = FIRST_ROUND
         if self.together:
-            if problem.num_operations * problem.num_microbatches > FEW_TASKS:
-                self._worth_compiling += COMPILED_FROM_LABELS
             yield from self._search(KeptDevices(tuple(range(problem.num_devices))), most)
         yield from self._best_alone()
         for number in range(LABEL_ROUNDS):
@@ -259,6 +263,9 @@ class FewDeviceBounds:
         few = self._few[kept]
         if few is None:
             return
+        everything = len(kept.whole) == self._problem.num_devices
+        if everything and self.together and self._problem.num_operations * self._problem.num_microbatches > FEW_TASKS:
+            self._worth_compiling += COMPILED_FROM_LABELS
         search = self._searches.get(kept) or self._begun(kept, few)
         size = max(1, len(few.kinds) // FEW_KINDS) ** 2
         while search.num_labels < self._most(kept, most_labels) and not search.done:
@@ -267,7 +274,7 @@ class FewDeviceBounds:
             self.num_labels += search.num_labels - before
             self._worth_compiling += (search.num_labels - before) * size
             self._prove(kept, search.bound)
-            if search.sequence is not None and len(kept.whole) == self._problem.num_devices:
+            if search.sequence is not None and everything:
                 self.orders = few.orders(self._problem, search.sequence)
             yield True
             if isinstance(search, CompiledSpan) or search.done or not self._loops():
