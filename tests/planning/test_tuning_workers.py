@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeplan.examples import shape
+from pipeplan.planning import tuning
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.tuning import Workers
 from pipeplan.planning.workers import HandedOver
@@ -45,7 +46,8 @@ def goes_on_until_stopped(request: Request, item: int, stopped: Callable[[], boo
     return parent_process() is not None
 
 
-def test_another_thread_interrupts_what_processes_do() -> None:
+def test_another_thread_interrupts_what_processes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "TUNING_LEAVING_SECONDS", 200)  # on a busy machine they take long to be asked
     limit = Limit()
     with ThreadPoolExecutor() as threads, Workers(REQUEST, 2, limit) as workers:
         assert list(workers.run(is_deaf, ["lives"])) == [True]  # the processes are there
