@@ -221,6 +221,27 @@ def test_what_ends_early_is_chosen_among_covers_that_ran() -> None:
     assert begun.chosen(cut, ran=False) == ((tuple(range(6)), "a"),)  # alone it was measured whole, too
 
 
+@pytest.mark.parametrize("most", [6, 4])
+def test_what_is_most_of_the_model_takes_what_it_took_alone(most: int) -> None:
+    """Small blocks take a third less in runs; what is measured as nearly the whole model was in such a run already."""
+    large, rest = tuple(range(most)), {((number,), name): 10 for number in range(most, 6) for name in "ab"}
+    true: dict[Group, int] = {((number,), "eager"): 200 for number in range(6)}
+    true |= {(large, "a"): 700, (large, "b"): 650, **rest}
+    alone = {group: round(1.5 * ns) if group[1] == "eager" else ns for group, ns in true.items()}
+    machine = Machine(profile(alone), true)
+    found = machine.settled(left=lambda: float(2 - len(machine.ran)))
+    assert [{name for _, name in cover} for cover in machine.ran] == [{"eager"}, {"b"}]
+    choice = choose_kernels(found)
+    assert {name: (ns or 0) // 100 for name, ns in choice.single.items()} == {"eager": 12, "a": 7, "b": 6}
+    assert machine.chosen(found)[0] == (large, "b")
+    rows = [row for fusion in found.fusions for row in fusion.costs]
+    assert [(row.backend, row.forward_ns, row.scaled) for row in rows] == [("a", 700, False), ("b", 650, False)]
+    assert all(row.forward_ns == 200 for block in found.blocks for row in block.costs if row.backend == "eager")
+    goes_on = Machine(found, true)
+    assert goes_on.settled().whole_runs == Machine(profile(alone), true).settled().whole_runs
+    assert {name for _, name in goes_on.ran[0]} == {"a"}
+
+
 def test_several_backends_must_be_better_by_more_than_the_noise() -> None:
     for gain, mixed in ((0.5 * NOISE, False), (2 * NOISE, True)):
         true: dict[Group, int] = {((n,), "eager"): 1000 for n in range(2)} | {((1,), "a"): round(1000 - 2000 * gain)}

@@ -6,7 +6,7 @@ clock between groups: by each backend alone that can, then by the cheapest cover
 until no cover is predicted to take less than the best of those that ran, but for the noise. A machine is faster or
 slower for seconds, so covers that took nearly as long as the best run again in turns, and the middle one of a cover's
 runs counts. A group takes what it took in the last of these; in none, what it took alone, by as much as others of its
-backend took longer or shorter in runs. Running is a function that is passed.
+backend took longer or shorter in runs, unless it is most of the model. Running is a function that is passed.
 """
 
 from __future__ import annotations
@@ -114,8 +114,10 @@ _Times = tuple[float, float]
 def with_times_of_runs(profile: Profile, graph: OperatorDag, size: int) -> Profile:
     """The profile whose rows of a size are what groups take in its runs; as it is, where there are none.
 
-    Groups that are alike take what they do in the mean. Rows of eager torch for blocks that are split or recomputed go
-    with that of the block as it is; but for those with a ring, whose messages are no part of that.
+    Groups that are alike take what they do in the mean. A group of most of the model that did not run takes what it
+    took alone, for that was a run of most of the model, where small groups, by which others are scaled, may take a
+    third less. Rows of eager torch for blocks that are split or recomputed go with that of the block as it is; but for
+    those with a ring, whose messages are no part of that.
     """
     best = best_run(profile, size)
     if best is None:
@@ -133,6 +135,8 @@ def with_times_of_runs(profile: Profile, graph: OperatorDag, size: int) -> Profi
         found = taken.get((graph.likeness(blocks), row.backend))
         if found is not None and _is_plain(row):
             return _timed(row, found, scaled=False)
+        if _is_most(graph, blocks):  # it was measured in a run of most of the model
+            return row.model_copy(update={"alone": {}, "scaled": False} | _alone_times(row))
         alone = _alone(row)
         own = factors.of_block(blocks[0]) if row.backend == EAGER else factors.of_backend(row.backend)
         return _timed(row, (alone[0] * own[0], alone[1] * own[1]), scaled=True)
@@ -176,13 +180,13 @@ class _Factors:
     def of(
         cls, graph: OperatorDag, rows: Sequence[tuple[tuple[str, ...], CostRow]], taken: Mapping[Hashable, _Times]
     ) -> _Factors:
-        """From rows of groups that ran: of a backend that ran smaller groups, without that of the whole model."""
+        """From rows of groups that ran: of a backend that ran smaller groups, without those of most of the model."""
         pairs: dict[str, dict[bool, list[tuple[_Times, _Times]]]] = defaultdict(lambda: defaultdict(list))
         blocks = {}
         for group, row in rows:
             found = taken.get((graph.likeness(group), row.backend)) if _is_plain(row) else None
             if found is not None:
-                pairs[row.backend][len(group) == len(graph)].append((found, _alone(row)))
+                pairs[row.backend][_is_most(graph, group)].append((found, _alone(row)))
                 if row.backend == EAGER:
                     blocks[group[0]] = _ratio([(found, _alone(row))])
         backends = {name: _ratio(own[False] or own[True]) for name, own in pairs.items()}
@@ -195,6 +199,11 @@ class _Factors:
     def of_block(self, id_: str) -> _Times:
         """That of a block in eager torch."""
         return self.blocks.get(id_, self.of_backend(EAGER))
+
+
+def _is_most(graph: OperatorDag, group: Collection[str]) -> bool:
+    """Whether a group is more than half of the model, and more than a block."""
+    return len(graph) < 2 * len(group) > 2
 
 
 def _ratio(pairs: Sequence[tuple[_Times, _Times]]) -> _Times:
