@@ -18,7 +18,7 @@ from support.paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from real_clusters import BY_CUT, CASES, CellBounds, State, _simulated, missed
+from real_clusters import BY_CUT, CASES, CellBounds, RoomBounds, State, _simulated, missed
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -45,6 +45,36 @@ def test_no_cell_is_below_its_own_bound(seed: int) -> None:
             sharper += least > each.least_ns
     assert looked > 10
     assert sharper > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_no_cell_is_below_what_its_blocks_have_room_for(seed: int) -> None:
+    """Of random blocks, where little memory is left; some of what does not fit is known before it is cut."""
+    rng = random.Random(seed)
+
+    def block(index: int) -> Block:
+        forward, first, second = (rng.randint(20, 60) for _ in range(3))
+        times = {"forward_ns": forward, "input_grad_ns": first, "weight_grad_ns": second}
+        sizes = {"activation_bytes": 8 if index % 2 else 13, "weight_grad_bytes": 3, "workspace_bytes": 2}
+        row = CostRow(microbatch_size=1, backward_ns=first + second, **times, **sizes)
+        return Block(id=f"b{index}", operator="layer", costs=(row,), parameter_bytes=7 + index % 2)
+
+    profile, full, sharper = joined([block(index) for index in range(9)]), 0, 0
+    for memory in (30, 50, 90):
+        request = Request.of(profile, devices=4, memory_bytes=memory, mini_batch=8, num_parted=0)
+        bounds = CellBounds(request)
+        rooms = RoomBounds(request, bounds)
+        for each in uniform_layouts(request):
+            if each.choice.usual is None or not each.choice.usual.name:
+                continue
+            ns, _, cut_ns = _simulated(request, each)
+            for known in (ns, cut_ns):
+                assert known is None or not rooms.refute(each.choice, known + 1), each.choice
+            sharper += cut_ns is not None and rooms.refute(each.choice, bounds.least_ns(each.choice) + 1)
+            full += ns is None and rooms.refute(each.choice, 10**9)
+    assert sharper > 10
+    assert full > 1
 
 
 def test_what_is_missed_is_said(tmp_path: Path) -> None:
@@ -84,6 +114,16 @@ def test_what_failed_or_ended_late_is_missed(tmp_path: Path) -> None:
     (tmp_path / f"{many.stem}.commands.json").write_text(json.dumps({"limit_s": 60.0, "search": {"seconds": 65.9}}))
     (tmp_path / f"{many.stem}.search.json").write_text(json.dumps({"iteration_ns": 10**9, "valid": True}))
     assert list(missed(state, [many])) == []
+
+
+def test_a_shorter_cell_is_missed_on_few_devices(tmp_path: Path) -> None:
+    """As is a bound that does not hold."""
+    state = State(tmp_path, 60.0)
+    for part, found in (("search", {"iteration_ns": 2 * 10**9}), ("grid", {"best_ns": 10**9, "wrong": ["tp 1"]})):
+        (tmp_path / f"{CASES[0].stem}.{part}.json").write_text(json.dumps(found))
+    bound, cell = missed(state, CASES[:1])
+    assert bound.endswith("bounds that do not hold: tp 1")
+    assert cell.endswith("search: 2.000 s, and a cell of the grid 1.000 s")
 
 
 @pytest.mark.parametrize(
