@@ -18,7 +18,7 @@ from support.paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from real_clusters import BY_CUT, CASES, CellBounds, RoomBounds, State, _simulated, missed
+from real_clusters import BY_CUT, CASES, REFUTED, CellBounds, RoomBounds, State, _simulated, missed
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -71,6 +71,9 @@ def test_no_cell_is_below_what_its_blocks_have_room_for(seed: int) -> None:
             ns, _, cut_ns = _simulated(request, each)
             for known in (ns, cut_ns):
                 assert known is None or not rooms.refute(each.choice, known + 1), each.choice
+            if cut_ns is not None:  # nothing that does without its schedule says more
+                assert _simulated(request, each, cut_ns + 1)[0] == ns, each.choice
+                assert _simulated(request, each, cut_ns)[1] in REFUTED
             sharper += cut_ns is not None and rooms.refute(each.choice, bounds.least_ns(each.choice) + 1)
             full += ns is None and rooms.refute(each.choice, 10**9)
     assert sharper > 10

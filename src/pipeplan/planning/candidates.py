@@ -1003,7 +1003,7 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
     assert usual is not None  # it is of the table
     limits, short = [each.limit for each in chain.holdings], [0] * (1 + max(each.position for each in chain.holdings))
     for _ in checked(range(CHECKS), 1):
-        found = _cut_to_fit(chain, choice)
+        found = cut_to_fit(chain, choice)
         if found is None:
             break
         candidate = cut_so(request, choice, source, *found)
@@ -1022,8 +1022,8 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
     )
 
 
-def _cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], list[list[Again]]] | None:
-    """The first block of each stage, and what is recomputed."""
+def cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], list[list[Again]]] | None:
+    """The first block of each stage of a choice's chain, and what each stage recomputes; None where no cut fits."""
     if choice.strategy == "one-to-one" and chain.layers is None:
         begins = chain.cut()
         if begins is None:
