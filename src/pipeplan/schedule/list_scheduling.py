@@ -40,6 +40,9 @@ class Policy:
     counted from the last action of all devices.
     ``group`` and ``pace``: of so many micro-batches only the first enters before that many ns, not counting the time of
     actions of all devices; and each enters at least ``within`` ns after the one before, counted alike.
+    ``expects`` ns, if not 0: once what an action of all devices waits for runs, no other action goes on beyond the
+    moment at which it is to start: as soon as all devices can, or up to so much later if less waits then. And where a
+    forward and a backward meet on a device, that one goes first for which the other waits less.
     """
 
     patience: float = 1.0
@@ -51,6 +54,7 @@ class Policy:
     group: int = 1
     pace: int = 0
     within: int = 0
+    expects: int = 0
 
 
 def policies(limits: Sequence[tuple[int, ...] | None] = (None,)) -> Iterator[Policy]:
@@ -107,6 +111,9 @@ class _Listing(Engine):
         self._together = [(x, problem.devices[x]) for x in together]
         self._of_all = {x for x in together if len(problem.devices[x]) == problem.num_devices}
         self._slots_from = self._cut = 0
+        self._expected: int | None = None
+        self._moment = NEVER
+        self._enters = {*_entries(problem)} if policy.expects else set()
         self._entered: dict[int, list[int]] = {}
         if policy.pace or policy.within:
             self._entered = {x: [] for x in _entries(problem)}
@@ -134,6 +141,8 @@ class _Listing(Engine):
         if not self._weight[x]:
             self._after_forward[self._resources[x][0]] = self._forward[x]
         if x in self._of_all:
+            if task == self._expected:
+                self._expected, self._moment = None, NEVER
             self._slots_from = self.now + self.durations[task]
             self._cut += self.durations[task]
         if x in self._entered:
@@ -149,7 +158,10 @@ class _Listing(Engine):
         together = self._ready_together() if self._together else None
         if together is not None:
             return together
-        slot_end = now + policy.slot - (now - self._slots_from) % policy.slot if policy.slot else NEVER
+        until = now + policy.slot - (now - self._slots_from) % policy.slot if policy.slot else NEVER
+        if policy.expects and self._of_all:
+            self._expect(device)
+            until = min(until, self._moment)
         for x in self._rank[device]:
             task = self._next[x]
             if task == self._ends[x] or self.waiting[task]:
@@ -157,8 +169,8 @@ class _Listing(Engine):
             begin = max(self.ready_at[task], now)
             if self._entered and x in self._entered:
                 begin = max(begin, self._may_enter(x))
-            if begin + durations[x] > slot_end:
-                begin = max(begin, slot_end)
+            if begin + durations[x] > until:
+                begin = max(begin, until)
             if self._weight[x]:
                 if begin == now and durations[x] > longest and self._memory.full(task) is None:
                     weight, longest = task, durations[x]
@@ -169,6 +181,15 @@ class _Listing(Engine):
                     forward, forward_at = task, begin
             elif begin < backward_at and self._has_room(x, task, device):
                 backward, backward_at = task, begin
+        if policy.expects and forward >= 0 and backward >= 0 and self._operation_of[forward] not in self._enters:
+            forward_waits = backward_at + self.durations[backward] - forward_at
+            backward_waits = forward_at + self.durations[forward] - backward_at
+            first, at = (forward, forward_at) if backward_waits < forward_waits else (backward, backward_at)
+            if at <= now:
+                return first
+            if min(backward_waits, forward_waits) > 0:
+                heapq.heappush(self.events, (at, device))
+                return None
         turn = policy.alternate and not self._after_forward[device] and forward_at <= now
         if backward_at <= now and not turn:
             return backward
@@ -184,6 +205,51 @@ class _Listing(Engine):
         if soon < NEVER:
             heapq.heappush(self.events, (soon, device))
         return None
+
+    def _expect(self, device: int) -> None:
+        """Know when what all devices run next is to start, once what it waits for runs; a device asks again then."""
+        if self._expected is not None and self._moment > self.now:
+            return
+        self._expected, self._moment = None, NEVER
+        for x, devices in self._together:
+            task = self._next[x]
+            if x not in self._of_all or task == self._ends[x] or self.waiting[task] or not self._problem.outgoing[x]:
+                continue
+            if self._memory.missing(task) is None:
+                soon = max(self.now, self.ready_at[task], *(self.free[each] for each in devices))
+                if soon < self._moment:
+                    self._expected, self._moment = task, soon
+        if self._expected is not None:
+            self._moment = self._with_fewest_waits(self._moment)
+            heapq.heappush(self.events, (self._moment, device))
+
+    def _with_fewest_waits(self, soon: int) -> int:
+        """The moment up to which devices wait least in ns in all, from ``soon`` on, if no other action goes on beyond.
+
+        A device with a backward that is ready waits until it, or from the end of that if it ends before.
+        """
+        rising, changes = 1, list[tuple[int, int, int]]()
+        for device, there in enumerate(self._alone):
+            for x in there:
+                task = self._next[x]
+                if self._forward[x] or self._weight[x] or task == self._ends[x] or self.waiting[task]:
+                    continue
+                begin = max(self.ready_at[task], self.free[device], self.now)
+                if begin <= soon:
+                    rising += 1
+                else:
+                    changes.append((begin, 1, 0))
+                if begin + self._durations[x] > soon:
+                    changes.append((begin + self._durations[x], 0, self._durations[x]))
+        best, least, waits, before = soon, 0, 0, soon
+        for moment, more, ended in sorted(changes):
+            if moment > soon + self._policy.expects:
+                break
+            waits += rising * (moment - before) - ended
+            rising, before = rising + more, moment
+            if waits < least:
+                best, least = moment, waits
+        return best
 
     def _ready_together(self) -> int | None:
         """What several devices may start together now, the latest in a micro-batch first."""
@@ -213,6 +279,10 @@ class _Listing(Engine):
         if limits is not None and x == self._enter[device]:
             leave = self._leave[device]
             if task - offsets[x] - self._next[leave] + offsets[leave] >= limits[device]:
+                return False
+        if self._expected is not None and (room := self._problem.capacity[device]) is not None:
+            own, beside = (self._problem.acquire[each] for each in (x, self._operation_of[self._expected]))
+            if own and beside and self._memory.held[device] + own + beside > room:
                 return False
         return self._memory.missing(task) is None
 
@@ -282,16 +352,18 @@ class PolicySearch:
     def _paced(self) -> Iterator[Policy]:
         """Of a problem with actions of all devices: groups of micro-batches as far apart as their memory says.
 
-        The first ones enter as soon as there is room, or within limits that fall from device to device.
+        The first ones enter as soon as there is room, or within limits that fall from device to device; with another
+        policy all devices expect what they run together.
         """
         assert self._period is not None
         yield Policy(1.0, 1.0, alternate=True, slot=self._slot)
         in_slot = max(1, self._slot // self._apart[1])
         groups = dict.fromkeys((1, in_slot, 3 * in_slot, self._room))
         yield self._at_pace(PACES[0], 3 * in_slot, self._slot, self._apart[-2])
-        falling = map(self._falling, FALLS)
+        expecting = Policy(within=self._slot, expects=self._slot)
+        others = iter((*map(self._falling, FALLS[:2]), expecting, *map(self._falling, FALLS[2:])))
         for slot, share, group in itertools.product((self._slot, 0), PACES, groups):
-            yield from itertools.islice(falling, 1)
+            yield from itertools.islice(others, 1)
             yield self._at_pace(share, group, slot, 0)
 
     def _falling(self, share: float) -> Policy:
