@@ -231,7 +231,10 @@ STATE = 18 * 20
 """Bytes of two blocks' parameters."""
 
 
-@pytest.mark.parametrize(("ring_ns", "ring_bytes"), [(-30, 200), (30, -200), (-3, 500), (8, -450)])
+@pytest.mark.parametrize(
+    ("ring_ns", "ring_bytes"),
+    [(-30, 200), (30, -200), *(pytest.param(*own, marks=pytest.mark.slow) for own in ((-3, 500), (8, -450)))],
+)
 def test_a_search_weighs_time_against_memory_as_brute_force_does(ring_ns: int, ring_bytes: int) -> None:
     known, every = open_profile(ring_ns, ring_bytes), brute_force(ring_ns, ring_bytes, 4)
     limits = sorted({needs for needs, _, _ in every})

@@ -23,6 +23,7 @@ from limits import INPUTS, ROWS, Bench, Measured, Row, page_table
 PAGE = ROOT / "docs/limits.md"
 
 
+@pytest.mark.slow
 def test_marks_come_in_order(tmp_path: Path) -> None:
     """A schedule first, then its plan, then what is written."""
     write_file(shape("v", 4), str(tmp_path / "v4.json"))

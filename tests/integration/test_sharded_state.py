@@ -723,6 +723,7 @@ def test_lacksof_levels() -> None:
 TO_THE_END: dict[str, Any] = {"time_limit": 0.1, "deterministic": True}  # no plan depends on how busy the machine is
 
 
+@pytest.mark.slow
 def test_frontiers_of_plans_divide_too() -> None:
     words = {"devices": [4], "mini_batch": 4, "cluster": cluster_of(4, bandwidth=10**12)} | TO_THE_END
     whole, divided = (search_frontier(frontier_request(LARGE, **words, zero=zero)) for zero in (None, "auto"))

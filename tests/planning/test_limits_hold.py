@@ -1030,6 +1030,7 @@ def test_a_step_that_always_fails_is_not_repeated_for_ever(monkeypatch: pytest.M
 
 
 @pytest.mark.filterwarnings("ignore:the step")
+@pytest.mark.slow
 def test_a_last_plan_that_cannot_be_made_leaves_the_first_one_of_a_deterministic_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1251,6 +1252,7 @@ def test_plain_schedules_are_the_rules_own(num_microbatches: int, memory_bytes: 
         assert [list(order) for order in found.orders] == known
 
 
+@pytest.mark.slow
 def test_a_large_request_has_an_even_cut_first_and_says_where_none_fits() -> None:
     said: list[tuple[str, int]] = []
     tight = of(600, 8, 50_000)
@@ -1356,6 +1358,7 @@ def test_fewer_blocks_than_devices_are_cut_for_no_pipeline_of_all(scheduler: str
         search_plan(asked)
 
 
+@pytest.mark.slow
 def test_that_no_even_cut_fits_is_said_once() -> None:
     """Not again when all is tried with replicas that divide more."""
     said: list[str] = []
@@ -1614,7 +1617,10 @@ def test_every_strategy_has_a_first_plan_that_is_short(strategy: str, shards: in
 
 @pytest.mark.parametrize(
     ("name", "scheduler"),
-    [("v", "auto"), ("v", "1f1b"), ("v", "gpipe"), ("zbv", "auto"), ("nn", "auto"), ("k", "auto")],
+    [
+        *(("v", "auto"), ("zbv", "auto"), ("nn", "auto")),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in (("v", "1f1b"), ("v", "gpipe"), ("k", "auto"))),
+    ],
 )
 def test_stages_that_are_given_have_a_first_plan_however_many(
     name: str, scheduler: str, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def test_other_levels_come_where_nothing_fits() -> None:
         assert not any("ZeRO" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_estimates_without_split_blocks_are_said_to_be() -> None:
     def of(device: str, method: str) -> Profile:
         profile = chain_of([20, 20])

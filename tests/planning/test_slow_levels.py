@@ -81,7 +81,9 @@ def placed(groups: tuple[Group, ...]) -> Placement:
     return Placement(strategy="one-to-one", num_devices=8, stages=tuple(stages))
 
 
-@pytest.mark.parametrize(("sent", "parameters"), [(2_000_000, 10_000_000), (4_000_000, 20_000_000)])
+@pytest.mark.parametrize(
+    ("sent", "parameters"), [(2_000_000, 10_000_000), pytest.param(4_000_000, 20_000_000, marks=pytest.mark.slow)]
+)
 def test_chosen_groups_avoid_the_slow_level_as_the_best_of_all_assignments_does(sent: int, parameters: int) -> None:
     """Two replicas of four stages with 1F1B: at 1:1 sums cross the spine beside nothing, at 4:1 they stay in racks."""
     asked: dict[str, Any] = {"mini_batch": 16, "microbatch_size": 2, "scheduler": "1f1b", "time_limit": "10s"}

@@ -69,7 +69,11 @@ REQUESTS = [asked(), asked((1, 2)), asked(memory_bytes=40_000), asked((1, 2), sc
 
 @pytest.mark.parametrize(
     "request_",
-    [*REQUESTS[:-1], pytest.param(REQUESTS[-1], marks=[pytest.mark.slow, pytest.mark.long])],
+    [
+        *REQUESTS[:2],
+        *(pytest.param(own, marks=pytest.mark.slow) for own in REQUESTS[2:-1]),
+        pytest.param(REQUESTS[-1], marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
     ids=["blocks", "shards", "memory", "1f1b", "zero"],
 )
 def test_what_is_given_away_comes_to_the_same(request_: Request) -> None:

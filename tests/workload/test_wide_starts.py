@@ -44,6 +44,7 @@ def test_what_waits_in_a_circle_is_left_to_who_can_name_it() -> None:
     assert wide_starts(graph.times, graph.pairs, [forwards[3] + forwards[0], forwards[1] + forwards[2]]) is None
 
 
+@pytest.mark.slow
 def test_a_long_run_of_many_devices_is_wide_and_one_micro_batch_after_another_is_not() -> None:
     workload = chain_workload(64, 256)
     graph, orders, starts = timed(workload, one_f_one_b(workload))

@@ -30,6 +30,7 @@ def profiled(**asked: Any) -> Profile:
     return face.profile(LLAMA, **(few | asked))
 
 
+@pytest.mark.slow
 def test_blocks_with_a_cache_have_rows_of_pieces_that_searches_take() -> None:
     profile = profiled(context="16", dcp="1,2")
     assert parse(to_json(profile), Profile) == profile

@@ -148,7 +148,7 @@ def sums_of(parameters: Sequence[nn.Parameter], format_: torch.dtype) -> list[Te
     return sums
 
 
-@pytest.fixture(scope="module", params=SIX)
+@pytest.fixture(scope="module", params=[*SIX[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in SIX[2:])])
 def loaded(request: pytest.FixtureRequest) -> tuple[Profile, LoadedModel]:
     """A model's profile without times, and the module as transformers makes it."""
     model = captured(request.param, "half")

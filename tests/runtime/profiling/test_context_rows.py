@@ -51,7 +51,10 @@ def core_ns(context: int, shards: int, *, backward: bool) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks of")
-@pytest.mark.parametrize(("context", "cluster"), [(2, None), (4, SLOW)], ids=["own links", "slow links"])
+@pytest.mark.parametrize(
+    ("context", "cluster"),
+    [pytest.param(2, None, id="own links"), pytest.param(4, SLOW, id="slow links", marks=pytest.mark.slow)],
+)
 def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: int, cluster: Cluster | None) -> None:
     how = {"device": "h100-80gb", "microbatch": 1, "shards": (1, 2), "cluster": cluster}
     whole = pipeplan.estimate(CONFIG, sequence=context * PART, context=(context,), **how)
@@ -105,7 +108,10 @@ def test_copies_of_keys_and_values_for_heads_of_queries_are_not_sent() -> None:
     assert times[1] - times[0] == pytest.approx(moved / 2 * (4 - 1) * 1e9 / BANDWIDTH, abs=2)
 
 
-@pytest.mark.parametrize(("name", "kv_heads", "size"), [("gpt2-tiny", 4, 8), (SMALL, 2, 8)], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "size"),
+    [pytest.param("gpt2-tiny", 4, 8, id="gpt2", marks=pytest.mark.slow), pytest.param(SMALL, 2, 8, id="llama")],
+)
 def test_measured_rows_are_of_attention_over_whole_sequences(name: str, kv_heads: int, size: int) -> None:
     """Of pieces as they run; keys and values are gathered once in F, and in I again, before gradients are summed.
 
