@@ -777,6 +777,30 @@ def test_all_that_is_left_is_kept_for_a_better_plan_that_is_not_made_yet(value: 
     assert budget.expired == (value == 9)
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "seconds", "reserved"), [(60, 1.0, 10.0), (60, 3.0, 20.0), (6, 1.0, 1.5), (100_000, 1.0, 1.5)]
+)
+def test_time_is_kept_for_the_plan_of_a_whole_run(microbatches: int, seconds: float, reserved: float) -> None:
+    """A plan of a part that is repeated has fewer entries than what a search may find, unless that is one, too."""
+    clock = Hand()
+    budget = Budget(40.0, clock=clock)
+    budget.reserved = 1.5
+    part = shape_workload("mllm", 4, 6)
+    made = SimpleNamespace(
+        seconds=seconds,
+        schedule=SimpleNamespace(
+            graph=SimpleNamespace(num_actions=len(part.operations) * 6), workload=part, orders=[[6]]
+        ),
+    )
+    search: Any = SimpleNamespace(budget=budget, made=made, steps=())
+    trial: Any = SimpleNamespace(ways=[part.with_microbatches(microbatches)])
+    planning_steps._keep_for_whole(search, trial)
+    assert budget.reserved == reserved
+    search.made = None
+    planning_steps._keep_for_whole(search, trial)
+    assert budget.reserved == reserved
+
+
 def test_a_first_plan_that_is_not_made_in_time_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """And that is said as the search says it."""
     clock = Hand()

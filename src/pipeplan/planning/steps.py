@@ -95,6 +95,7 @@ from pipeplan.planning.usual import USUAL
 from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, CandidateWorkers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.search import PLAIN, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
@@ -986,6 +987,7 @@ class SearchCandidates(PlanStep):
     def search(self, search: PlanSearch, trial: Trial, seconds: float) -> None:
         """Search a trial for so long; one without any schedule is given up."""
         slicing = named(search.steps, SliceForwards)
+        _keep_for_whole(search, trial)
         try:
             trial.search(search.request, search.budget, seconds, search.listen(trial))
             _secure(search)
@@ -1330,6 +1332,20 @@ def _keep(search: PlanSearch, best: Trial, schedule: Schedule) -> None:
     search.budget.reserved = min(expected, left if _improves(best, made) else left / 2)
 
 
+def _keep_for_whole(search: PlanSearch, trial: Trial) -> None:
+    """Keep time for the plan of what a search may find, which runs each action once where none of it is to be repeated.
+
+    What was made before may be a part that is repeated, whose programs have far fewer entries.
+    """
+    made, shorter = search.made, named(search.steps, ShorterRun) or ShorterRun()
+    sizes = [_entries_whole(way) for way in trial.ways if shorter.shorter(way) is None]
+    if made is None or not sizes:
+        return
+    expected = made.seconds * max(sizes) / _entries(made.schedule)
+    left = max(0.0, search.budget.left() + search.budget.reserved)
+    search.budget.reserved = max(search.budget.reserved, min(expected, left / 2))
+
+
 def _entries(schedule: Schedule) -> float:
     """About how many the programs of its plan have, computing and messages."""
     return _entries_of(schedule.workload, schedule.graph.num_actions)
@@ -1337,6 +1353,11 @@ def _entries(schedule: Schedule) -> float:
 
 def _entries_of(workload: Workload, num_actions: int) -> float:
     return workload.entries * num_actions / len(workload.operations)
+
+
+def _entries_whole(workload: Workload) -> float:
+    """The same of a schedule that runs each action once."""
+    return _entries_of(workload, sum(map(len, workload.slots[: len(workload.operations)])))
 
 
 def _improves(trial: Trial, made: MadePlan) -> bool:
@@ -1357,8 +1378,7 @@ def _is_little(request: Request, entries: float) -> bool:
 
 def _writes_little(request: Request, workload: Workload) -> bool:
     """Whether there is so little of a plan whose schedule runs each action once."""
-    actions = workload.slots[: len(workload.operations)]
-    return _is_little(request, _entries_of(workload, sum(map(len, actions))))
+    return _is_little(request, _entries_whole(workload))
 
 
 def _made(search: PlanSearch, trial: Trial) -> MadePlan:

@@ -201,12 +201,15 @@ def _idle_on_way(problem: OneMicrobatch, device: int, end: int, other: list[int]
 
     ``back``: on a path from the micro-batch's end.
     """
-    groups = [set(problem.devices[y]) for y in other]
+    groups = {problem.devices[y] for y in other}
+    if (device,) in groups:  # which nothing that runs elsewhere shares a device with
+        return 0
+    others = [frozenset(group) for group in groups]
 
     def idle(y: int) -> int:
         if device in problem.devices[y]:
             return 0
-        return problem.durations[y] if all(group & set(problem.devices[y]) for group in groups) else 0
+        return problem.durations[y] if all(not group.isdisjoint(problem.devices[y]) for group in others) else 0
 
     before, order = (problem.outgoing, problem.order[::-1]) if back else (problem.incoming, problem.order)
     most: dict[int, int] = {}
