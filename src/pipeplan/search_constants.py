@@ -637,6 +637,9 @@ LAST_PLAN_SECONDS = 0.35
 MAKING_SHARE = 0.1
 """Part of the time for making plans on the way, beside the first and those of many more actions. Not measured."""
 
+WRITING_SHARE = 0.6
+"""Time to write and print a plan, by that to make it. Measured: 2.7 s and 4.6 of 1.8 million entries."""
+
 WORKER_POLL_SECONDS = 0.02
 """Seconds between two looks at whether there is time. Not measured."""
 

@@ -704,6 +704,29 @@ def test_where_work_is_counted_the_answer_is_that_of_a_search_that_keeps_no_plan
     )
 
 
+def test_a_last_plan_that_is_known_to_take_too_long_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One like it took 4.5 s, and two are left with the lateness."""
+    clock, planned, begun = Hand(), planning_steps.planned, list[float]()
+
+    def slowly(*given: Any) -> Plan:
+        begun.append(clock.now)
+        for _ in range(450):
+            clock.now += 0.01
+            checkpoint()
+        return planned(*given)
+
+    def found_late(step: Ramps, state: SearchState) -> None:
+        clock.now = max(clock.now, 20.0)
+
+    monkeypatch.setattr(planning_steps, "planned", slowly)
+    monkeypatch.setattr(Ramps, "run", found_late)
+    asked = request_of(shape("m", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
+    result = search_plan(asked, within=Limit(20.0, clock=clock))
+    assert len(begun) == 1
+    assert 20.0 <= clock.now < 20.1
+    assert "there was no time to make its plan" in result.notes[-1]
+
+
 def test_a_last_plan_that_takes_too_long_ends_with_the_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenth of the limit, in which what follows it fits, too; the one made before is the answer."""
     clock, planned, found = Hand(), planning_steps.planned, list[float]()
@@ -750,9 +773,9 @@ def test_a_plan_that_is_not_made_in_time_is_given_up_in_time(now: float, monkeyp
     assert 20.9 < clock.now <= 22.0 - planning_steps.ENDING + 0.02
 
 
-@pytest.mark.parametrize(("value", "reserved"), [(9, 3.5), (10, 1.75), (None, 1.75)])
+@pytest.mark.parametrize(("value", "reserved"), [(9, 3.5), (10, 2.7), (None, 2.7)])
 def test_all_that_is_left_is_kept_for_a_better_plan_that_is_not_made_yet(value: int | None, reserved: float) -> None:
-    """It is expected to take 4.5 s; for one like that which was made half of what is left is kept."""
+    """It is expected to take 4.5 s; where one as good was made, as long is kept as it takes to write it."""
     clock = Hand()
     budget = Budget(20.0, clock=clock)
     clock.now = 16.5
@@ -773,12 +796,12 @@ def test_all_that_is_left_is_kept_for_a_better_plan_that_is_not_made_yet(value: 
     best = SimpleNamespace(best=schedule_of(150), parted=None, value_ns=value)
     search: Any = SimpleNamespace(budget=budget, answer=best, made=made, making_seconds=3.0)
     planning_steps._secure(search)
-    assert budget.reserved == reserved
+    assert budget.reserved == pytest.approx(reserved)
     assert budget.expired == (value == 9)
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "seconds", "reserved"), [(60, 1.0, 10.0), (60, 3.0, 20.0), (6, 1.0, 1.5), (100_000, 1.0, 1.5)]
+    ("microbatches", "seconds", "reserved"), [(60, 1.0, 16.0), (60, 3.0, 20.0), (6, 0.5, 1.5), (100_000, 1.0, 1.5)]
 )
 def test_time_is_kept_for_the_plan_of_a_whole_run(microbatches: int, seconds: float, reserved: float) -> None:
     """A plan of a part that is repeated has fewer entries than what a search may find, unless that is one, too."""

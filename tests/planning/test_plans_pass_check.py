@@ -18,6 +18,7 @@ from pipeplan.planning import build_plan
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
+from pipeplan.workload import slices
 from support.marks import slow_but
 
 numbers = st.integers(1, 9)
@@ -127,7 +128,7 @@ def test_what_repeats_is_not_looked_for_in_very_many_actions(monkeypatch: pytest
     profile = shape("v", 2)
     found = {}
     for most, scheduler in product((10**6, 1), ("1f1b", "repetend")):
-        monkeypatch.setattr(build_plan, "MOST_LOOKED_THROUGH", most)
+        monkeypatch.setattr(slices, "MOST_LOOKED_THROUGH", most)
         how = {"scheduler": scheduler, "max_span": 2 if scheduler == "repetend" else None}
         asked = request_of(profile, profile.placement, Batch(16, 1), time_limit=1, deterministic=True, **how)
         plan = search_plan(asked).plan

@@ -32,7 +32,7 @@ from pipeplan.planning.request import Request
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
 from pipeplan.schedule.state import Schedule
-from pipeplan.search_constants import MOST_LOOKED_THROUGH, MOST_REPEATED, MOST_WRITTEN, NAMED_SIZES
+from pipeplan.search_constants import MOST_REPEATED, MOST_WRITTEN, NAMED_SIZES
 from pipeplan.simulator.metrics import rates
 from pipeplan.simulator.spares import Spares
 from pipeplan.texts import counted
@@ -73,9 +73,8 @@ def assemble(
 
     ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload: with a ``loop``, of all its
     micro-batches. ``recipe`` is what training keeps, ``modules`` are those of blocks, ``where`` is the profile's file.
-    ``cut`` [operation] is the first micro-batch of the repetend, and its unroll; None: whatever can be repeated, where
-    there are not very many actions, or ``as_written`` what the orders themselves repeat. ``decode`` is what a loop of
-    decode steps is for.
+    ``cut`` [operation] is the first micro-batch of the repetend, and its unroll; None: whatever can be repeated, or
+    ``as_written`` what the orders themselves repeat. ``decode`` is what a loop of decode steps is for.
 
     Raises:
         UsageError: a figure is larger than a plan can say, such as the bytes that a device holds.
@@ -91,13 +90,10 @@ def assemble(
     later = 0 if loop is None else loop.skipped_ns
     graph = graph.summed_best(starts, later)
     workload, figures = graph.workload, rates(graph, orders, starts, loop)
-    repetend: Repetend | None = None
     if cut is not None:
-        repetend = repetend_at(workload, orders, *cut)
-    elif loop is not None:
-        repetend = repetend_of_loop(workload, loop)
-    elif as_written or graph.num_actions <= MOST_LOOKED_THROUGH:
-        repetend = repetend_of(graph, orders, repeated=as_written)
+        repetend: Repetend | None = repetend_at(workload, orders, *cut)
+    else:
+        repetend = repetend_of(graph, orders, repeated=as_written) if loop is None else repetend_of_loop(workload, loop)
     written, repeated = programs(graph, orders, starts, loop)
     by_operation = {
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])

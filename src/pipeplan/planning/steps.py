@@ -126,6 +126,7 @@ from pipeplan.search_constants import (
     SEARCHED_ROUNDS,
     SECONDS_PER_RETIMING,
     SLICED_FEW,
+    WRITING_SHARE,
 )
 from pipeplan.time_limit import Limit, Telling, TimeUpError, checked, checkpoint, clock_of, shielded, time_is_up
 from pipeplan.units import format_ns
@@ -1296,8 +1297,8 @@ def _secure(search: PlanSearch) -> None:
 
     How long that takes is taken to grow with the programs' entries; it is found out again when there are many more. A
     plan that takes long is also made again when there is a better one, as long as making plans takes little of the
-    time: after an interruption there are only moments for it. At most half of what is left is kept, but all of it for
-    a better one that is not made yet: searching on would lose that.
+    time: after an interruption there are only moments for it. At most half of what is left is kept, or what it takes
+    to write it, but all of it for a better one that is not made yet: searching on would lose that.
 
     What has no valid plan is given up. Where work is counted it is a copy of the trial that is made a plan: the search
     goes on as if none had been.
@@ -1321,15 +1322,16 @@ def _keep(search: PlanSearch, best: Trial, schedule: Schedule) -> None:
     if made is None or (made.stands_in and not _stands_in(search, best)):
         made = _first_made(search, best)
     else:
-        expected = made.seconds * size / _entries(made.schedule)
+        expected = _expected(made, size)
         larger = size > 2 * _entries(made.schedule)
         cheap = search.making_seconds + expected <= MAKING_SHARE * search.budget.elapsed
         if larger or (_improves(best, made) and expected > LAST_PLAN_SECONDS / 2 and cheap):
             made = _made_late(search, best)
     search.budget.wait_no_longer()
-    expected = made.seconds * size / _entries(made.schedule)
-    left = max(0.0, search.budget.left() + search.budget.reserved)
-    search.budget.reserved = min(expected, left if _improves(best, made) else left / 2)
+    expected, left = _expected(made, size), max(0.0, search.budget.left() + search.budget.reserved)
+    writing = WRITING_SHARE * expected
+    most = left if _improves(best, made) else max(writing, left / 2)
+    search.budget.reserved = min(expected + writing, most)
 
 
 def _keep_for_whole(search: PlanSearch, trial: Trial) -> None:
@@ -1341,9 +1343,14 @@ def _keep_for_whole(search: PlanSearch, trial: Trial) -> None:
     sizes = [_entries_whole(way) for way in trial.ways if shorter.shorter(way) is None]
     if made is None or not sizes:
         return
-    expected = made.seconds * max(sizes) / _entries(made.schedule)
     left = max(0.0, search.budget.left() + search.budget.reserved)
+    expected = (1 + WRITING_SHARE) * _expected(made, max(sizes))
     search.budget.reserved = max(search.budget.reserved, min(expected, left / 2))
+
+
+def _expected(made: MadePlan, entries: float) -> float:
+    """Seconds that a plan of so many entries is taken to need, by those of one that was made."""
+    return made.seconds * entries / _entries(made.schedule)
 
 
 def _entries(schedule: Schedule) -> float:
@@ -1473,12 +1480,24 @@ def _last_of(search: PlanSearch, best: Trial) -> MadePlan:
                 "--time-limit"
             ) from None
     try:
+        if _is_too_late(search, best, before):
+            raise TimeUpError(budget)
         with budget.finishing(LAST_PLAN_SECONDS):
             return _made_late(search, best)
     except InvalidPlanError:
         raise
     except (Exception, KeyboardInterrupt) as error:
         return _made_before(search, best, before, error)
+
+
+def _is_too_late(search: PlanSearch, best: Trial, before: MadePlan) -> bool:
+    """Whether a plan like the one before takes longer than what is left and the time the search may be late."""
+    budget = search.budget
+    assert best.best is not None
+    if budget.deterministic or budget.interrupted or _is_of(best, before):
+        return False
+    size, left = _entries(best.best), max(0.0, budget.left() + budget.reserved)
+    return size <= 2 * _entries(before.schedule) and _expected(before, size) > left + search.lateness
 
 
 def _made_before(search: PlanSearch, best: Trial, before: MadePlan, error: BaseException) -> MadePlan:
