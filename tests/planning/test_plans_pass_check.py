@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from pipeplan.planning import build_plan
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload import slices
 from support.marks import slow_but
 
 numbers = st.integers(1, 9)
@@ -121,24 +119,6 @@ def test_shapes(name: str, split: bool) -> None:
     assert profile.placement is not None
     options = {"split_backward": split, "time_limit": 0.5, "deterministic": True}
     require_good(search_plan(request_of(profile, profile.placement, Batch(12, 1), **options)).plan, profile)
-
-
-def test_what_repeats_is_not_looked_for_in_very_many_actions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the search knows it: that of 1F1B is looked for, that of a span is known."""
-    profile = shape("v", 2)
-    found = {}
-    for most, scheduler in product((10**6, 1), ("1f1b", "repetend")):
-        monkeypatch.setattr(slices, "MOST_LOOKED_THROUGH", most)
-        how = {"scheduler": scheduler, "max_span": 2 if scheduler == "repetend" else None}
-        asked = request_of(profile, profile.placement, Batch(16, 1), time_limit=1, deterministic=True, **how)
-        plan = search_plan(asked).plan
-        require_good(plan, profile)
-        assert (plan.predicted.period_ns is None) == (plan.repetend is None)
-        found[most, scheduler] = plan.repetend
-    assert found[10**6, "1f1b"] is not None
-    assert found[1, "1f1b"] is None
-    assert found[10**6, "repetend"] == found[1, "repetend"]
-    assert found[1, "repetend"] is not None
 
 
 def test_what_a_search_made_wrong_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

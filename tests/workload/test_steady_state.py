@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from random import Random
 
 import pytest
@@ -14,13 +15,14 @@ from builders.chains import chain_workload, shared_workload
 from builders.drawn import workloads
 from builders.orders import Entry, Orders, gpipe_orders, one_f_one_b, one_f_one_b_repetend, random_orders, serial_orders
 from builders.plans import plan_of
+from builders.shapes import shape_workload
 from builders.timed import entry_of, found_in, interleaved, named, timed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.simulator.metrics import rates
 from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import Dependency, Operation, Repetend
 from pipeplan.workload.memory import peak_memory
-from pipeplan.workload.steady_state import rate
+from pipeplan.workload.steady_state import rate, repetend
 from pipeplan.workload.steady_state.rate import (
     CutOrders,
     repetend_rate,
@@ -310,3 +312,18 @@ def test_copy_ranges_are_where_the_copy_stands() -> None:
         range(1, 5),
         range(4),
     ]
+
+
+def test_of_very_many_actions_only_what_lasts_is_a_repetend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1F1B's is there all along; forwards and backwards that take turns twice, between others, do not last."""
+    graph = task_graph(shape_workload("v", 1, 64))
+    forwards, backwards = list(range(64)), list(range(64, 128))
+    one_by_one = [task for pair in zip(forwards, backwards, strict=True) for task in pair]
+    twice = [*forwards[:31], backwards[0], forwards[31], backwards[1], *forwards[32:], *backwards[2:]]
+    found = {}
+    for most, (name, order) in product((128, 127), {"1f1b": one_by_one, "twice": twice}.items()):
+        monkeypatch.setattr(repetend, "MOST_SWEPT", most)
+        found[most, name] = find_repetend(graph, [order], earliest_starts(graph, [order]))
+    assert found[128, "1f1b"] == found[127, "1f1b"] is not None
+    assert found[128, "twice"] is not None
+    assert found[127, "twice"] is None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeplan.search_constants import MOST_LOOKED_THROUGH
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.steady_state.loop import LoopCut
@@ -97,10 +96,8 @@ def repetend_of(graph: TaskGraph, orders: Orders, *, repeated: bool = False) -> 
     With ``repeated`` it is one that the orders themselves repeat.
 
     None where actions exchange state: what repeats is then the actions and their exchanges, in a loop or not at all.
-    And of very many actions, unless they are ``repeated`` or of a decoding loop: looking takes seconds.
     """
-    sought = repeated or graph.workload.step_microbatches > 1 or graph.num_actions <= MOST_LOOKED_THROUGH
-    if graph.workload.exchanges or not sought:
+    if graph.workload.exchanges:
         return None
     replaced, whole_orders = whole(graph, orders)
     if not replaced.workload.is_uniform:

@@ -15,7 +15,7 @@ from itertools import islice, takewhile
 from operator import eq
 
 from pipeplan.errors import UsageError
-from pipeplan.search_constants import MAX_REPLAYED, REPETEND_SAMPLES, SWEPT_UNROLL
+from pipeplan.search_constants import MAX_REPLAYED, MOST_SWEPT, REPETEND_SAMPLES, SWEPT_UNROLL
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import MAX_COUNT, Repetend
@@ -47,7 +47,8 @@ def find_repetend(
     wins, then least unroll, then least span, then the earliest cut in the middle half of the run.
 
     Unrolls up to 8 are looked for at every moment; larger ones where one of 16 moments spread over the run
-    shows them, which finds any that lasts a sixteenth of the run. Times are replayed for up to ``max_tasks`` actions.
+    shows them, which finds any that lasts a sixteenth of the run. Of very many actions only what does last as long is
+    looked for. Times are replayed for up to ``max_tasks`` actions.
 
     With ``repeated`` it is what the orders themselves repeat, of all that they run twice or more in a row one that goes
     on for about as long as any: a quicker part that is there once is another schedule than theirs.
@@ -256,20 +257,23 @@ class _RepetendFinder:
 
     def unrolls(self, limit: int) -> list[int]:
         """Unrolls worth a sweep, ascending."""
-        shown = set(range(1, min(limit, SWEPT_UNROLL) + 1))
+        long = sum(len(line.entries) for line in self.lines) > MOST_SWEPT
+        shown = set[int]() if long else set(range(1, min(limit, SWEPT_UNROLL) + 1))
+        least = max(1, self.workload.num_microbatches // REPETEND_SAMPLES) if long else 0
         stride = max(1, len(self.steps) // REPETEND_SAMPLES)
         positions = [0] * len(self.lines)
         for index, (_, going_on) in checked(enumerate(self.steps), 256):
             if index % stride == 0:
-                shown.update(self._unrolls_at(positions, limit))
+                shown.update(self._unrolls_at(positions, limit, least))
             for number in going_on:
                 positions[number] += 1
         return sorted(shown)
 
-    def _unrolls_at(self, positions: Sequence[int], limit: int) -> Iterator[int]:
+    def _unrolls_at(self, positions: Sequence[int], limit: int, least: int) -> Iterator[int]:
         """Unrolls of repetends that begin at a cut, without those that only repeat a smaller one.
 
-        One that goes on for a quarter of the run is the steady state: larger ones add nothing.
+        With ``least`` they are there twice, and go on for so many micro-batches. One that goes on for a quarter of the
+        run is the steady state: larger ones add nothing.
         """
         smaller: list[tuple[int, int]] = []
         for unroll in checked(range(1, limit + 1), 16):
@@ -278,7 +282,8 @@ class _RepetendFinder:
             if all(line.is_balanced(at, unroll) for line, at in zip(self.lines, positions, strict=True)):
                 reach = min(line.repeats(at, unroll) for line, at in zip(self.lines, positions, strict=True))
                 smaller.append((unroll, reach))
-                yield unroll
+                if not least or reach >= max(2 * unroll, least):
+                    yield unroll
                 if reach >= max(2 * unroll, self.workload.num_microbatches // 4):
                     return
 
