@@ -54,6 +54,7 @@ from pipeplan.planning import comparison, trials, tuning, uniform_space
 from pipeplan.planning import plan_frontier as plan_frontier_module
 from pipeplan.planning import steps as planning_steps
 from pipeplan.planning.bounds import request_bound, rows_bound
+from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import (
     PlacementCandidate,
     candidates,
@@ -704,6 +705,18 @@ def test_where_work_is_counted_the_answer_is_that_of_a_search_that_keeps_no_plan
     )
 
 
+def found_at_the_end(clock: Hand, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Result:
+    """What a search of 20 s ends with that finds something at its end, where plans are made so."""
+
+    def found_late(step: Ramps, state: SearchState) -> None:
+        clock.now = max(clock.now, 20.0)
+
+    monkeypatch.setattr(planning_steps, "planned", planned)
+    monkeypatch.setattr(Ramps, "run", found_late)
+    asked = request_of(shape("m", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
+    return search_plan(asked, within=Limit(20.0, clock=clock))
+
+
 def test_a_last_plan_that_is_known_to_take_too_long_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """One like it took 4.5 s, and two are left with the lateness."""
     clock, planned, begun = Hand(), planning_steps.planned, list[float]()
@@ -715,13 +728,7 @@ def test_a_last_plan_that_is_known_to_take_too_long_is_not_begun(monkeypatch: py
             checkpoint()
         return planned(*given)
 
-    def found_late(step: Ramps, state: SearchState) -> None:
-        clock.now = max(clock.now, 20.0)
-
-    monkeypatch.setattr(planning_steps, "planned", slowly)
-    monkeypatch.setattr(Ramps, "run", found_late)
-    asked = request_of(shape("m", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
-    result = search_plan(asked, within=Limit(20.0, clock=clock))
+    result = found_at_the_end(clock, slowly, monkeypatch)
     assert len(begun) == 1
     assert 20.0 <= clock.now < 20.1
     assert "there was no time to make its plan" in result.notes[-1]
@@ -739,13 +746,7 @@ def test_a_last_plan_that_takes_too_long_ends_with_the_lateness(monkeypatch: pyt
         assert len(found) == 1, "it was never given up"
         return planned(*given)
 
-    def found_late(step: Ramps, state: SearchState) -> None:
-        clock.now = max(clock.now, 20.0)
-
-    monkeypatch.setattr(planning_steps, "planned", slowly)
-    monkeypatch.setattr(Ramps, "run", found_late)
-    asked = request_of(shape("m", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
-    result = search_plan(asked, within=Limit(20.0, clock=clock))
+    result = found_at_the_end(clock, slowly, monkeypatch)
     assert len(found) == 2
     assert 21.5 < clock.now <= 21.95
     assert "there was no time to make its plan" in result.notes[-1]

@@ -1128,6 +1128,7 @@ def search_plan(
         best = search.answer
         if best is None or (best is search.stands_in and _has_ended(search)):
             raise _nothing(search)
+    ended = search.budget.expired  # what was kept of it for the last plan may be more than that takes
     last = _last_plan(search, best)
     best = search.answer or best
     schedule, plan = last.schedule, last.plan
@@ -1152,7 +1153,7 @@ def search_plan(
         lower_bound_ns=min(search.bound_ns, proved),
         placement_lower_bound_ns=proved,
         candidates=counts,
-        timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
+        timed_out=(ended or search.budget.expired or counts.left > 0) and not search.budget.interrupted,
         notes=(
             *dict.fromkeys([*notes, *search.notes]),
             *_standing_in(search, last),
