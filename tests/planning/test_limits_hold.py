@@ -705,11 +705,13 @@ def test_where_work_is_counted_the_answer_is_that_of_a_search_that_keeps_no_plan
     )
 
 
-def found_at_the_end(clock: Hand, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch) -> Result:
+def found_at_the_end(
+    clock: Hand, planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, *, at: float = 20.0
+) -> Result:
     """What a search of 20 s ends with that finds something at its end, where plans are made so."""
 
     def found_late(step: Ramps, state: SearchState) -> None:
-        clock.now = max(clock.now, 20.0)
+        clock.now = max(clock.now, at)
 
     monkeypatch.setattr(planning_steps, "planned", planned)
     monkeypatch.setattr(Ramps, "run", found_late)
@@ -732,6 +734,25 @@ def test_a_last_plan_that_is_known_to_take_too_long_is_not_begun(monkeypatch: py
     assert len(begun) == 1
     assert 20.0 <= clock.now < 20.1
     assert "there was no time to make its plan" in result.notes[-1]
+
+
+@pytest.mark.parametrize(("at", "ended"), [(5.0, False), (19.9, True)])
+def test_time_kept_for_the_last_plan_ends_a_search_as_the_limit_does(
+    at: float, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where that plan then takes less than was kept for it, and the limit is not reached."""
+    clock, planned, begun = Hand(), planning_steps.planned, list[float]()
+
+    def at_first_slowly(*given: Any) -> Plan:
+        begun.append(clock.now)
+        if len(begun) == 1:
+            clock.now += 1.5
+        return planned(*given)
+
+    result = found_at_the_end(clock, at_first_slowly, monkeypatch, at=at)
+    assert len(begun) == 2
+    assert clock.now == max(begun[1], at) < 20.0
+    assert result.timed_out is ended
 
 
 def test_a_last_plan_that_takes_too_long_ends_with_the_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
