@@ -5,13 +5,16 @@ They have no start times in a plan: what stands in the programs, and when comput
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Entry, Programs
 from pipeplan.time_limit import checked
 from pipeplan.workload.action import StateAction
+from pipeplan.workload.columns import IntArray, column
 from pipeplan.workload.elements import ONCE, Stage
 from pipeplan.workload.kinds import (
     GRADIENT_ROLES,
@@ -24,8 +27,21 @@ from pipeplan.workload.kinds import (
     Role,
 )
 
-Span = tuple[int, int, MemoryKind, int]
-"""From when to when, in ns, a device has something whole, of which kind, and how many bytes."""
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """[of some] from when to when, in ns, a device has something of one kind whole, and how many bytes."""
+
+    kind: MemoryKind
+    begins: IntArray
+    ends: IntArray
+    sizes: IntArray
+
+    @classmethod
+    def of(cls, kind: MemoryKind, each: Sequence[tuple[int, int, int]]) -> Spans:
+        """Those of (begin, end, bytes)."""
+        begins, ends, sizes = zip(*each, strict=True)
+        return cls(kind, column(begins), column(ends), column(sizes, 2 + len(sizes)))
 
 
 @dataclass(slots=True)
@@ -37,7 +53,7 @@ class StateExchanges:
     """
 
     least: dict[Entry, int]
-    spans: list[list[Span]]
+    spans: list[list[Spans]]
     busy: list[int]
     sums: list[list[tuple[int, int]]]
 
@@ -53,33 +69,53 @@ def check_exchanges(facts: Facts, programs: Programs, findings: Findings) -> Sta
         if devices in seen or (not any(programs.states[device] for device in devices) and not stage.block_groups):
             continue
         seen.add(devices)
-        lines = [_line(programs, device) for device in stage.devices]
-        other = next((n for n, line in enumerate(lines) if _named(line) != _named(lines[0])), None)
+        lines = [_StateLine.of(programs, device) for device in stage.devices]
+        other = next((n for n, line in enumerate(lines) if not line.says(lines[0])), None)
         if other is not None:
             text = f"differs from programs[{stage.devices[0]}], which exchanges the same state: both must do it in turn"
             findings.add("exchanges", f"programs[{stage.devices[other]}]", text)
             continue
         follower = _Follower(facts, stage.devices[0], findings)
-        for each in checked(lines[0], 1024):
+        for each in checked(lines[0].entries(programs), 1024):
             follower.follow(*each)
         follower.end()
+        spans = [Spans.of(kind, each) for kind, each in follower.spans.items() if each]
         found.least.update(follower.least)
         for device in stage.devices:
-            found.spans[device], found.busy[device] = follower.spans, follower.free + facts.skipped_ns
+            found.spans[device], found.busy[device] = spans, follower.free + facts.skipped_ns
             found.sums[device] = [(begin + facts.skipped_ns, end + facts.skipped_ns) for begin, end in follower.sums]
     return found
 
 
-def _line(programs: Programs, device: int) -> list[tuple[int, Entry | StateAction]]:
-    """(place in the program, what stands there) of what computes and what exchanges on a device."""
-    actions = programs.actions[device]
-    places = programs.places[device][programs.ids[device] < programs.firsts[programs.num_operations]]
-    own = zip(places.tolist(), programs.named(actions), strict=True)
-    return sorted([*own, *programs.states[device]], key=lambda each: each[0])
+@dataclass(frozen=True, slots=True)
+class _StateLine:
+    """What computes and what exchanges on a device: its ``actions``, then its ``states``.
 
+    ``places`` are those in its program of all of these, ``order`` the one in which they stand there.
+    """
 
-def _named(line: Sequence[tuple[int, Entry | StateAction]]) -> list[Entry | StateAction]:
-    return [each for _, each in line]
+    actions: IntArray
+    states: list[StateAction]
+    places: IntArray
+    order: IntArray
+
+    @classmethod
+    def of(cls, programs: Programs, device: int) -> _StateLine:
+        """That of a device."""
+        own = programs.places[device][programs.ids[device] < programs.firsts[programs.num_operations]]
+        stated, states = zip(*programs.states[device], strict=True) if programs.states[device] else ((), ())
+        places = np.concatenate([own, np.array(stated, np.int64)])
+        return cls(programs.actions[device], [*states], places, np.argsort(places, kind="stable"))
+
+    def says(self, other: _StateLine) -> bool:
+        """Whether the other's program has the same one after the other, wherever messages stand between them."""
+        same = np.array_equal(self.actions, other.actions) and np.array_equal(self.order, other.order)
+        return same and self.states == other.states
+
+    def entries(self, programs: Programs) -> Iterator[tuple[int, Entry | StateAction]]:
+        """(place in the program, what stands there), one after the other."""
+        named: list[Entry | StateAction] = [*programs.named(self.actions), *self.states]
+        return zip(self.places[self.order].tolist(), map(named.__getitem__, self.order.tolist()), strict=True)
 
 
 @dataclass(slots=True)
@@ -99,6 +135,37 @@ class _Followed:
 
 
 @dataclass(slots=True)
+class _FollowedStage:
+    """A stage: its groups of blocks; the actions left that need parameters, and that add to gradients.
+
+    ``uses`` and ``added`` count those since its last UNSHARD and REDUCE_GRAD.
+    """
+
+    stage: Stage
+    groups: list[_Followed]
+    left_uses: int
+    left_adds: int
+    uses: int = 0
+    added: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowedOperation:
+    """What all actions of an operation do: of which stage, when they start, whether they need parameters or add.
+
+    ``moments`` are those of :func:`_moments`; ``own`` is None where the stage exchanges nothing by actions.
+    """
+
+    stage: int
+    starts: Sequence[int]
+    duration_ns: int
+    own: _FollowedStage | None
+    gathers: bool
+    adds: bool
+    moments: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
 class _Follower:
     """Goes through what one device of a group of alike ones does, in the order of its program."""
 
@@ -106,29 +173,28 @@ class _Follower:
     device: int
     findings: Findings
     least: dict[Entry, int] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
+    spans: dict[MemoryKind, list[tuple[int, int, int]]] = field(default_factory=lambda: {PARAMETERS: [], GRADIENTS: []})
     sums: list[tuple[int, int]] = field(default_factory=list)
     free: int = 0
     _begun: int = 0
     _ended: int = 0
-    _last: Entry | None = None
-    _groups: dict[int, list[_Followed]] = field(default_factory=dict)
-    _uses: dict[int, int] = field(default_factory=dict)  # since the last UNSHARD
-    _added: dict[int, int] = field(default_factory=dict)  # since the last REDUCE_GRAD
-    _left: dict[tuple[int, bool], int] = field(default_factory=dict)
-    _courses: dict[tuple[int, Role], list[tuple[int, int]]] = field(default_factory=dict)
+    _last: _FollowedOperation | None = None
+    _stages: dict[int, _FollowedStage] = field(default_factory=dict)
+    _operations: dict[int, _FollowedOperation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan, own = self.facts.plan, self.facts.on_device[self.device]
         for number in sorted({plan.operations[operation].stage for operation in own}):
             if groups := plan.stages[number].block_groups:
-                self._groups[number] = [_Followed() for _ in groups]
-                for adds, roles in enumerate((PARAMETER_ROLES, GRADIENT_ROLES)):
-                    self._left[number, bool(adds)] = sum(
+                left = [
+                    sum(
                         self.facts.counts[operation]
                         for operation in own
                         if plan.operations[operation].stage == number and plan.operations[operation].role in roles
                     )
+                    for roles in (PARAMETER_ROLES, GRADIENT_ROLES)
+                ]
+                self._stages[number] = _FollowedStage(plan.stages[number], [_Followed() for _ in groups], *left)
 
     def follow(self, index: int, each: Entry | StateAction) -> None:
         """Take the next one."""
@@ -139,8 +205,8 @@ class _Follower:
 
     def end(self) -> None:
         """Nothing more comes: everything is given up and reduced."""
-        for number, groups in self._groups.items():
-            for place, group in enumerate(groups):
+        for number, own in self._stages.items():
+            for place, group in enumerate(own.groups):
                 if group.gathered is not None:
                     self._add(f"programs[{self.device}]", f"{self._text(number, 'RESHARD', place)} is missing")
                 if group.adding is not None:
@@ -149,44 +215,44 @@ class _Follower:
     def then(self) -> StateThen:
         """What there is now, but for what is exchanged once an iteration."""
         times, opened, counts = [self.free], dict[tuple[int, int, str], int](), dict[tuple[int, str], int]()
-        for number, groups in self._groups.items():
-            stage = self.facts.plan.stages[number]
+        for number, own in self._stages.items():
+            stage, groups = own.stage, own.groups
             if any(group.gathered is not None for group in groups) and stage.unshard_every != ONCE:
-                counts[number, "uses"] = self._uses.get(number, 0)
+                counts[number, "uses"] = own.uses
             if any(group.adding is not None for group in groups) and stage.reduce_every != ONCE:
-                counts[number, "added"] = self._added.get(number, 0)
+                counts[number, "added"] = own.added
             for place, group in enumerate(groups):
                 if group.gathered is not None and stage.unshard_every != ONCE:
                     opened[number, place, "gathered"] = group.gathered
                 if group.adding is not None and stage.reduce_every != ONCE:
                     opened[number, place, "adding"] = group.adding
-                waits = group.adding is not None and self._added.get(number) == stage.reduce_every
+                waits = group.adding is not None and own.added == stage.reduce_every
                 times += [group.given_up, group.reduced, group.ready if waits else 0]
         return StateThen((self._begun, *(max(self._begun, time) for time in times)), opened, counts)
 
     def _exchange(self, place: int, action: StateAction) -> None:
-        groups = self._groups.get(action.stage)
-        if groups is None:
+        own = self._stages.get(action.stage)
+        if own is None:
             self._wrong(place, action, f"stage {action.stage} here has no block_groups to exchange")
             return
-        if (action.group is None) != (len(groups) == 1) or (action.group or 0) >= len(groups):
+        stage, number, count = own.stage, action.group or 0, len(own.groups)
+        if (action.group is None) != (count == 1) or number >= count:
             self._wrong(
-                place, action, f"stage {action.stage} has {len(groups)} groups of blocks; name one, if they are several"
+                place, action, f"stage {action.stage} has {count} groups of blocks; name one, if they are several"
             )
             return
-        stage, number = self.facts.plan.stages[action.stage], action.group or 0
-        group, size = groups[number], stage.block_groups[number]
+        group, size = own.groups[number], stage.block_groups[number]
         if action.kind == REDUCE_GRAD:
-            wanted = min(stage.reduce_every or 0, self._added.get(action.stage, 0) + self._left[action.stage, True])
-            if group.adding is None or self._added.get(action.stage, 0) != wanted:
-                had = self._added.get(action.stage, 0) if group.adding is not None else 0
+            wanted = min(stage.reduce_every or 0, own.added + own.left_adds)
+            if group.adding is None or own.added != wanted:
+                had = own.added if group.adding is not None else 0
                 self._wrong(place, action, f"comes after {had} actions that add to its gradients, not after {wanted}")
             else:
                 begin = max(self.free, self._begun, group.ready)
                 self.free = group.reduced = begin + size.reduce_ns
                 if stage.reduce_every == ONCE:
                     self.sums.append((begin, self.free))
-                self.spans.append((group.adding, group.reduced, GRADIENTS, size.reduced_bytes))
+                self.spans[GRADIENTS].append((group.adding, group.reduced, size.reduced_bytes))
                 group.adding = None
         elif stage.unshard_every is None:
             self._wrong(
@@ -199,71 +265,79 @@ class _Follower:
             begin = max(self.free, self._begun, group.given_up)
             group.gathered = min(begin, max(self._ended, group.given_up))
             self.free = group.arrives = begin + size.unshard_ns
-            self._uses[action.stage] = 0
+            own.uses = 0
         else:
-            self._give_up(place, action, stage, number)
+            self._give_up(place, action, own, number)
 
-    def _give_up(self, place: int, action: StateAction, stage: Stage, which: int) -> None:
+    def _give_up(self, place: int, action: StateAction, own: _FollowedStage, which: int) -> None:
         """A RESHARD follows directly after the last action that its group was gathered for."""
-        number = action.stage
-        group, uses = self._groups[number][which], self._uses.get(number, 0)
-        wanted = min(stage.unshard_every or 0, uses + self._left[number, False])
+        group, last = own.groups[which], self._last
+        wanted = min(own.stage.unshard_every or 0, own.uses + own.left_uses)
         if group.gathered is None:
             self._wrong(place, action, "is not gathered; an UNSHARD is missing before")
             return
-        last = self._last
-        if uses != wanted or last is None or self.facts.plan.operations[last[0]].stage != number:
+        if own.uses != wanted or last is None or last.stage != action.stage:
             self._wrong(
-                place, action, f"comes after {uses} actions of what it was gathered for, must right after {wanted}"
+                place, action, f"comes after {own.uses} actions of what it was gathered for, must right after {wanted}"
             )
         else:
-            operation = self.facts.plan.operations[last[0]]
-            group.given_up = self._begun + self._moments(number, operation.role)[which][1]
-            self.spans.append((group.gathered, group.given_up, PARAMETERS, stage.block_groups[which].gathered_bytes))
+            group.given_up = self._begun + last.moments[which][1]
+            size = own.stage.block_groups[which].gathered_bytes
+            self.spans[PARAMETERS].append((group.gathered, group.given_up, size))
         group.gathered = None
 
     def _compute(self, entry: Entry) -> None:
         """An action needs what is gathered, and room to add to; it starts no earlier than both let it."""
-        operation, number = self.facts.plan.operations[entry[0]], entry[1]
-        start, stage = self.facts.starts[entry[0]][number], self.facts.plan.stages[operation.stage]
-        groups = self._groups.get(operation.stage, [])
-        gathers = stage.unshard_every is not None and operation.role in PARAMETER_ROLES
-        adds = operation.role in GRADIENT_ROLES
-        moments, least = self._moments(operation.stage, operation.role), 0
-        if gathers and groups:
-            self._uses[operation.stage] = self._uses.get(operation.stage, 0) + 1
-            self._left[operation.stage, False] -= 1
-        if adds and groups:
-            done = all(group.adding is None for group in groups)
-            if not done and self._added.get(operation.stage, 0) >= (stage.reduce_every or 0):
-                self._add(self._at(entry), f"adds to gradients before {operation.stage}REDUCE_GRAD of those before")
-            self._added[operation.stage] = 1 if done else self._added.get(operation.stage, 0) + 1
-            self._left[operation.stage, True] -= 1
-        for place, (group, (begin, end)) in enumerate(zip(groups, moments, strict=False)):
-            if gathers and group.gathered is None:
-                text = f"computes with parameters that are not gathered; {self._text(operation.stage, UNSHARD, place)}"
-                self._add(self._at(entry), f"{text} is missing before")
-            elif gathers and self._uses[operation.stage] > (stage.unshard_every or 0):
-                text = f"parameters stay gathered for {stage.unshard_every} actions; a RESHARD is missing before"
-                self._add(self._at(entry), text)
-            if gathers:
-                least = max(least, group.arrives - begin)
-            if adds:
-                least = max(least, group.reduced - begin)
-                group.adding = start + begin if group.adding is None else group.adding
-                group.ready = start + end
+        doing = self._operations.get(entry[0])
+        if doing is None:
+            doing = self._operations[entry[0]] = self._doing(entry[0])
+        start, least = doing.starts[entry[1]], 0
+        if doing.own is not None:
+            least = self._in_turn(entry, doing, doing.own, start)
         if start < least:
             text = f"starts at {start} ns; what it needs is gathered, and what it adds to reduced, for {least} ns"
             self._add(self._at(entry), text)
         self.least[entry] = least
-        self._begun, self._ended, self._last = start, start + operation.duration_ns, entry
+        self._begun, self._ended, self._last = start, start + doing.duration_ns, doing
 
-    def _moments(self, stage: int, role: Role) -> list[tuple[int, int]]:
-        """Those of a stage, which are the same for all actions of a role."""
-        found = self._courses.get((stage, role))
-        if found is None:
-            found = self._courses[stage, role] = _moments(self.facts.plan.stages[stage], role)
-        return found
+    def _in_turn(self, entry: Entry, doing: _FollowedOperation, own: _FollowedStage, start: int) -> int:
+        """When its stage's exchanges let the next action start, in ns, which starts then or later."""
+        stage, least = own.stage, 0
+        if doing.gathers:
+            own.uses, own.left_uses = own.uses + 1, own.left_uses - 1
+        if doing.adds:
+            done = all(group.adding is None for group in own.groups)
+            if not done and own.added >= (stage.reduce_every or 0):
+                self._add(self._at(entry), f"adds to gradients before {doing.stage}REDUCE_GRAD of those before")
+            own.added, own.left_adds = 1 if done else own.added + 1, own.left_adds - 1
+        for place, (group, (begin, end)) in enumerate(zip(own.groups, doing.moments, strict=True)):
+            if doing.gathers:
+                if group.gathered is None:
+                    text = f"computes with parameters that are not gathered; {self._text(doing.stage, UNSHARD, place)}"
+                    self._add(self._at(entry), f"{text} is missing before")
+                elif own.uses > (stage.unshard_every or 0):
+                    text = f"parameters stay gathered for {stage.unshard_every} actions; a RESHARD is missing before"
+                    self._add(self._at(entry), text)
+                least = max(least, group.arrives - begin)
+            if doing.adds:
+                least = max(least, group.reduced - begin)
+                group.adding = start + begin if group.adding is None else group.adding
+                group.ready = start + end
+        return least
+
+    def _doing(self, item: int) -> _FollowedOperation:
+        """What all actions of an operation do."""
+        operation = self.facts.plan.operations[item]
+        stage, role = self.facts.plan.stages[operation.stage], operation.role
+        return _FollowedOperation(
+            operation.stage,
+            self.facts.starts[item],
+            operation.duration_ns,
+            self._stages.get(operation.stage),
+            gathers=stage.unshard_every is not None and role in PARAMETER_ROLES,
+            adds=role in GRADIENT_ROLES,
+            moments=_moments(stage, role),
+        )
 
     def _wrong(self, place: int, action: StateAction, text: str) -> None:
         self._add(f"programs[{self.device}][{place}] ({action})", text)
@@ -272,7 +346,7 @@ class _Follower:
         return f"starts_ns[{self.facts.ids[entry[0]]}][{entry[1]}]"
 
     def _text(self, stage: int, kind: str, group: int) -> str:
-        several = len(self._groups[stage]) > 1
+        several = len(self._stages[stage].groups) > 1
         return str(StateAction(stage, kind, group if several else None))
 
     def _add(self, place: str, text: str) -> None:
@@ -300,7 +374,7 @@ class StateThen:
 def state_before(facts: Facts, programs: Programs, device: int, place: int) -> StateThen:
     """Follow a device's program up to a place."""
     follower = _Follower(facts, device, Findings())
-    for index, each in _line(programs, device):
+    for index, each in _StateLine.of(programs, device).entries(programs):
         if index < place:
             follower.follow(index, each)
     return follower.then()

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeplan.checker.exchanges import Span
+from pipeplan.checker.exchanges import Spans
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.segments import runs_of
 from pipeplan.files import CostRow, Plan, Profile
-from pipeplan.workload.columns import sharing, spread
+from pipeplan.workload.columns import column, sharing, spread
 from pipeplan.workload.elements import Operation, Stage
 from pipeplan.workload.kinds import ACTIVATIONS
 
 
-def given_spans(facts: Facts) -> list[list[Span]]:
+def given_spans(facts: Facts) -> list[list[Spans]]:
     """[device] from the start of every forward to the end of the last action that waits for it, or to its own end."""
-    spans: list[list[Span]] = [[] for _ in facts.plan.devices]
+    spans: list[list[Spans]] = [[] for _ in facts.plan.devices]
     takers: dict[str, list[int]] = {}
     its = facts.columns
     for dependency in facts.plan.dependencies:
@@ -32,12 +32,9 @@ def given_spans(facts: Facts) -> list[list[Span]]:
         for taker in takers.get(own.id, ()):
             at, others = spread(*sharing(facts.slots[operation], facts.slots[taker]))
             np.maximum.at(until, at, its.ends[others + its.firsts[taker]])
-        held = [
-            (begin, end, ACTIVATIONS, own.acquire_bytes)
-            for begin, end in zip(begins.tolist(), until.tolist(), strict=True)
-        ]
+        sizes = np.broadcast_to(column([own.acquire_bytes], 2 + len(begins)), begins.shape)
         for device in facts.devices[operation]:
-            spans[device] += held
+            spans[device].append(Spans(ACTIVATIONS, begins, until, sizes))
     return spans
 
 

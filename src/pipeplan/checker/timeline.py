@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeplan.checker.exchanges import Span
+from pipeplan.checker.exchanges import Spans
 from pipeplan.checker.facts import Facts, Findings, overlap
 from pipeplan.checker.programs import Entry, Messages, Programs
 from pipeplan.time_limit import checked
@@ -319,7 +319,7 @@ def _place(facts: Facts, operation: int, number: int) -> str:
 
 
 def check_memory(
-    facts: Facts, programs: Programs, findings: Findings, spans: Sequence[Sequence[Span]] = ()
+    facts: Facts, programs: Programs, findings: Findings, spans: Sequence[Sequence[Spans]] = ()
 ) -> tuple[int, ...]:
     """Every device stays within its memory and its predicted parts are right; returns the peaks [device] in bytes.
 
@@ -364,7 +364,7 @@ def _peak_in_time(
     effects: _Effects,
     device: int,
     state: MemoryBytes,
-    spans: Sequence[Span],
+    spans: Sequence[Spans],
     findings: Findings,
 ) -> int:
     """The same of a device that has state whole for some time: all that it holds at each moment at which that grows."""
@@ -375,10 +375,8 @@ def _peak_in_time(
     if not facts.plan.is_inference:
         taken, given = effects.taken(programs, actions)
         changes += [(ACTIVATIONS, starts, taken), (ACTIVATIONS, ends, -given)]
-    for kind in dict.fromkeys(kind for *_, kind, _ in spans):
-        begun, ended, each = zip(*((begin, end, size) for begin, end, of, size in spans if of is kind), strict=True)
-        held = column(each, 2 + len(each))
-        changes += [(kind, column(begun), held), (kind, column(ended), -held)]
+    for each in spans:
+        changes += [(each.kind, each.begins, each.sizes), (each.kind, each.ends, -each.sizes)]
     times, sizes = (np.concatenate([change[place] for change in changes]) for place in (1, 2))
     order = np.argsort(times, kind="stable")
     times, levels = times[order], np.cumsum(sizes[order])

@@ -150,7 +150,7 @@ def _messages_of(graph: TaskGraph, items: Mapping[_Name, int]) -> dict[str, int]
     number: dict[str, int] = {}
     for (before, after), item in items.items():
         tasks = range(*graph.offsets[item : item + 2])
-        texts = (f"{before}{text}{after}" for text in texts_of(graph.workload.slots[item]))
+        texts = [f"{before}{text}{after}" for text in texts_of(graph.workload.slots[item])]
         number.update(zip(texts, tasks, strict=True))
     return number
 

@@ -137,7 +137,8 @@ def _begins(workload: Workload, orders: Orders, first: Mapping[str, int], unroll
     """
     begins = [first[operation.id] for operation in workload.operations] + [0] * len(workload.transfers)
     for link, order in zip(workload.links, orders[len(workload.devices) :], strict=True):
-        entries = [divmod(task, workload.num_microbatches) for task in order]
+        items, numbers = np.divmod(np.array(order, np.int64), workload.num_microbatches)
+        entries = list(zip(items.tolist(), numbers.tolist(), strict=True))
         found = link_begins(workload, entries, begins, unroll, dict.fromkeys(sorted({x for x, _ in entries}), 0))
         if found is None:
             raise InvalidPlanError(
@@ -161,9 +162,12 @@ def link_begins(
     ends = {item: workload.transfers[item - len(workload.operations)] for item in passed}
     counts, last = dict(passed), {item: count - 1 for item, count in passed.items()}
     found: dict[int, int] | None = None
-    for at in range(sum(passed.values()), sum(begins[ends[item].source] for item in passed) + 1):
+    least = sum(begins[each.target] for each in ends.values())
+    most = sum(begins[each.source] for each in ends.values())
+    for at in range(sum(passed.values()), most + 1):
         if (
-            all(begins[ends[x].target] <= counts[x] <= begins[ends[x].source] for x in counts)
+            at >= least
+            and all(begins[ends[x].target] <= counts[x] <= begins[ends[x].source] for x in counts)
             and all(last[x] == counts[x] - 1 for x in counts)
             and sorted(entries[at : at + unroll * len(counts)])
             == [(x, counts[x] + u) for x in counts for u in range(unroll)]
