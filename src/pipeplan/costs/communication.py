@@ -228,7 +228,7 @@ def contention_of_sums(cluster: Cluster | None, stages: Iterable[Stage]) -> floa
     """
     if cluster is None or not cluster.contention:
         return 0.0
-    unit = cluster.levels[-2].group_size if len(cluster.levels) > 1 else 1
+    unit = alike_every(cluster)
     ways = dict[tuple[int, tuple[int, ...]], tuple[int, ...]]()
     for devices, shards in dict.fromkeys((tuple(stage.devices), stage.shards) for stage in stages):
         begin = devices[0] // unit * unit
@@ -252,9 +252,14 @@ def price_of_groups(cluster: Cluster | None, groups: Sequence[Sequence[int]]) ->
     """
     if cluster is None or len(groups[0]) < 2:
         return lambda _: 0.0
-    unit = cluster.levels[-2].group_size if len(cluster.levels) > 1 else 1
+    unit = alike_every(cluster)
     begin = min(map(min, groups)) // unit * unit
     return _prices(Same(cluster), tuple(tuple([device - begin for device in group]) for group in groups))
+
+
+def alike_every(cluster: Cluster) -> int:
+    """After how many devices others stand alike in the places of the outermost level."""
+    return cluster.levels[-2].group_size if len(cluster.levels) > 1 else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

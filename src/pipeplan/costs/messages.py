@@ -112,6 +112,8 @@ def goes_in_slices(source: Stage, target: Stage) -> bool:
     if source.shards == target.shards == 1:
         return True
     common = math.gcd(source.shards, target.shards)
+    if set(source.devices).isdisjoint(target.devices):
+        return True
     places = {device: index % source.shards for index, device in enumerate(source.devices)}
     return all(
         places[device] * common // source.shards == index % target.shards * common // target.shards
@@ -200,9 +202,11 @@ def dependencies(
     if is_in_line(placement.strategy):
         crossing |= {pair: [] for pair in pairwise(range(len(stages))) if pair not in crossing}
 
+    in_place_0 = stages if fold is None else list(map(fold.in_place_0, stages))
+
     def joined(ends: tuple[str, str], sender: int, receiver: int, sent: Sequence[_Sent]) -> Dependency:
         slices = max((each.kept for each in sent), default=1)
-        maker, taker = (stages[each] if fold is None else fold.in_place_0(stages[each]) for each in (sender, receiver))
+        maker, taker = in_place_0[sender], in_place_0[receiver]
         hops = _hops(maker, taker, num_routes, sent, cluster, stages[sender].context)
         hops = hops if fold is None else tuple(map(fold.hop, hops))
         return Dependency(source=ends[0], target=ends[1], hops=hops, slices=slices)

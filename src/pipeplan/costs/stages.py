@@ -445,7 +445,8 @@ def _on_programs(
     """Devices, stages and what these share on programs; None where players of one program are not alike."""
     found = [fold.tied(each) for each in tied]
     devices = [device(own.first) for own in fold.players]
-    if None in found or any(device(d) != devices[program] for d, program in fold.programs.items()):
+    each = ((device(number), devices[program]) for number, program in fold.programs.items())
+    if None in found or any(own is not first and own != first for own, first in each):
         return None
     on = tuple(map(fold.stage, stages))
     return {"devices": tuple(devices), "stages": on, "tied": tuple(found), "players": fold.players}

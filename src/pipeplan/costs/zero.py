@@ -19,11 +19,18 @@ groups of its blocks, at times that the plan says, and not with each micro-batch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
-from pipeplan.costs.communication import Exchange, contention_among, price_of_groups, time_of_groups
+from pipeplan.costs.communication import (
+    Exchange,
+    Same,
+    alike_every,
+    contention_among,
+    price_of_groups,
+    time_of_groups,
+)
 from pipeplan.costs.recipes import bytes_per_parameter, copy_held, expert_state_of, running_bytes, state_over
 from pipeplan.files import Block, Cluster, CostRow, Recipe
 from pipeplan.files.placement import PlacedStage
@@ -269,22 +276,31 @@ def price_of_exchange(
     Groups run at the same time, on links that they may share. From level 2 on a device has a part from the beginning,
     whose ``size`` it is, and from level 3 on parameters are gathered when they are used.
     """
-    zero = Zero.of(stage)
-    groups = [
-        group
-        for each in {stage: None, **dict.fromkeys(sharing)}
-        for group in state_groups(each.devices, each.shards, zero.group)
-    ]
-    own = state_groups(stage.devices, stage.shards, zero.group)
+    every = dict.fromkeys((each.devices, each.shards) for each in (stage, *sharing))
+    unit = 1 if cluster is None else alike_every(cluster)
+    begin = min(min(devices) for devices, _ in every) // unit * unit
+    alike = tuple((tuple([device - begin for device in devices]), shards) for devices, shards in every)
+    return _price_of_exchange(Same(cluster), Zero.of(stage), alike)
+
+
+@lru_cache(maxsize=64)
+def _price_of_exchange(
+    same: Same[Cluster | None], zero: Zero, stages: tuple[tuple[tuple[int, ...], int], ...]
+) -> Callable[[int, int, int], tuple[int, int]]:
+    """The same for the devices and shards of stages, of which the first asks: once for all that stand alike."""
+    cluster, (own_devices, own_shards) = same.thing, stages[0]
+    groups = [group for devices, shards in stages for group in state_groups(devices, shards, zero.group)]
+    own = state_groups(own_devices, own_shards, zero.group)
     inside, across = price_of_groups(cluster, own), price_of_groups(None, own)
-    if len(groups) > stage.shards:  # else each part is on one device alone, of thousands
-        places = chain.from_iterable(zip(*groups[shard :: stage.shards], strict=True) for shard in range(stage.shards))
+    if len(groups) > own_shards:  # else each part is on one device alone, of thousands
+        places = chain.from_iterable(zip(*groups[shard::own_shards], strict=True) for shard in range(own_shards))
         across = price_of_groups(cluster, [sorted(set(place)) for place in places])
 
     @cache
     def everywhere() -> Callable[[Exchange], float]:
         return price_of_groups(cluster, [sorted(set(place)) for place in zip(*groups, strict=True)])
 
+    @lru_cache(maxsize=1024)
     def price(size: int, whole: int, updated: int) -> tuple[int, int]:
         cut = 1 if zero.level >= IN_ACTIONS else zero.group
         scattered = 0.0 if zero.level >= IN_ACTIONS else inside(Exchange("reduce_scatter", size))

@@ -1036,11 +1036,17 @@ def cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], li
 
 
 def workload_of(request: Request, candidate: PlacementCandidate, *, split_backward: bool) -> Workload:
-    """The workload of a candidate, with backward split or whole.
+    """The workload of a candidate, with backward split or whole: the same where it is asked for again.
 
     Raises:
         UsageError: the profile has no such costs.
     """
+    return _workload_of(Same(request), Same(candidate), split_backward=split_backward)
+
+
+@lru_cache(maxsize=2)  # what a cut has been checked with is then looked at
+def _workload_of(same: Same[Request], same_candidate: Same[PlacementCandidate], *, split_backward: bool) -> Workload:
+    request, candidate = same.thing, same_candidate.thing
     return build_workload(
         request.profile,
         candidate.placement,

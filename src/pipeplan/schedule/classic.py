@@ -67,8 +67,8 @@ class Script:
             for stage, operations in zip(problem.workload.stages, problem.stage_operations, strict=True)
             if stage.devices == (device,)
         ]
-        self._next = {(kind, chunk): 0 for kind in "FI" for chunk in range(len(self._chunks))}
-        self._owed: deque[tuple[int, int]] = deque()  # (chunk, micro-batch) with an input but no weight gradient
+        self._next = {kind: [0] * len(self._chunks) for kind in "FI"}
+        self._owed = [deque[tuple[int, int]]() for _ in self._chunks]  # (when, micro-batch) with an I but no W
         self.order: list[int] = []
 
     @property
@@ -78,9 +78,13 @@ class Script:
 
     def add(self, words: str, times: int = 1) -> Script:
         """Append the words, in order, ``times`` times."""
+        each = [(word[0], int(word[1:]) if len(word) > 1 else None) for word in words.split()]
         for _ in checked(range(times)):
-            for word in words.split():
-                self._word(word[0], int(word[1:]) if len(word) > 1 else None)
+            before = len(self.order)
+            for kind, chunk in each:
+                self._word(kind, chunk)
+            if len(self.order) == before:  # nothing is left to do, and will not be
+                break
         return self
 
     def finish(self) -> list[int]:
@@ -92,22 +96,25 @@ class Script:
             self._weight(chunk)
             return
         assert chunk is not None
-        m = self._next["F" if kind == "F" else "I", chunk]
+        following = self._next["F" if kind == "F" else "I"]
+        m = following[chunk]
         if m == self._count:
             return
-        self._next["F" if kind == "F" else "I", chunk] = m + 1
+        following[chunk] = m + 1
         operations = self._chunks[chunk]
         self.order.append(operations[0 if kind == "F" else 1] * self._count + m)
         if kind == "B":
             self.order += [x * self._count + m for x in operations[2:]]
         elif kind == "I" and len(operations) > 2:
-            self._owed.append((chunk, m))
+            self._owed[chunk].append((len(self.order), m))
 
     def _weight(self, chunk: int | None) -> None:
-        owed = next((entry for entry in self._owed if chunk is None or entry[0] == chunk), None)
-        if owed is not None:
-            self._owed.remove(owed)
-            self.order.append(self._chunks[owed[0]][2] * self._count + owed[1])
+        if chunk is None:
+            able = (each for each, owed in enumerate(self._owed) if owed)
+            chunk = min(able, key=lambda each: self._owed[each][0], default=0)
+        if self._owed[chunk]:
+            _, m = self._owed[chunk].popleft()
+            self.order.append(self._chunks[chunk][2] * self._count + m)
 
 
 def scripted(write: Callable[[Script, int, OneMicrobatch], object]) -> Orderer:

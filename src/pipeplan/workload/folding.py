@@ -113,12 +113,15 @@ class Fold:
 
         Group sizes are those of levels of links.
         """
-        for source, target in set(pairs):
-            ends = [np.array(self.players[each].devices) for each in (source, target)]
-            for size in group_sizes:
-                together = ends[0] // size == ends[1] // size
-                if together.any() != together.all():
-                    return False
+        pairs = list(set(pairs))
+        if not pairs:
+            return True
+        players = np.array([own.devices for own in self.players])
+        sources, targets = (players[list(ends)] for ends in zip(*pairs, strict=True))
+        for size in group_sizes:
+            together = sources // size == targets // size
+            if (together.any(axis=1) != together.all(axis=1)).any():
+                return False
         return True
 
     def in_place_0(self, stage: Stage) -> Stage:
