@@ -21,7 +21,7 @@ from builders import clusters
 from builders.profiles import joined, stage_per_block
 from builders.requests import request_of
 from pipeplan.checker import check
-from pipeplan.costs import StageCost, stage_costs
+from pipeplan.costs import StageCost, build_workload, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.zero import Experts, Zero
 from pipeplan.errors import InfeasibleError, UsageError
@@ -42,6 +42,7 @@ from pipeplan.planning.candidates import (
     open_splits,
     placed,
     uniform_choices,
+    workload_of,
 )
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
@@ -49,6 +50,7 @@ from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.planning.trials import Trial, unfit_by_state
 from pipeplan.planning.uniform_space import Blocks, Choice, longest_stages
 from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.workload import Workload
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
 SIZES, SHARDS, MINI_BATCH = (1, 2), (1, 2), 8
@@ -752,3 +754,26 @@ def test_positions_are_as_fast_as_their_slowest_devices() -> None:
         each, line = choice.width * choice.replicas, speeds[::-1] if choice.backwards else speeds
         positions = range(choice.positions or 1)
         assert found == sum(min(line[at * each : (at + 1) * each], default=min(speeds)) for at in positions)
+
+
+def test_what_a_cut_was_checked_with_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workload by whose true orders a cut is found to fit is made once, and is equal to one that is made anew."""
+    made = list[Workload]()
+
+    def counted(*args: Any, **named: Any) -> Workload:
+        made.append(build_workload(*args, **named))
+        return made[-1]
+
+    monkeypatch.setattr(candidates, "build_workload", counted)
+    row = {"forward_ns": 10, "backward_ns": 20, "input_grad_ns": 10, "weight_grad_ns": 10, "activation_bytes": 10}
+    rows = tuple(CostRow(microbatch_size=size, **row) for size in SIZES)
+    blocks = [Block(id=f"b{number}", operator="layer", parameter_bytes=1, costs=rows) for number in range(16)]
+    way: dict[str, Any] = {"scheduler": "zb-v", "placement": "v-shape", "positions": 4, "split_backward": True}
+    request = replace(asked(joined(blocks), 4, 300, recompute=None), **way)
+    checked = [each.choice for each in uniform_choices(request) if each.choice.levels]
+    candidate = placed(request, checked[0])
+    assert isinstance(candidate, PlacementCandidate)
+    assert len(made) == 1
+    assert Trial.of(request, candidate).ways == made
+    assert workload_of(request, replace(candidate), split_backward=True) == made[0]
+    assert len(made) == 2
