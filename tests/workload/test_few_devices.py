@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from itertools import combinations
 from random import Random
 
@@ -324,6 +325,17 @@ def test_few_microbatches_say_something_of_any_number(memory: float) -> None:
     assert all(known.span(n) <= exact.span(n) for n in range(13))
     assert 6 * known.period < known.span(10**6) * 6 / 10**6 < 6 * known.period * 1.01
     assert known.period <= exact.period
+
+
+def test_room_says_of_many_microbatches_what_few_do_not() -> None:
+    """MLLM on 64 devices: 24 of 128 fit, each for 256; five times so many, then 8 whose backwards begin after 253."""
+    problem = unit_problem("mllm", 64, 128, memory=24)
+    (proofs,) = FewDeviceBounds.all_of(problem, compiled=False)
+    while proofs.bound == 0:
+        proofs.grow()
+    shared = 4 * 128
+    assert proofs.bound == 5 * 256 + 253 + 8 * 3 + shared == 2_069
+    assert proofs.period == Fraction(256, 24) + 4
 
 
 def test_the_period_is_of_any_unroll() -> None:

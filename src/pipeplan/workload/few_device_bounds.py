@@ -9,11 +9,14 @@ first. Micro-batches from a on have done nothing there when theirs starts, so th
 if heads are ways from the entry alone (:meth:`.FewDevices.after`). Few of both, found exactly by
 :class:`~pipeplan.workload.least_span.LeastSpan`, are so bounds for any number of micro-batches, ``start(n) / n`` is one
 on the period, for any unroll, and both lead the exact search for all of them.
+
+Of many, room says as much: where c micro-batches fit beside each other from the entry on to what gives that back, which
+takes t, the (n + c)-th enters when n + 1 have given it back, so that start(n + c) >= start(n) + t.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from types import ModuleType
 from typing import NamedTuple
@@ -56,14 +59,24 @@ class KeptDevices(NamedTuple):
     more: Devices = ()
 
 
+class Turn(NamedTuple):
+    """So many micro-batches fit on a device at once, and each of them stays for so many ns from its entry on."""
+
+    num_microbatches: int
+    stay_ns: int
+
+
 class DeviceAlone:
     """What is known about a device alone: exactly for few micro-batches, as bounds for any number."""
 
-    def __init__(self, few: FewDevices, entry: int) -> None:
+    def __init__(self, few: FewDevices, entry: int, turns: Sequence[Turn] = ()) -> None:
         self.few, self.entry = few.after(entry), entry
         self.head = few.kinds[entry].head
         self.most_labels = FEW_LABELS * FEW_KINDS // max(FEW_KINDS, len(few.kinds))
+        self._turns = [turn for turn in turns if 0 < turn.num_microbatches <= MOST_SEARCHED]
+        self._works = [*self._worked()]
         self._starts, self._spans = [0], [0]
+        self._many: tuple[list[int], list[int]] | None = None
 
     def learn(self) -> int:
         """Start and span of one micro-batch more, or what is known of them soon; how many labels that took."""
@@ -74,27 +87,58 @@ class DeviceAlone:
         ended.advance(2 * self.most_labels, NEVER)
         self._starts.append(begun.bound - self.head)
         self._spans.append(ended.bound - self.head)
+        self._many = None
         return begun.num_labels + ended.num_labels
 
     @property
     def period(self) -> Fraction:
         """Ns per micro-batch that no pattern is below, of any unroll."""
-        return max((Fraction(self._starts[n], n) for n in range(1, len(self._starts))), default=Fraction(0))
+        return max((Fraction(ns, n) for n, ns in self._again()), default=Fraction(0))
 
     def span(self, num_microbatches: int) -> int:
         """Ns from the first start here to the end of everything, at least."""
         if num_microbatches < len(self._spans):
             return self._spans[num_microbatches]
-        again = max(range(1, len(self._starts)), key=lambda n: Fraction(self._starts[n], n))
-        times = -(-(num_microbatches - len(self._spans) + 1) // again)
-        rest = num_microbatches - times * again
-        return times * self._starts[again] + max(
-            self._starts[n] + self._spans[rest - n] for n in range(min(rest + 1, len(self._starts)))
-        )
+        again, ns = max(self._again(), key=lambda each: Fraction(each[1], each[0]))
+        times = max(0, -(-(num_microbatches - MOST_SEARCHED) // again))
+        return times * ns + self.spans(num_microbatches - times * again)[-1]
 
     def spans(self, num_microbatches: int) -> list[int]:
         """[micro-batches] the same, up to a number of them."""
-        return [self.span(n) for n in range(num_microbatches + 1)]
+        starts, spans = self._many or (self._starts[:], self._spans[:])
+        self._many, known = (starts, spans), range(1, len(self._starts))
+        for n in range(len(spans), num_microbatches + 1):
+            turns = [turn for turn in self._turns if turn.num_microbatches <= n]
+            starts.append(
+                max(
+                    max(starts[few] + starts[n - few] for few in known),
+                    max((starts[n - fit] + ns for fit, ns in turns), default=0),
+                )
+            )
+            spans.append(
+                max(
+                    max(starts[few] + spans[n - few] for few in known),
+                    max((spans[n - fit] + ns for fit, ns in turns), default=0),
+                    max(n * work + beside for work, beside in self._works),
+                )
+            )
+        return spans[: num_microbatches + 1]
+
+    def _again(self) -> list[Turn]:
+        """How long it takes from a micro-batch's entry to that of so many later."""
+        return [*(Turn(n, self._starts[n]) for n in range(1, len(self._starts))), *self._turns]
+
+    def _worked(self) -> Iterator[tuple[int, int]]:
+        """Ns of a micro-batch's work of kinds with the longest tails, or heads, and the least before and after it."""
+        for kinds in (
+            sorted(self.few.kinds, key=lambda kind: -kind.tail),
+            sorted(self.few.kinds, key=lambda kind: -kind.head),
+        ):
+            before, work, after = NEVER, 0, NEVER
+            for kind in kinds:
+                before, work = min(before, kind.head), work + kind.copies * kind.duration
+                after = min(after, kind.tail)
+                yield work, before - self.head + after
 
 
 class FewDeviceBounds:
@@ -234,6 +278,20 @@ class FewDeviceBounds:
         area = sum(hold.size * problem.path(hold.source, hold.target) for hold in problem.holds_on(device))
         return Fraction(area, capacity) if capacity else Fraction(0)
 
+    def _turns(self, device: int, entry: int) -> list[Turn]:
+        """Those of what an entry takes: with what each part of it is held for, all that is held as long or longer."""
+        problem, room = self._problem, self._problem.capacity[device]
+        if room is None:
+            return []
+        holds = [hold for hold in problem.holds_on(device) if hold.source == entry]
+        found = list[Turn]()
+        for target in {hold.target: None for hold in holds}:
+            size = sum(hold.size for hold in holds if hold.target == target or problem.path(target, hold.target) >= 0)
+            stay = problem.path(entry, target)
+            if size > 0 and stay > 0:
+                found.append(Turn((room - problem.workspace[entry]) // size, stay))
+        return found
+
     def _learn(self, device: int) -> Iterator[bool]:
         """Few micro-batches on a device alone."""
         few = FewDevices.of(self._problem, (device,))
@@ -243,7 +301,8 @@ class FewDeviceBounds:
             # Micro-batches come in several ways, of which nothing is learned; a search can look at all of them.
             self._prove(KeptDevices((device,)), 0)
             return
-        known = DeviceAlone(few, few.entries[0])
+        (entry,) = few.operations[few.entries[0]]
+        known = DeviceAlone(few, few.entries[0], self._turns(device, entry))
         begun = self.num_labels
         for _ in range(min(self._most_known, self._problem.num_microbatches)):
             labels = known.learn()
