@@ -408,6 +408,9 @@ RULES_SHARE = 0.2
 RULES_TASKS = 20_000
 """Actions of the schedules of all rules tried. Not measured."""
 
+POLICIES_MANY = 200_000
+"""Actions beyond which few policies can be tried. Measured: one takes 3 s of 530,000, 0.4 s of 130,000."""
+
 POLICIES_SHARE = 0.15
 """Part of the limit for list scheduling. Measured: without it 14 of 86 cells longer, up to 41 %."""
 
@@ -536,6 +539,12 @@ DECODE_INSTANCES = 400
 
 FALLS = (0.6, 0.88, 0.92, 0.58, 0.84, 0.96, 0.54, 0.64, 0.8, 0.7, 1.0, 0.76)
 """Shares of memory's micro-batches by which those in flight fall to the last device. Measured: up to 2.2 % shorter."""
+
+FALL_TIGHT = 0.88
+"""The first of them where memory is tight. Measured: MLLM and NN on 32 devices take 1,080, with 0.6 more than 1,137."""
+
+TIGHT = 2.0
+"""Least period by memory, of that by work, from which memory is tight. Not measured: between 1.3 and 2.7."""
 
 PACES = (0.95, 1.05, 0.85, 1.0, 0.9, 1.1)
 """Shares of the least period at which micro-batches may enter. Not measured."""

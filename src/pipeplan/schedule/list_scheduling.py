@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 
-from pipeplan.search_constants import FALLS, PACES, REPACED
+from pipeplan.search_constants import FALL_TIGHT, FALLS, PACES, REPACED, TIGHT
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import Role
@@ -307,10 +307,13 @@ class PolicySearch:
     ``kept`` and ``shares`` are those of the step (:class:`pipeplan.schedule.steps.ListScheduling`).
     """
 
-    def __init__(self, problem: OneMicrobatch, seed: int, swept: int, kept: int, shares: Sequence[float]) -> None:
+    def __init__(
+        self, problem: OneMicrobatch, seed: int, swept: int, kept: int, shares: Sequence[float], *, many: bool = False
+    ) -> None:
         self._count, self._random = problem.num_microbatches, Random(seed)
         self._num_swept, self._num_kept, self._shares = swept, kept, shares
         limits = in_flight_limits(problem)
+        self._many = many
         self._period = _period_apart(problem)
         most = [max((problem.acquire[x] for x in there), default=0) for there in problem.on_device]
         self._room = int(min(problem.num_microbatches, *map(num_that_fit, problem.capacity, most)))
@@ -319,6 +322,11 @@ class PolicySearch:
             alone = [x for x in range(problem.num_operations) if len(problem.devices[x]) == 1]
             self._slot = max(problem.durations[x] for x in alone)
             forward = min((problem.durations[x] for x in alone if problem.roles[x] is Role.FORWARD), default=self._slot)
+            self._in_slot = max(1, self._slot // forward)
+            self._work = max(
+                sum(problem.durations[x] for x in there if len(problem.devices[x]) == 1) for there in problem.on_device
+            )
+            self._together_takes = any(problem.acquire[x] for x in range(problem.num_operations) if x not in alone)
             self._apart = tuple(dict.fromkeys((0, forward, 2 * forward, self._slot)))
             self._planned = list(self._paced())
             self._swept = True
@@ -353,11 +361,14 @@ class PolicySearch:
         """Of a problem with actions of all devices: groups of micro-batches as far apart as their memory says.
 
         The first ones enter as soon as there is room, or within limits that fall from device to device; with another
-        policy all devices expect what they run together.
+        policy all devices expect what they run together. Of very many actions few can be tried, and that comes first
+        which is best on fewer devices with as little room for their work.
         """
         assert self._period is not None
+        if self._many:
+            yield self._first_of_many()
         yield Policy(1.0, 1.0, alternate=True, slot=self._slot)
-        in_slot = max(1, self._slot // self._apart[1])
+        in_slot = self._in_slot
         groups = dict.fromkeys((1, in_slot, 3 * in_slot, self._room))
         yield self._at_pace(PACES[0], 3 * in_slot, self._slot, self._apart[-2])
         expecting = Policy(within=self._slot, expects=self._slot)
@@ -365,6 +376,14 @@ class PolicySearch:
         for slot, share, group in itertools.product((self._slot, 0), PACES, groups):
             yield from itertools.islice(others, 1)
             yield self._at_pace(share, group, slot, 0)
+
+    def _first_of_many(self) -> Policy:
+        """A pace where what all devices run together takes memory, else limits that fall, by how tight that is."""
+        assert self._period is not None
+        tight = self._period >= TIGHT * self._work
+        if self._together_takes:
+            return self._at_pace(PACES[0], 1 if tight else 3 * self._in_slot, self._slot, 0)
+        return self._falling(FALL_TIGHT if tight else FALLS[0])
 
     def _falling(self, share: float) -> Policy:
         """Limits that fall from device to device, by a share of what there is room for in all."""

@@ -38,6 +38,7 @@ from pipeplan.search_constants import (
     LAST_ORDERS,
     POLICIES_FRUITLESS,
     POLICIES_KEPT,
+    POLICIES_MANY,
     POLICIES_SHARE,
     POLICIES_SWEPT,
     POLICIES_WAITS,
@@ -240,7 +241,7 @@ class ListScheduling(ScheduleStep):
     """Local search over list-scheduling policies, given up after ``fruitless`` changes without improvement.
 
     All settings of the switches are tried with ``swept`` of the best limits of micro-batches in flight; ``kept``
-    policies are changed further, to ``shares`` of durations to wait.
+    policies are changed further, to ``shares`` of durations to wait. Of more than ``many`` actions each takes seconds.
     """
 
     share: float = POLICIES_SHARE
@@ -248,6 +249,7 @@ class ListScheduling(ScheduleStep):
     swept: int = POLICIES_SWEPT
     kept: int = POLICIES_KEPT
     shares: tuple[float, ...] = POLICIES_WAITS
+    many: int = POLICIES_MANY
     name = "list scheduling"
     when = "auto; nothing proved best; every stage on one device, or on all"
 
@@ -257,7 +259,8 @@ class ListScheduling(ScheduleStep):
 
     def run(self, state: SearchState) -> None:
         problem, budget = state.problem, state.budget
-        policies = PolicySearch(problem, budget.seed, self.swept, self.kept, self.shares)
+        many = state.graph.num_tasks > self.many
+        policies = PolicySearch(problem, budget.seed, self.swept, self.kept, self.shares, many=many)
         limit = budget.used + budget.seconds * self.share
         while not state.finished and budget.used < limit and policies.fruitless < self.fruitless:
             policy = policies.propose()
