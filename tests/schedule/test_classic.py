@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload, hops
 from builders.drawn import Placed, stage_graphs
-from builders.shapes import shape_workload
+from builders.problems import problems
+from builders.shapes import shape_workload, unit_problem
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.examples import SHAPES, ShapeCosts, shape
@@ -26,6 +27,7 @@ from pipeplan.partition.strategies import SEARCHED
 from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.stage_graph import kfkb_orders
+from pipeplan.schedule.state import fitting
 from pipeplan.workload.elements import Dependency
 from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -703,3 +705,19 @@ def test_schedules_say_for_which_chains_they_may_be() -> None:
                 able[name] |= {strategy} if classic.applies(problem) is None else set()
     for name, classic in CLASSIC.items():
         assert able[name] == set(classic.strategies or SEARCHED) or name == "1f1b+"
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(max_stages=3, num_microbatches=3))
+def test_what_never_fits_is_known_without_orders(problem: OneMicrobatch) -> None:
+    gpipe, graph = CLASSIC["gpipe"], task_graph(problem.workload)
+    if gpipe.applies(problem) is None and gpipe.never_fits(problem):
+        assert fitting(graph, gpipe.orders(problem, graph)) is None
+
+
+@pytest.mark.parametrize(("room", "never"), [(8, False), (7, True), (None, False)])
+def test_gpipe_of_a_chain_needs_room_for_all_micro_batches(room: int | None, never: bool) -> None:
+    problem = unit_problem("v", 4, 8, memory=room)
+    graph = task_graph(problem.workload)
+    assert CLASSIC["gpipe"].never_fits(problem) == never
+    assert (fitting(graph, CLASSIC["gpipe"].orders(problem, graph)) is None) == never

@@ -322,3 +322,21 @@ class TestTuning:
         unseen = next(policy for policy in iter(tuning.propose, None) if policy not in seen)
         tuning.learn(unseen, 999)
         assert tuning.fruitless == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "room", "policy"),
+    [
+        ("mllm", 6, "falls"),
+        ("mllm", 12, "falls, or expects"),
+        ("k", 3, "pace 1"),
+        ("k", 6, "pace 9"),
+    ],
+)
+def test_of_very_many_actions_the_best_on_fewer_devices_comes_first(name: str, room: int, policy: str) -> None:
+    problem = unit_problem(name, 16, 32, memory=room)
+    firsts = []
+    for expecting in (False, True):
+        first = PolicySearch(problem, 0, 4, 8, (0.5, 1.0), many=True, expecting=expecting).propose()
+        firsts.append("falls" if first.in_flight else "expects" if first.expects else f"pace {first.group}")
+    assert ", or ".join(dict.fromkeys(firsts)) == policy

@@ -338,7 +338,8 @@ class Classic:
     actions. Where a look of more asks for one by name it has those of ``looked``, if there are such. Making its orders
     counts ``seconds_each`` for each action, of at most ``most_counted``, where seconds are deterministic. One that
     ``splits`` runs input and weight gradients apart by its definition, the others whole backwards. ``forwards`` are its
-    orders where there are no backwards. ``strategies`` are those whose chains it may be for; none: all.
+    orders where there are no backwards. ``strategies`` are those whose chains it may be for; none: all. One that
+    ``holds_all`` runs all forwards of a device before its backwards.
     """
 
     placed: Condition
@@ -351,6 +352,7 @@ class Classic:
     forwards: Orderer | None = None
     strategies: tuple[str, ...] = ()
     looked: Orderer | None = None
+    holds_all: bool = False
 
     def is_quick(self, num_tasks: int) -> bool:
         """Whether it takes only a moment for this many actions."""
@@ -365,6 +367,13 @@ class Classic:
         if self.forwards is None and problem.workload.is_inference:
             return "it needs backwards"
         return self.placed(problem)
+
+    def never_fits(self, problem: OneMicrobatch) -> bool:
+        """Whether a device has no room for what it is then known to hold at once, without making any orders."""
+        return self.holds_all and any(
+            room is not None and problem.num_microbatches * problem.held_between(device) > room
+            for device, room in enumerate(problem.capacity[: problem.num_devices])
+        )
 
     def orders_looked_at(self, problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         """The same, or what takes less to make and is about as short."""
@@ -522,7 +531,7 @@ _ONE, _TURNS, _V = "one-to-one", "circular", "v-shape"
 
 
 CLASSIC: dict[str, Classic] = {
-    "gpipe": Classic(always, by_rules("gpipe"), forwards=stage_by_stage),
+    "gpipe": Classic(always, by_rules("gpipe"), forwards=stage_by_stage, holds_all=True),
     "1f1b": Classic(one_stage_each, by_rules("1f1b"), forwards=in_turn, strategies=(_ONE,)),
     "zb-h1": split(one_stage_each, by_rules("zb-h1"), _ONE),
     "zb-h2": split(one_stage_each, by_rules("zb-h2"), _ONE),

@@ -304,16 +304,25 @@ class PolicySearch:
 
     First every limit of :func:`in_flight_limits` with a few settings of the switches, then all settings with the best
     limits, then changes of the best few: a switch, or the limits of some neighbouring devices by one. ``swept``,
-    ``kept`` and ``shares`` are those of the step (:class:`pipeplan.schedule.steps.ListScheduling`).
+    ``kept`` and ``shares`` are those of the step (:class:`pipeplan.schedule.steps.ListScheduling`), and so is
+    ``expecting``; ``many`` says that there are so many actions that few policies can be tried.
     """
 
     def __init__(
-        self, problem: OneMicrobatch, seed: int, swept: int, kept: int, shares: Sequence[float], *, many: bool = False
+        self,
+        problem: OneMicrobatch,
+        seed: int,
+        swept: int,
+        kept: int,
+        shares: Sequence[float],
+        *,
+        many: bool = False,
+        expecting: bool = False,
     ) -> None:
         self._count, self._random = problem.num_microbatches, Random(seed)
         self._num_swept, self._num_kept, self._shares = swept, kept, shares
         limits = in_flight_limits(problem)
-        self._many = many
+        self._many, self._expecting = many, expecting
         self._period = _period_apart(problem)
         most = [max((problem.acquire[x] for x in there), default=0) for there in problem.on_device]
         self._room = int(min(problem.num_microbatches, *map(num_that_fit, problem.capacity, most)))
@@ -371,19 +380,27 @@ class PolicySearch:
         in_slot = self._in_slot
         groups = dict.fromkeys((1, in_slot, 3 * in_slot, self._room))
         yield self._at_pace(PACES[0], 3 * in_slot, self._slot, self._apart[-2])
-        expecting = Policy(within=self._slot, expects=self._slot)
-        others = iter((*map(self._falling, FALLS[:2]), expecting, *map(self._falling, FALLS[2:])))
+        others = iter((*map(self._falling, FALLS[:2]), self._expects(), *map(self._falling, FALLS[2:])))
         for slot, share, group in itertools.product((self._slot, 0), PACES, groups):
             yield from itertools.islice(others, 1)
             yield self._at_pace(share, group, slot, 0)
 
     def _first_of_many(self) -> Policy:
-        """A pace where what all devices run together takes memory, else limits that fall, by how tight that is."""
+        """A pace where what all devices run together takes memory, else limits that fall, by how tight that is.
+
+        Or one that expects, where memory is not so tight and it is asked for.
+        """
         assert self._period is not None
         tight = self._period >= TIGHT * self._work
         if self._together_takes:
             return self._at_pace(PACES[0], 1 if tight else 3 * self._in_slot, self._slot, 0)
+        if self._expecting and not tight:
+            return self._expects()
         return self._falling(FALL_TIGHT if tight else FALLS[0])
+
+    def _expects(self) -> Policy:
+        """All devices expect what they run together."""
+        return Policy(within=self._slot, expects=self._slot)
 
     def _falling(self, share: float) -> Policy:
         """Limits that fall from device to device, by a share of what there is room for in all."""

@@ -411,7 +411,8 @@ def _known_orders(
         checkpoint()
         if names and name not in names:
             continue
-        if (names or thorough or classic.is_quick(graph.num_tasks)) and classic.applies(problem) is None:
+        wanted = names or thorough or classic.is_quick(graph.num_tasks)
+        if wanted and classic.applies(problem) is None and not classic.never_fits(problem):
             yield name, (classic.orders if thorough else classic.orders_looked_at)(problem, graph)
 
 

@@ -166,9 +166,11 @@ def _offer_classics(state: SearchState, *, quick: bool) -> None:
     for name, classic in CLASSIC.items():
         late = state.budget.interrupted if quick else state.budget.expired
         useless = not quick and state.proved and not classic.automatic
-        if classic.is_quick(tasks) == quick and not (late or useless) and classic.applies(state.problem) is None:
+        if classic.is_quick(tasks) != quick or late or useless or classic.applies(state.problem) is not None:
+            continue
+        if not classic.never_fits(state.problem):
             state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
-            state.budget.charge(0.0 if quick else classic.seconds(tasks))
+        state.budget.charge(0.0 if quick else classic.seconds(tasks))
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,8 @@ class ListScheduling(ScheduleStep):
     """Local search over list-scheduling policies, given up after ``fruitless`` changes without improvement.
 
     All settings of the switches are tried with ``swept`` of the best limits of micro-batches in flight; ``kept``
-    policies are changed further, to ``shares`` of durations to wait. Of more than ``many`` actions each takes seconds.
+    policies are changed further, to ``shares`` of durations to wait. Of more than ``many`` actions each takes
+    seconds; if ``expecting``, one that expects what all devices run together may then come first.
     """
 
     share: float = POLICIES_SHARE
@@ -250,6 +253,7 @@ class ListScheduling(ScheduleStep):
     kept: int = POLICIES_KEPT
     shares: tuple[float, ...] = POLICIES_WAITS
     many: int = POLICIES_MANY
+    expecting: bool = False
     name = "list scheduling"
     when = "auto; nothing proved best; every stage on one device, or on all"
 
@@ -260,7 +264,9 @@ class ListScheduling(ScheduleStep):
     def run(self, state: SearchState) -> None:
         problem, budget = state.problem, state.budget
         many = state.graph.num_tasks > self.many
-        policies = PolicySearch(problem, budget.seed, self.swept, self.kept, self.shares, many=many)
+        policies = PolicySearch(
+            problem, budget.seed, self.swept, self.kept, self.shares, many=many, expecting=self.expecting
+        )
         limit = budget.used + budget.seconds * self.share
         while not state.finished and budget.used < limit and policies.fruitless < self.fruitless:
             policy = policies.propose()
@@ -430,7 +436,7 @@ STEPS: tuple[SearchStep, ...] = (
         )
     ),
     RepetendSearch(),
-    ListScheduling(),
+    ListScheduling(expecting=True),
     ProvingByDevices(share=PROVING_SHARE_SECOND),
     RepetendBetweenBlocks(),
     SlowClassics(),

@@ -59,21 +59,21 @@ class KeptDevices(NamedTuple):
     more: Devices = ()
 
 
-class Turn(NamedTuple):
-    """So many micro-batches fit on a device at once, and each of them stays for so many ns from its entry on."""
+class Stay(NamedTuple):
+    """How many micro-batches fit on a device at once, and for how many ns each stays from its entry on, at least."""
 
     num_microbatches: int
-    stay_ns: int
+    ns: int
 
 
 class DeviceAlone:
     """What is known about a device alone: exactly for few micro-batches, as bounds for any number."""
 
-    def __init__(self, few: FewDevices, entry: int, turns: Sequence[Turn] = ()) -> None:
+    def __init__(self, few: FewDevices, entry: int, stays: Sequence[Stay] = ()) -> None:
         self.few, self.entry = few.after(entry), entry
         self.head = few.kinds[entry].head
         self.most_labels = FEW_LABELS * FEW_KINDS // max(FEW_KINDS, len(few.kinds))
-        self._turns = [turn for turn in turns if 0 < turn.num_microbatches <= MOST_SEARCHED]
+        self._stays = [stay for stay in stays if 0 < stay.num_microbatches <= MOST_SEARCHED]
         self._works = [*self._worked()]
         self._starts, self._spans = [0], [0]
         self._many: tuple[list[int], list[int]] | None = None
@@ -108,25 +108,25 @@ class DeviceAlone:
         starts, spans = self._many or (self._starts[:], self._spans[:])
         self._many, known = (starts, spans), range(1, len(self._starts))
         for n in range(len(spans), num_microbatches + 1):
-            turns = [turn for turn in self._turns if turn.num_microbatches <= n]
+            stays = [stay for stay in self._stays if stay.num_microbatches <= n]
             starts.append(
                 max(
                     max(starts[few] + starts[n - few] for few in known),
-                    max((starts[n - fit] + ns for fit, ns in turns), default=0),
+                    max((starts[n - fit] + ns for fit, ns in stays), default=0),
                 )
             )
             spans.append(
                 max(
                     max(starts[few] + spans[n - few] for few in known),
-                    max((spans[n - fit] + ns for fit, ns in turns), default=0),
+                    max((spans[n - fit] + ns for fit, ns in stays), default=0),
                     max(n * work + beside for work, beside in self._works),
                 )
             )
         return spans[: num_microbatches + 1]
 
-    def _again(self) -> list[Turn]:
+    def _again(self) -> list[Stay]:
         """How long it takes from a micro-batch's entry to that of so many later."""
-        return [*(Turn(n, self._starts[n]) for n in range(1, len(self._starts))), *self._turns]
+        return [*(Stay(n, self._starts[n]) for n in range(1, len(self._starts))), *self._stays]
 
     def _worked(self) -> Iterator[tuple[int, int]]:
         """Ns of a micro-batch's work of kinds with the longest tails, or heads, and the least before and after it."""
@@ -278,18 +278,18 @@ class FewDeviceBounds:
         area = sum(hold.size * problem.path(hold.source, hold.target) for hold in problem.holds_on(device))
         return Fraction(area, capacity) if capacity else Fraction(0)
 
-    def _turns(self, device: int, entry: int) -> list[Turn]:
-        """Those of what an entry takes: with what each part of it is held for, all that is held as long or longer."""
+    def _stays(self, device: int, entry: int) -> list[Stay]:
+        """Those by what an entry takes: with what each part of it is held for, all that is held as long or longer."""
         problem, room = self._problem, self._problem.capacity[device]
         if room is None:
             return []
         holds = [hold for hold in problem.holds_on(device) if hold.source == entry]
-        found = list[Turn]()
+        found = list[Stay]()
         for target in {hold.target: None for hold in holds}:
             size = sum(hold.size for hold in holds if hold.target == target or problem.path(target, hold.target) >= 0)
-            stay = problem.path(entry, target)
-            if size > 0 and stay > 0:
-                found.append(Turn((room - problem.workspace[entry]) // size, stay))
+            ns = problem.path(entry, target)
+            if size > 0 and ns > 0:
+                found.append(Stay((room - problem.workspace[entry]) // size, ns))
         return found
 
     def _learn(self, device: int) -> Iterator[bool]:
@@ -302,7 +302,7 @@ class FewDeviceBounds:
             self._prove(KeptDevices((device,)), 0)
             return
         (entry,) = few.operations[few.entries[0]]
-        known = DeviceAlone(few, few.entries[0], self._turns(device, entry))
+        known = DeviceAlone(few, few.entries[0], self._stays(device, entry))
         begun = self.num_labels
         for _ in range(min(self._most_known, self._problem.num_microbatches)):
             labels = known.learn()

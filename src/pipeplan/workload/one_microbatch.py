@@ -130,6 +130,17 @@ class OneMicrobatch:
         """What a device holds until one action has ended; what waits for several, or for none, searches leave out."""
         return self._holds_on.get(device, [])
 
+    def held_between(self, device: int) -> int:
+        """Bytes that a device holds of each micro-batch between its forwards and its backwards."""
+        return sum(
+            hold.size
+            for hold in self.holds_on(device)
+            if self.roles[hold.source] is Role.FORWARD
+            and self.roles[hold.target] in (Role.BACKWARD, Role.INPUT_GRAD, Role.WEIGHT_GRAD)
+            and device in self.devices[hold.source]
+            and device in self.devices[hold.target]
+        )
+
     @cached_property
     def _holds_on(self) -> dict[int, list[Hold]]:
         found: dict[int, list[Hold]] = {}
