@@ -866,10 +866,11 @@ def commands(state: State, case: Case) -> dict[str, Any]:
     asked += ["--time-limit", f"{state.limit:g}s", "-o", str(plan)]
     ran = partial(_process, of_work=bool(state.how))
     found: dict[str, Any] = {"search": ran([sys.executable, "-c", CHILD, *asked]), "limit_s": state.limit}
-    for verb in ("check", "simulate") if found["search"]["code"] == 0 else ():
+    if found["search"]["code"]:
+        return found
+    for verb in ("check", "simulate"):
         found[verb] = ran([sys.executable, "-m", "pipeplan", verb, str(plan), *both])
-    kept = {"plan_bytes": plan.stat().st_size, "iteration_ns": read_plan(str(plan)).predicted.iteration_ns}
-    return found | (kept if found["search"]["code"] == 0 else {})
+    return found | {"plan_bytes": plan.stat().st_size, "iteration_ns": read_plan(str(plan)).predicted.iteration_ns}
 
 
 def counted_share(state: State, case: Case, iteration_ns: int) -> float | None:
