@@ -289,3 +289,9 @@ def test_every_package_says_what_lives_in_it(path: Path) -> None:
     head, _, rest = text.partition("\n\n")
     assert head.endswith(".")
     assert re.search(r"\bHere: .*\bNot here: \S", rest, re.DOTALL)
+
+
+def test_modules_of_tests_have_names_of_their_own() -> None:
+    """Of two that are called alike pytest collects one, and all of a run fails for it."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
