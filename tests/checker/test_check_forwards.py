@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+import pipeplan
 from pipeplan import Block, Edge, Profile
-from pipeplan.checker.forwards import held_bytes
+from pipeplan.checker.facts import Facts
+from pipeplan.checker.forwards import given_spans, held_bytes
 from pipeplan.workload.elements import Stage
 
 
@@ -38,3 +42,13 @@ def test_outputs_are_there_until_the_last_that_takes_them_has_run(seed: int) -> 
     stage = Stage(blocks=tuple(f"b{place}" for place in places), devices=(0,), microbatch_size=1)
     given = sum(size[place] for place in places if place not in stays)
     assert held_bytes(profile, stage, rows) == (given, max(most))
+
+
+def test_sums_of_what_all_forwards_give_are_exact() -> None:
+    """Of four on a device, each of which fits into 64 bits with all its micro-batches, and all of them do not."""
+    profile = pipeplan.example("shape-circular", devices=2, chunks=4, inference=True)
+    asked = {"devices": 2, "microbatches": 400, "scheduler": "gpipe", "deterministic": True, "time_limit": "2s"}
+    plan = pipeplan.search(profile, **asked).plan.unrolled()
+    most = tuple(replace(each, acquire_bytes=10**16) for each in plan.operations)
+    spans = given_spans(Facts.of(plan.model_copy(update={"operations": most})))
+    assert [np.concatenate([each.sizes for each in own]).sum() for own in spans] == [4 * 400 * 10**16] * 2

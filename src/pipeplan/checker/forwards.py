@@ -32,7 +32,7 @@ def given_spans(facts: Facts) -> list[list[Spans]]:
         for taker in takers.get(own.id, ()):
             at, others = spread(*sharing(facts.slots[operation], facts.slots[taker]))
             np.maximum.at(until, at, its.ends[others + its.firsts[taker]])
-        sizes = np.broadcast_to(column([own.acquire_bytes], 2 + len(begins)), begins.shape)
+        sizes = np.broadcast_to(column([own.acquire_bytes], 2 + len(its.starts)), begins.shape)
         for device in facts.devices[operation]:
             spans[device].append(Spans(ACTIVATIONS, begins, until, sizes))
     return spans

@@ -109,11 +109,9 @@ def goes_in_slices(source: Stage, target: Stage) -> bool:
     """
     if source.configurations or target.configurations:
         return False
-    if source.shards == target.shards == 1:
+    if source.shards == target.shards == 1 or set(source.devices).isdisjoint(target.devices):
         return True
     common = math.gcd(source.shards, target.shards)
-    if set(source.devices).isdisjoint(target.devices):
-        return True
     places = {device: index % source.shards for index, device in enumerate(source.devices)}
     return all(
         places[device] * common // source.shards == index % target.shards * common // target.shards
