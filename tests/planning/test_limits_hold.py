@@ -86,6 +86,7 @@ from pipeplan.schedule.steps import FirstSchedule, RepetendSearch, SlowClassics
 from pipeplan.search_constants import MOST_ENTRIES
 from pipeplan.simulator.simulation import simulate
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, time_is_up
+from pipeplan.units import format_ns
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.samples import carried
 from pipeplan.workload.slices import num_sliced
@@ -679,6 +680,22 @@ def test_where_work_is_counted_a_signal_loses_no_plan_and_waits_for_none(monkeyp
     assert clock.now <= 0.45
     assert result.plan.predicted.iteration_ns == values[0] > values[-1]
     assert "there was no time to make its plan" in result.notes[-1]
+    assert f"was found, {format_ns(values[0] - values[-1])} shorter, and" in result.notes[-1]
+
+
+def test_what_is_found_once_more_stays_what_its_plan_was_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it compared with itself, which takes seconds of a long schedule; what is newly known of it counts."""
+    asked = request_of(shape("m", 4), "one-to-one", Batch(6, 1), num_devices=4, recompute=False)
+    trial = Trial.of(asked, PlacementCandidate(asked.profile.placement, Batch(6, 1), False, "test"))
+    trial.look()
+    first = trial.best
+    assert first is not None
+    again = replace(first, orders=[list(order) for order in first.orders], notes=("once more",))
+    monkeypatch.setattr(trials, "preferred", None)
+    trial.offer(again)
+    assert trial.best is not None
+    assert trial.best.orders is first.orders
+    assert trial.best.notes == ("once more",)
 
 
 @pytest.mark.parametrize(("blocks", "memory_bytes"), [(1_000, 10**9), (12, 10**6)], ids=["large", "small"])

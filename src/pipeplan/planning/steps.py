@@ -1507,9 +1507,10 @@ def _made_before(search: PlanSearch, best: Trial, before: MadePlan, error: BaseE
     if isinstance(error, KeyboardInterrupt | TimeUpError):
         why, remedy = "there was no time to make its plan", ": raise --time-limit"
     known, value = before.plan.predicted.iteration_ns, best.value_ns or 0
+    shorter = f"{format_ns(known - value)} shorter," if value < known else "as long and otherwise better,"
     search.notes.append(
-        f"a schedule of {format_ns(value)} was found, and {why}; this one, of {format_ns(known)}, was made before"
-        f"{remedy}"
+        f"a schedule of {format_ns(value)} was found, {shorter} and {why}; this one, of {format_ns(known)}, was made "
+        f"before{remedy}"
     )
     return before
 

@@ -394,9 +394,18 @@ class Trial:
         self.offer(schedule)
 
     def offer(self, schedule: Schedule | None) -> None:
-        """Take a schedule for the best, if it is preferred."""
+        """Take a schedule for the best, unless that is preferred; of the same once more what is newly known of it.
+
+        Its orders stay those that a plan may have been made of, and comparing it with itself would take seconds of a
+        long one.
+        """
         with shielded():  # what was found while there was time
-            if schedule is not None and (self.best is None or not preferred(self.best, schedule)):
+            if schedule is None:
+                return
+            best = self.best
+            if best is not None and _is_same(best, schedule):
+                self.best = replace(schedule, orders=best.orders)
+            elif best is None or not preferred(best, schedule):
                 self.best = schedule
 
     @property
@@ -947,6 +956,12 @@ _PREFERENCES: tuple[Callable[[Schedule], int], ...] = (
     lambda schedule: complexity(schedule.scheduler),
     lambda schedule: _SIMPLE_FIRST.get(schedule.workload.placement, len(STRATEGIES)),
 )
+
+
+def _is_same(one: Schedule, other: Schedule) -> bool:
+    """Whether two schedules of a workload run the same actions in the same order, and are said to be made alike."""
+    own = one.workload, one.iteration_ns, one.scheduler, one.loop, one.orders
+    return own == (other.workload, other.iteration_ns, other.scheduler, other.loop, other.orders)
 
 
 def preferred(one: Schedule, other: Schedule) -> bool:
