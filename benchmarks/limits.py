@@ -100,9 +100,11 @@ def watch_plans():
         return found
     steps.planned = made
 sys.argv = ["pipeplan", *sys.argv[1:]]
-if hasattr(__main__, "main"):
+if hasattr(__main__, "command"):
+    __main__.command()
+elif hasattr(__main__, "main"):  # older
     __main__.main()
-else:  # older
+else:
     from pipeplan.cli.main import main
     main()
 """

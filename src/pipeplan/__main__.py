@@ -9,8 +9,19 @@ BEGAN = time.monotonic()
 """About when the process began: what is imported from here on counts against time limits."""
 
 
+def command() -> None:
+    """Entry point of the ``pipeplan`` command: its process ends here."""
+    try:
+        main()
+    except SystemExit as ended:
+        from pipeplan.cli.leaving import leave
+
+        leave(ended.code if isinstance(ended.code, int) else 0)
+        raise
+
+
 def main() -> None:
-    """Entry point of the ``pipeplan`` command."""
+    """Run the command line in a process that goes on: SystemExit has the exit code."""
     sys.unraisablehook = _let_come_again
     try:
         from pipeplan.cli.main import main
@@ -37,4 +48,4 @@ def _interrupt_in_a_moment() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command()

@@ -67,11 +67,11 @@ class Output:
 
 
 def pipeplan(*arguments: str) -> Output:
-    """Run ``python -m pipeplan`` with these arguments in this process."""
+    """Run what ``python -m pipeplan`` does with these arguments in this process, which goes on."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     with patch.object(sys, "argv", ["pipeplan", *arguments]), redirect_stdout(out), redirect_stderr(err):
         try:
-            runpy.run_module("pipeplan", run_name="__main__")
+            runpy.run_module("pipeplan.__main__", run_name="pipeplan")["main"]()
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return Output(code, out.getvalue(), err.getvalue())
