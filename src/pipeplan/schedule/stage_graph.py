@@ -17,13 +17,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heappop, heappush
 from itertools import groupby
 
 from pipeplan.errors import UsageError
 from pipeplan.partition.graph.in_flight import KFKB, kfkb_word, samples_in_flight
 from pipeplan.search_constants import MOST_STARTS
 from pipeplan.time_limit import checked, checkpoint
-from pipeplan.workload.engine import Engine, with_links
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import capacities, fits, num_that_fit
 from pipeplan.workload.task_graph import NEVER, Orders, TaskGraph, earliest_starts
@@ -184,25 +185,21 @@ class Rule:
     forward_first: bool = False
 
 
-class TrialRun(Engine):
+class TrialRun:
     """All devices in time. Whatever of its actions can run first by the rules, a device runs as soon as it is free.
 
-    ``orders`` of the devices; ``makespan`` in ns, very large where it would be over ``limit`` or where the rules leave
-    too few samples for a stage with larger micro-batches; ``most_held`` [stage] samples.
+    ``device_orders``; ``makespan`` in ns, very large where it would be over ``limit`` or where the rules leave too few
+    samples for a stage with larger micro-batches; ``most_held`` [stage] samples. Of several devices' action each waits
+    for the others. Links carry first come, first served.
     """
 
     def __init__(self, stages: Stages, rules: list[Rule], limit: int = NEVER) -> None:
-        super().__init__(stages.graph)
         self.rules = rules
         self.makespan = 0
         self.most_held = [0] * stages.count
-        self._stages, self._limit = stages, limit
-        self._held = [0] * stages.count
-        self._next, self._ends = stages.graph.offsets[:-1], stages.graph.offsets[1:]
-        self._ranked = [sorted(operations, key=self._rank) for operations in stages.on_device]
-        self.run()
-        started = sum(self._next) - sum(stages.graph.offsets[:-1])
-        running = sum(free > self.now for free in self.free[: len(self.device_orders)])
+        self.device_orders: list[list[int]] = [[] for _ in stages.on_device]
+        self._stages, self._waited = stages, False
+        started, running = self._run(limit)
         stages.num_starts += sum(map(len, self.device_orders)) - running
         if self.makespan > limit or started < stages.graph.num_actions:
             self.makespan = NEVER
@@ -212,37 +209,93 @@ class TrialRun(Engine):
         stage, rank = self._stages.stage_of[operation], _RANKS.get(self._stages.roles[operation], 1)
         if rank == _RANKS[Role.FORWARD] and self.rules[stage].forward_first:
             rank = 0
-        return rank, -self.graph.workload.stage_depths[stage], operation
+        return rank, -self._stages.graph.workload.stage_depths[stage], operation
 
-    def choose(self, device: int) -> int | None:
-        """The first of a device's actions that can run; if its other devices are busy, it waits for them."""
-        stages, now = self._stages, self.now
-        for operation in self._ranked[device]:
-            task = self._next[operation]
-            if task == self._ends[operation] or self.waiting[task] or self.ready_at[task] > now:
+    def is_with(self, rules: list[Rule]) -> bool:
+        """Whether it has run as it would with these rules, which ask for less that it never made use of."""
+        return not self._waited and all(
+            held <= other.samples <= own.samples and other.forward_first == own.forward_first
+            for held, own, other in zip(self.most_held, self.rules, rules, strict=True)
+        )
+
+    def _run(self, limit: int) -> tuple[int, int]:
+        """Run until all has run, or it is late: how many actions started, and how many devices still run one.
+
+        These are the :class:`~pipeplan.workload.engine.Engine`'s events, in its order, in one loop: a look at a layout
+        of a hundred devices runs a hundred thousand actions some seven times.
+        """
+        stages, graph, rules = self._stages, self._stages.graph, self.rules
+        resources, operation_of, successors = graph.workload.resources, graph.operation_of, graph.successors
+        durations, num_actions, orders = graph.durations, graph.num_actions, self.device_orders
+        taken, given, needs = stages.taken, stages.given, stages.needs
+        ends, following, waiting = graph.offsets[1:], graph.offsets[:-1], graph.num_predecessors.copy()
+        ready_at, free = [0] * graph.num_tasks, [0] * graph.workload.num_resources
+        held, most_held, room = [0] * stages.count, self.most_held, [rule.samples for rule in rules]
+        ranked = [
+            [(x, stages.stage_of[x], resources[x], len(resources[x]) > 1) for x in sorted(there, key=self._rank)]
+            for there in stages.on_device
+        ]
+        num_devices, latest, started, asked = len(orders), 0, 0, 0
+        events = [*range(num_devices)]  # a moment in ns x devices + the device that is to be asked then
+
+        def hand_on(task: int, end: int, now: int) -> None:
+            for other, lag in successors[task]:
+                time = end + lag
+                if lag < 0 and time < now:  # nothing starts before it is known that it may
+                    time = now
+                if ready_at[other] < time:
+                    ready_at[other] = time
+                left = waiting[other] = waiting[other] - 1
+                if left:
+                    continue
+                ready, there = ready_at[other], resources[operation_of[other]]
+                if other < num_actions:
+                    for each in there:
+                        if free[each] <= ready:
+                            heappush(events, ready * num_devices + each)
+                else:
+                    (link,) = there
+                    begin = free[link]
+                    over = free[link] = (begin if begin > ready else ready) + durations[other]
+                    hand_on(other, over, now)
+
+        now = 0
+        while events:
+            asked += 1
+            if not asked % 1024:
+                checkpoint()
+            now, device = divmod(heappop(events), num_devices)
+            if free[device] > now:
                 continue
-            stage, taken = stages.stage_of[operation], stages.taken[task]
-            if not taken or self._held[stage] + taken <= self.rules[stage].samples:
-                devices = self._resources[operation]
-                alone = len(devices) == 1 or all(self.free[other] <= now for other in devices)
-                return task if alone else None
-        return None
-
-    def start(self, task: int) -> None:
-        """Start an action; what it gives back is free before its devices start anything else."""
-        super().start(task)
-        operation = self._operation_of[task]
-        stage = self._stages.stage_of[operation]
-        self._next[operation] = task + 1
-        held = self._held[stage] + self._stages.taken[task]
-        self._held[stage] = held - self._stages.given[task]
-        if self.most_held[stage] < held:
-            self.most_held[stage] = held
-        latest = self.now + self._stages.needs[task]
-        if self.makespan < latest:
-            self.makespan = latest
-            if latest > self._limit:
-                self.events.clear()
+            for x, stage, devices, together in ranked[device]:
+                task = following[x]
+                if task == ends[x] or waiting[task] or ready_at[task] > now:
+                    continue
+                takes = taken[task]
+                holds = held[stage] + takes
+                if takes and holds > room[stage]:
+                    continue
+                if together and any(free[other] > now for other in devices):
+                    self._waited = True
+                    break
+                following[x] = task + 1
+                started += 1
+                held[stage] = holds - given[task]
+                if most_held[stage] < holds:
+                    most_held[stage] = holds
+                end = now + durations[task]
+                for each in devices:
+                    free[each] = end
+                    orders[each].append(task)
+                    heappush(events, end * num_devices + each)
+                hand_on(task, end, now)
+                if latest < now + needs[task]:
+                    latest = now + needs[task]
+                    if latest > limit:
+                        events.clear()
+                break
+        self.makespan = latest
+        return started, sum(each > now for each in free[:num_devices])
 
 
 def kfkb_orders(workload: Workload, graph: TaskGraph, k: int | Sequence[int] = 1) -> Orders:
@@ -370,22 +423,33 @@ def _first_run(stages: Stages) -> TrialRun:
 
     Where that leaves too few for a stage with larger micro-batches, memory is not looked at.
     """
-    best = min((_fullest(stages, stages.room, first) for first in (False, True)), key=lambda run: run.makespan)
+    best, other = _fullest(stages, stages.room)
     if best.makespan == NEVER:
-        best = min((_fullest(stages, stages.totals, first) for first in (False, True)), key=lambda run: run.makespan)
+        best, other = _fullest(stages, stages.totals)
     ones, held = [1] * stages.count, [0] * stages.count
     for stage in reversed(range(stages.count)):
         held[stage] = stages.needed(stage, 1, ones, held)
+    longer = [other]
     for quarters in (4, 5, 6, 8, 12):
-        some = [min(rule.samples, samples * quarters // 4) for rule, samples in zip(best.rules, held, strict=True)]
-        run = TrialRun(stages, list(map(Rule, some)), best.makespan)
+        some = [Rule(min(rule.samples, each * quarters // 4)) for rule, each in zip(best.rules, held, strict=True)]
+        if any(run.is_with(some) for run in longer):
+            continue
+        run = TrialRun(stages, some, best.makespan)
         if run.makespan <= best.makespan:
             return run
+        longer.append(run)
     return best
 
 
-def _fullest(stages: Stages, samples: Sequence[int], forward_first: bool) -> TrialRun:
-    return TrialRun(stages, [Rule(most, forward_first) for most in samples])
+def _fullest(stages: Stages, samples: Sequence[int]) -> tuple[TrialRun, TrialRun]:
+    """Two runs with so many samples in flight, the shorter first: backwards go first, where it is no longer.
+
+    Forwards first is tried first, mostly the shorter where there are many: the other one ends as soon as it is late.
+    """
+    forwards, backwards = ([Rule(most, first) for most in samples] for first in (True, False))
+    best = TrialRun(stages, forwards)
+    other = TrialRun(stages, backwards, best.makespan)
+    return (other, best) if other.makespan <= best.makespan else (best, other)
 
 
 def _tightened(stages: Stages, best: TrialRun, stage: int, most_starts: int) -> TrialRun:
