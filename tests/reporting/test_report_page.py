@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +17,7 @@ from builders.folds import plans_of
 from builders.loops import looped_plans
 from pipeplan.errors import FileError, InvalidPlanError, UsageError
 from pipeplan.files import Plan, read_plan, sha256_of, write_file
+from pipeplan.files.folded import renamed
 from pipeplan.files.plan import AlternativeFigures
 from pipeplan.interop.chakra.traces import traces_of
 from pipeplan.planning.frontier_file import read_frontier
@@ -89,6 +91,40 @@ def test_ids_are_of_one_element_each_and_every_link_leads_to_one() -> None:
     links = {attributes["href"] for tag, attributes in elements.found if tag == "a"}
     assert {str(link)[1:] for link in links} <= set(elements.ids)
     assert any("point-" in str(link) for link in links)
+
+
+def shown_plans() -> dict[str, Plan]:
+    """Those that are shipped, and some with loops."""
+    shipped = {path.stem: read_plan(str(path)) for path in sorted((ROOT / "plans").glob("*.json"))}
+    return shipped | looped_plans(chain_workload(3, 4), 8, 50)
+
+
+def test_bars_are_what_the_simulation_says_of_each_action() -> None:
+    """Also in loops and parts, where numbers and times are not those that are written."""
+    for plan in shown_plans().values():
+        simulation = simulate(plan)
+        for lane in predicted_run(simulation, "", "").lanes:
+            assert [bar.task for bar in lane.bars] == simulation.orders[lane.devices[0]]
+            for bar in lane.bars:
+                assert bar.name == simulation.label(bar.task)
+                assert bar.number == simulation.microbatch_text(bar.task)
+                assert (bar.start_ns, bar.shown_ns) == (simulation.starts[bar.task], simulation.start_of(bar.task))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "plans").glob("*.json")), ids=lambda path: path.stem)
+def test_messages_are_those_of_the_programs(path: Path) -> None:
+    """Of each device that leads others, and of a loop what is written: each SEND and RECV once, and no other."""
+    plan = read_plan(str(path)).unrolled()
+    simulation = simulate(plan)
+    found = Counter(end for message in device_messages(simulation) for end in message.ends)
+    first = simulation.workload.first_playing
+    written = Counter(
+        (device, renamed(text, first))
+        for device, program in enumerate(plan.programs)
+        for text in program
+        if "SEND_" in text or "RECV_" in text
+    )
+    assert found == written
 
 
 @pytest.mark.parametrize("name", ["gpt2-1.3b-a100-80gb", "tessel-mt5-1.8b-v100-32gb", "tessel-v"])

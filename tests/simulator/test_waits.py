@@ -52,6 +52,21 @@ def test_the_curve_of_memory_has_the_peak_that_is_stated(path: Path) -> None:
         assert held + simulation.workload.static_bytes(device) == simulation.memory[device].peak_bytes
 
 
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_curves_of_memory_are_the_same_by_orders(path: Path) -> None:
+    simulation = simulate(read_plan(str(path)))
+    by_events = memory_curves(simulation.graph, simulation.starts)
+    assert memory_curves(simulation.graph, simulation.starts, simulation.orders) == by_events
+
+
+def test_curves_of_memory_follow_orders_where_these_tell_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of long plans adding up every event took a fifth of a report."""
+    simulation = simulate(chain_plan(4, 8))
+    by_events = memory_curves(simulation.graph, simulation.starts)
+    monkeypatch.setattr("pipeplan.workload.memory.changes_of", lambda *_: pytest.fail("events are added up"))
+    assert memory_curves(simulation.graph, simulation.starts, simulation.orders) == by_events
+
+
 @given(
     st.integers(2, 5),
     st.integers(1, 9),

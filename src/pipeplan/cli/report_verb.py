@@ -6,7 +6,7 @@ import click
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, command_line, say
-from pipeplan.cli.shared import FILE
+from pipeplan.cli.shared import FILE, seldom_collected
 from pipeplan.errors import UsageError
 
 
@@ -31,6 +31,7 @@ from pipeplan.errors import UsageError
 @click.option("--markdown", is_flag=True, help="Print the first screen with a picture of text, for a comment.")
 @click.option("--svg", "svg_path", type=FILE, metavar="FILE", help="Write the timelines as SVG; - for stdout.")
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Where to write the page (HTML); - for stdout.")
+@seldom_collected()
 def report_command(
     plan_paths: tuple[str, ...],
     measured_paths: tuple[str, ...],

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.folded import renamed, unfolded
@@ -14,6 +15,8 @@ from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.kinds import Role, role_of
+from pipeplan.workload.samples import Slots
+from pipeplan.workload.task_graph import NEVER
 
 _ROLE_NAMES = {
     Role.FORWARD: "forward",
@@ -184,8 +187,7 @@ def predicted_trace(simulation: Simulation) -> Trace:
     return trace
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMessage:
+class DeviceMessage(NamedTuple):
     """A message between two devices: when it is under way, as written and in all that runs, in ns.
 
     ``ends`` are (device, action's text) of its SEND and its RECV; ``number`` is its micro-batch, and its part.
@@ -217,37 +219,50 @@ def device_messages(simulation: Simulation, of: Callable[[Hop], bool] = lambda h
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
     for dependency in workload.dependencies:
         source, target = position[dependency.source], position[dependency.target]
+        payload, loop_ends, skipped = dependency.payload, NEVER, 0
+        if loop is not None:
+            loop_ends, skipped = sum(loop.moments[loop.rounds[source]]), loop.skipped_of(source)
         for hop in filter(of, dependency.hops):
             slots = workload.messages(dependency, hop)
-            names = _Names(simulation.plan, dependency, hop, *slots.name(0))
-            item = workload.item_of.get((source, target, hop))
+            (sends, send, sent_on), (takes, take, taken) = _ends(simulation, dependency, hop, *slots.name(0))
+            item, made = workload.item_of.get((source, target, hop)), _made(simulation, source, slots)
             for number in range(len(slots)):
-                written = _made(simulation, source, slots.samples(number))  # leaves then, unless it waits for its link
-                if item is not None:
-                    written = simulation.starts[graph.offsets[item] + number]
-                begin, (microbatch, part) = written, slots.name(number)
-                if loop is not None:
-                    after = begin >= sum(loop.moments[loop.rounds[source]])
-                    begin, microbatch = simulation.clock(begin), microbatch + after * loop.skipped_of(source)
-                sent, ends = hop if part is None else hop.part, names.of(microbatch, part)
+                # leaves when it is made, unless it waits for its link
+                written = made(number) if item is None else simulation.starts[graph.offsets[item] + number]
+                microbatch, part = slots.name(number)
+                if written >= loop_ends:
+                    microbatch += skipped
+                sent, text = (hop, f"{microbatch}") if part is None else (hop.part, f"{microbatch}.{part}")
                 yield DeviceMessage(
                     hop.source_device,
                     hop.target_device,
                     written,
-                    begin,
+                    written if loop is None else simulation.clock(written),
                     sent.duration_ns,
                     sent.bytes,
-                    dependency.payload,
-                    f"{microbatch}" if part is None else f"{microbatch}.{part}",
-                    tuple((device, renamed(text, workload.first_playing)) for device, text in ends),
+                    payload,
+                    text,
+                    ((sends, send + text + sent_on), (takes, take + text + taken)),
                 )
 
 
-def _made(simulation: Simulation, operation: int, samples: tuple[int, int]) -> int:
-    """When all actions of an operation that hold some of these samples have ended."""
+def _made(simulation: Simulation, operation: int, messages: Slots) -> Callable[[int], int]:
+    """When all actions of an operation that hold some of a message's samples have ended, of its number."""
     graph = simulation.graph
-    tasks = [graph.offsets[operation] + n for n in graph.workload.slots[operation].sharing(samples)]
-    return max(simulation.starts[task] + graph.durations[task] for task in tasks)
+    slots, first, starts, durations = (
+        graph.workload.slots[operation],
+        graph.offsets[operation],
+        simulation.starts,
+        graph.durations,
+    )
+    if slots == messages and slots.plain and slots.size <= slots.stride:  # each is of one action
+        return lambda number: starts[first + number] + durations[first + number]
+
+    def made(number: int) -> int:
+        tasks = [first + n for n in slots.sharing(messages.samples(number))]
+        return max(starts[task] + durations[task] for task in tasks)
+
+    return made
 
 
 def trace_text(simulation: Simulation) -> str:
@@ -298,24 +313,25 @@ def later(event: TraceEvent, by_ns: int, step: int) -> TraceEvent:
     return {**event, "ts": (round(at * 1000) + by_ns) / 1000, "args": {**args, "step": step}}
 
 
-class _Names:
-    """How the plan's programs call the messages of one hop: with or without the peer."""
+def _ends(
+    simulation: Simulation, dependency: Dependency, hop: Hop, microbatch: int, part: int | None
+) -> list[tuple[int, str, str]]:
+    """Of the SEND and the RECV of a hop's messages the device, and what is before and after a micro-batch's number.
 
-    def __init__(self, plan: Plan, dependency: Dependency, hop: Hop, microbatch: int, part: int | None) -> None:
-        """``microbatch`` and ``part`` are those of any of the messages."""
-        source, target = dependency.source_stage, dependency.target_stage
-        payload = dependency.payload
-        send = Action(source, f"SEND_{payload}", microbatch, target, hop.target_device, part)
-        receive = Action(target, f"RECV_{payload}", microbatch, source, hop.source_device, part)
-        self._ends = [
-            (hop.source_device, _as_in(plan, hop.source_device, send)),
-            (hop.target_device, _as_in(plan, hop.target_device, receive)),
-        ]
-
-    def of(self, microbatch: int, part: int | None) -> Iterator[tuple[int, str]]:
-        """(device, action text) of the SEND and the RECV of a micro-batch, or of a part of it."""
-        for device, name in self._ends:
-            yield device, str(replace(name, microbatch=microbatch, part=part))
+    They are called as the plan's programs call them, with or without the peer; ``microbatch`` and ``part`` are those of
+    any of the messages.
+    """
+    plan, first = simulation.plan, simulation.workload.first_playing
+    source, target = dependency.source_stage, dependency.target_stage
+    send = Action(source, f"SEND_{dependency.payload}", microbatch, target, hop.target_device, part)
+    receive = Action(target, f"RECV_{dependency.payload}", microbatch, source, hop.source_device, part)
+    found = []
+    for device, full in ((hop.source_device, send), (hop.target_device, receive)):
+        named = _as_in(plan, device, full)
+        text, whole = renamed(str(named), first), f"{named.stage}{named.kind}"
+        number = f"{microbatch}" if part is None else f"{microbatch}.{part}"
+        found.append((device, whole, text[len(whole) + len(number) :]))
+    return found
 
 
 def _as_in(plan: Plan, device: int, full: Action) -> Action:

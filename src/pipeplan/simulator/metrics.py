@@ -338,6 +338,11 @@ class StepsBefore:
             return None
         raise AssertionError(f"{self._graph.label(task)} starts at {self._starts[task]} and nothing let it start then")
 
+    def on_device(self, task: int) -> int | None:
+        """The action whose end on its device a task waited for; None where it waited for something else."""
+        busy = self._starts[task] > 0 and self._reasons[task] == _DEVICE
+        return self._others[task] if busy else None
+
     def times_of(self, tasks: Sequence[int]) -> tuple[IntArray, IntArray]:
         """Starts and ends of tasks."""
         own = np.array(tasks, np.int64)

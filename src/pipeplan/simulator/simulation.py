@@ -267,9 +267,13 @@ class Simulation(Displayed):
 
     def clock(self, written_ns: int) -> int:
         """When something happens that is written at a time, in ns: what is after a loop's round is later."""
-        loop = self.loop
-        over = [] if loop is None else [time for begin, time in loop.moments if written_ns >= begin + time]
-        return written_ns if loop is None else written_ns + (loop.copies - 1) * sum(over)
+        loop, over = self.loop, 0
+        if loop is None:
+            return written_ns
+        for begin, time in loop.moments:
+            if written_ns >= begin + time:
+                over += time
+        return written_ns + (loop.copies - 1) * over
 
     def start_of(self, task: int) -> int:
         """When a written task starts, in ns."""

@@ -23,9 +23,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -76,8 +76,7 @@ class Replayed(Protocol):
         """When the last of what is written ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class IdlePart:
+class IdlePart(NamedTuple):
     """Idle time of a device from ``begin_ns`` to ``end_ns``, of what is written, and the device that it waits for.
 
     None: for no other device, such as for an exchange of state, or for a message of its own on its way to another.
@@ -194,7 +193,7 @@ class _Looking:
 
     def told(self, device: int) -> Iterator[IdlePart]:
         """All of a device's, in time; what it waits for of its own is for no other."""
-        return (replace(wait, whom=None) if wait.whom == device else wait for wait in self.waits(device))
+        return (wait._replace(whom=None) if wait.whom == device else wait for wait in self.waits(device))
 
     def waits(self, device: int) -> Iterator[IdlePart]:
         """All of a device's, in time."""
@@ -292,9 +291,9 @@ class _Looking:
         """When all its inputs are there."""
         return self._steps.ready_ns(task)
 
-    def operation_of(self, task: int) -> int:
-        """The number of a task's operation."""
-        return self._graph.operation_of[task]
+    def operations_of(self, tasks: Sequence[int]) -> Iterable[int]:
+        """The numbers of their operations."""
+        return map(self._graph.operation_of.__getitem__, tasks)
 
 
 _IN_BETWEEN: tuple[Cause, ...] = ("imbalance", "memory", "order")
@@ -307,8 +306,8 @@ class _Later:
     def __init__(self, looking: _Looking, device: int, order: Sequence[int]) -> None:
         self._looking, self._device, self._order = looking, device, order
         self._places: dict[int, list[int]] = {}
-        for place, task in enumerate(order):
-            self._places.setdefault(looking.operation_of(task), []).append(place)
+        for place, operation in enumerate(looking.operations_of(order)):
+            self._places.setdefault(operation, []).append(place)
 
     def ready_ns(self, place: int, begin_ns: int, end_ns: int) -> tuple[int, int]:
         """Since when something else was ready in a time, and since when something that fits; its end if none was.
@@ -335,9 +334,9 @@ def in_time(simulation: Replayed) -> Iterator[list[int]]:
     graph = simulation.graph
     count = len(graph.workload.devices)
     orders: list[list[int]] = [[] for _ in range(graph.workload.num_resources - count)]
-    for task in range(graph.offsets[-1]):
-        for resource in graph.devices_of(task):
+    for item, resources in enumerate(graph.workload.resources):
+        for resource in resources:
             if resource >= count:
-                orders[resource - count].append(task)
+                orders[resource - count] += range(graph.offsets[item], graph.offsets[item + 1])
     for order in orders:
         yield sorted(order, key=simulation.starts.__getitem__)

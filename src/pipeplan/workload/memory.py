@@ -417,21 +417,44 @@ def in_all_copies(
     return [*found, *(order[at] for at in rest)], [*raised, *(levels[at] + later for at in rest)]
 
 
-def memory_curves(graph: TaskGraph, starts: Sequence[int]) -> list[list[tuple[int, int]]]:
+def memory_curves(graph: TaskGraph, starts: Sequence[int], orders: Orders | None = None) -> list[list[tuple[int, int]]]:
     """[device] pairs (time in ns, bytes that it holds beyond the static ones from then on), the first at 0.
 
     Of what happens at one moment there is what is held after it, but where something is held for no time at all.
+    ``orders`` are those that have these starts, by which it is found sooner where they tell memory.
     """
+    times = graph.durations[: graph.num_actions]
+    if orders is not None and graph.workload.order_tells_memory and min(times, default=0) > 0:
+        return [*_curves_by_order(graph, starts, orders)]
     state = MemoryState(graph)
     curves: list[list[tuple[int, int]]] = [[(0, 0)] for _ in graph.workload.devices]
     for time, devices in changes_of(graph, starts, state):
         for device in devices:
-            curve, held = curves[device], state.held[device]
-            if time == curve[-1][0]:
-                curve[-1] = time, held
-            elif held != curve[-1][1]:
-                curve.append((time, held))
+            _go_on(curves[device], time, state.held[device])
     return curves
+
+
+def _go_on(curve: list[tuple[int, int]], time: int, held: int) -> None:
+    """A device holds so much from a time on."""
+    before = curve[-1]
+    if time == before[0]:
+        curve[-1] = time, held
+    elif held != before[1]:
+        curve.append((time, held))
+
+
+def _curves_by_order(graph: TaskGraph, starts: Sequence[int], orders: Orders) -> Iterator[list[tuple[int, int]]]:
+    """The same for devices whose order tells what they hold, by which each action ends before the next one starts."""
+    lines = Lines.of(graph.on_devices(orders))
+    while_running, after = (each.tolist() for each in _levels(graph, lines))
+    for device, (begin, end) in checked(enumerate(pairwise(lines.begins.tolist())), 1):
+        curve = [(0, 0)]
+        held = zip(orders[device], while_running[begin:end], after[begin:end], strict=True)
+        for task, running, left in held:
+            start = starts[task]
+            _go_on(curve, start, running)
+            _go_on(curve, start + graph.durations[task], left)
+        yield curve
 
 
 def changes_of(graph: TaskGraph, starts: Sequence[int], state: MemoryState) -> Iterator[tuple[int, Sequence[int]]]:

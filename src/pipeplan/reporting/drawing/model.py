@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from pipeplan.files.trace import MeasuredTrace
 from pipeplan.reporting.timeline import device_messages, odd_stages, repetend_words
@@ -14,6 +16,8 @@ from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Hop
 from pipeplan.workload.kinds import in_order, is_instruction
 from pipeplan.workload.memory import memory_curves
+from pipeplan.workload.samples import Slots
+from pipeplan.workload.task_graph import NEVER
 
 NO_TASK = -1
 """The task of a bar that is none of a plan's actions: a message, or what was measured."""
@@ -21,8 +25,7 @@ NO_TASK = -1
 _LONG_NAME = 14
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """An action or a message: when it is drawn, and when it starts in all that runs, which differs in a loop; in ns."""
 
     start_ns: int
@@ -112,7 +115,7 @@ def predicted_run(
     groups: dict[int, list[int]] = {}
     for device, leader in enumerate(simulation.workload.leaders):
         groups.setdefault(leader, []).append(device)
-    curves = memory_curves(simulation.graph, simulation.starts) if memory else None
+    curves = memory_curves(simulation.graph, simulation.starts, simulation.orders) if memory else None
     lanes = tuple(
         TimelineLane(
             _name("device", simulation.workload.playing(devices)),
@@ -158,18 +161,49 @@ def _about(simulation: Simulation, leader: int, devices: Sequence[int]) -> str:
 
 def _bars(simulation: Simulation, device: int) -> Iterator[Bar]:
     graph, odd = simulation.graph, set(odd_stages(simulation, device))
+    starts, durations, operation_of = simulation.starts, graph.durations, graph.operation_of
+    known: dict[int, _Drawn] = {}
     for task in simulation.orders[device]:
-        operation = graph.workload.operations[graph.operation_of[task]]
-        yield Bar(
-            start_ns=simulation.starts[task],
-            duration_ns=graph.durations[task],
-            shown_ns=simulation.start_of(task),
-            kind=operation.kind,
-            odd=operation.stage in odd,
-            number=simulation.microbatch_text(task),
-            name=simulation.label(task),
-            task=task,
-        )
+        x = operation_of[task]
+        if x not in known:
+            known[x] = _Drawn.of(simulation, x, odd)
+        first, until, skipped, later, after, slots, name, kind, is_odd = known[x]
+        number, start = task - first, starts[task]
+        shown = start + (later if number < until else after)
+        number += 0 if number < until else skipped
+        text = slots.text(number) if slots is not None else str(number)
+        yield Bar(start, durations[task], shown, kind, is_odd, text, name + text, task)
+
+
+class _Drawn(NamedTuple):
+    """What all bars of an operation have.
+
+    Its actions are numbered from ``first`` on; from number ``until`` on they are after a loop, and have numbers that
+    are higher by ``skipped``. In all that runs they start by ``later`` ns later, or by ``after``. ``slots`` are theirs
+    where actions are not whole micro-batches, all of them.
+    """
+
+    first: int
+    until: int
+    skipped: int
+    later: int
+    after: int
+    slots: Slots | None
+    name: str
+    kind: str
+    odd: bool
+
+    @classmethod
+    def of(cls, simulation: Simulation, x: int, odd: set[int]) -> _Drawn:
+        graph, loop = simulation.graph, simulation.loop
+        operation, slots = graph.workload.operations[x], graph.workload.slots[x]
+        until, skipped, later, after = NEVER, 0, 0, 0
+        if loop is not None:
+            until, skipped = loop.begins[x] + loop.counts[x], loop.skipped_of(x)
+            later, after = loop.later_ns(x, until - 1), loop.later_ns(x, until)
+        parts = None if slots.plain else slots
+        name, kind, stage = operation.id, operation.kind, operation.stage
+        return cls(graph.offsets[x], until, skipped, later, after, parts, name, kind, stage in odd)
 
 
 def _memory(simulation: Simulation, devices: Sequence[int], curve: Sequence[tuple[int, int]]) -> MemoryCurve:
@@ -214,9 +248,13 @@ def _links(simulation: Simulation) -> Iterator[TimelineLane]:
         pair = hop.source_device, hop.target_device
         return ends.setdefault((leaders[pair[0]], leaders[pair[1]]), pair) == pair
 
+    @cache
+    def to(device: int, size: int) -> str:
+        return f" to device {first(device)}, {format_bytes(size)}"
+
     for each in device_messages(simulation, is_drawn):
         pair = each.source_device, each.target_device
-        name = f"{each.name} to device {first(each.target_device)}, {format_bytes(each.size_bytes)}"
+        name = each.name + to(each.target_device, each.size_bytes)
         bar = Bar(each.written_ns, each.duration_ns, each.begin_ns, each.payload, False, each.number, name)
         bars.setdefault(pair, []).append(bar)
         sizes[pair] = sizes.get(pair, 0) + each.size_bytes

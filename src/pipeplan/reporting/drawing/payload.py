@@ -75,21 +75,20 @@ def _words(kind: str) -> str:
 def _lane(lane: TimelineLane, kinds: _Numbering[tuple[str, bool]]) -> dict[str, Any]:
     """Starts are differences, durations the same numbers as long as they do not change."""
     names = _Numbering[str]()
-    stems = [_stem(bar, names) for bar in lane.bars]
+    starts, durations, shown, kind_of, odd, numbers, _, _ = zip(*lane.bars, strict=True) if lane.bars else [()] * 8
     found: dict[str, Any] = {
         "name": lane.name,
         "about": lane.about,
         "devices": lane.devices,
-        "starts": [*_differences(bar.start_ns for bar in lane.bars)],
-        "durations": _repeated([bar.duration_ns for bar in lane.bars]),
-        "kinds": _repeated([kinds.of((bar.kind, bar.odd)) for bar in lane.bars]),
-        "numbers": [int(bar.number) if bar.number.isdecimal() else bar.number for bar in lane.bars],
-        "stems": _repeated(stems),
+        "starts": [*_differences(starts)],
+        "durations": _repeated(durations),
+        "kinds": _repeated([*map(kinds.of, zip(kind_of, odd, strict=True))]),
+        "numbers": [int(number) if number.isdecimal() else number for number in numbers],
+        "stems": _repeated([_stem(bar, names) for bar in lane.bars]),
         "names": names.known,
     }
-    later = [bar.shown_ns - bar.start_ns for bar in lane.bars]
-    if any(later):
-        found["later"] = _repeated(later)
+    if shown != starts:
+        found["later"] = _repeated([later - start for later, start in zip(shown, starts, strict=True)])
     if lane.memory is not None:
         times, sizes = zip(*lane.memory.points, strict=True)
         found["memory"] = {
@@ -158,10 +157,11 @@ class _WaitTexts:
 
     def number(self, task: int, at: int) -> int:
         """Of an action, bar ``at`` of its lane."""
+        before = self._steps.on_device(task)
+        if before is not None and self._places.get(before) == (self._places[task][0], at - 1):
+            return 0
         found = self._found(task)
         place = self._places.get(found[1]) if found[1] is not None else None
-        if place is not None and found[0] == "" and place == (self._places[task][0], at - 1):
-            return 0
         self.texts.append((found[0], *(place or (-1, -1))))
         return len(self.texts)
 
