@@ -162,11 +162,11 @@ def _about(simulation: Simulation, leader: int, devices: Sequence[int]) -> str:
 def _bars(simulation: Simulation, device: int) -> Iterator[Bar]:
     graph, odd = simulation.graph, set(odd_stages(simulation, device))
     starts, durations, operation_of = simulation.starts, graph.durations, graph.operation_of
-    known: dict[int, _Drawn] = {}
+    known: dict[int, _BarsOf] = {}
     for task in simulation.orders[device]:
         x = operation_of[task]
         if x not in known:
-            known[x] = _Drawn.of(simulation, x, odd)
+            known[x] = _BarsOf.of(simulation, x, odd)
         first, until, skipped, later, after, slots, name, kind, is_odd = known[x]
         number, start = task - first, starts[task]
         shown = start + (later if number < until else after)
@@ -175,7 +175,7 @@ def _bars(simulation: Simulation, device: int) -> Iterator[Bar]:
         yield Bar(start, durations[task], shown, kind, is_odd, text, name + text, task)
 
 
-class _Drawn(NamedTuple):
+class _BarsOf(NamedTuple):
     """What all bars of an operation have.
 
     Its actions are numbered from ``first`` on; from number ``until`` on they are after a loop, and have numbers that
@@ -194,7 +194,7 @@ class _Drawn(NamedTuple):
     odd: bool
 
     @classmethod
-    def of(cls, simulation: Simulation, x: int, odd: set[int]) -> _Drawn:
+    def of(cls, simulation: Simulation, x: int, odd: set[int]) -> _BarsOf:
         graph, loop = simulation.graph, simulation.loop
         operation, slots = graph.workload.operations[x], graph.workload.slots[x]
         until, skipped, later, after = NEVER, 0, 0, 0
