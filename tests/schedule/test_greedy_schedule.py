@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload
 from pipeplan.errors import UsageError
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, kfkb_orders, least_ks
+from pipeplan.schedule.stage_graph import Rule, Stages, TrialRun, best_kfkb_orders, greedy_orders, kfkb_orders, least_ks
 from pipeplan.workload.elements import Device
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.task_graph import NEVER, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.stage_graphs import (
     StageGraph,
@@ -251,3 +251,39 @@ def test_greedy_takes_no_longer_than_all_forwards_first_on_long_chains() -> None
     words = greedy(case)
     assert makespan(case, words) == makespan(case, forwards_first(case))
     assert max(map(in_flight, words)) < 32
+
+
+@given(workloads(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_what_makes_no_use_of_its_rules_runs_as_with_less(workload: Workload, data: st.DataObject) -> None:
+    graph = task_graph(workload)
+    stages = Stages(graph)
+    limit = data.draw(st.sampled_from([NEVER, sum(graph.durations) // 2]))
+    rules = [Rule(data.draw(st.integers(size, most))) for size, most in zip(stages.sizes, stages.totals, strict=True)]
+    run = TrialRun(stages, rules, limit)
+    less = [Rule(data.draw(st.integers(1, rule.samples))) for rule in rules]
+    tight = [Rule(max(1, min(held, rule.samples))) for held, rule in zip(run.most_held, rules, strict=True)]
+    for each in (less, tight):
+        if run.is_with(each):
+            again = TrialRun(stages, each, limit)
+            assert (again.device_orders, again.makespan) == (run.device_orders, run.makespan)
+    others = [Rule(rule.samples, forward_first=True) for rule in rules]
+    assert not run.is_with(others)
+
+
+def test_no_trial_is_run_twice_and_the_second_ends_where_it_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages a device, where forwards first is the shorter."""
+    made: list[tuple[tuple[Rule, ...], int, int]] = []
+    run = TrialRun.__init__
+
+    def noted(self: TrialRun, stages: Stages, rules: list[Rule], limit: int = NEVER) -> None:
+        run(self, stages, rules, limit)
+        made.append((tuple(rules), limit, self.makespan))
+
+    monkeypatch.setattr(TrialRun, "__init__", noted)
+    workload = chain_workload(2, 4, devices=[(0,), (1,), (0,), (1,)], lag=40, backward=100)
+    greedy_orders(workload, task_graph(workload), most_starts=0)
+    (first, without, shortest), (second, limit, longer), *rest = made
+    assert [rules[0].forward_first for rules in (first, second)] == [True, False]
+    assert (without, limit, longer) == (NEVER, shortest, NEVER)
+    assert len(rest) == 2  # of five, three of which leave stages as much as they had
