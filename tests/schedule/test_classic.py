@@ -26,6 +26,7 @@ from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import SEARCHED
 from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.rules.engine import RulesRun
 from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.schedule.state import fitting
 from pipeplan.workload.elements import Dependency
@@ -713,6 +714,49 @@ def test_what_never_fits_is_known_without_orders(problem: OneMicrobatch) -> None
     gpipe, graph = CLASSIC["gpipe"], task_graph(problem.workload)
     if gpipe.applies(problem) is None and gpipe.never_fits(problem):
         assert fitting(graph, gpipe.orders(problem, graph)) is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems(max_stages=3, num_microbatches=3))
+def test_orders_that_may_end_where_they_do_not_fit_are_none_then_and_else_the_same(problem: OneMicrobatch) -> None:
+    graph = task_graph(problem.workload)
+    for name in ("1f1b", "1f1b+"):
+        classic = CLASSIC[name]
+        if classic.applies(problem) is not None:
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("pipeplan.schedule.classic._remembered", {})
+            patch.setattr("pipeplan.schedule.classic.MOST_REMEMBERED", 0)
+            found, orders = classic.fitting_orders(problem, graph), classic.orders(problem, graph)
+        if found is None:
+            assert fitting(graph, orders) is None
+        else:
+            assert found == orders
+
+
+@pytest.mark.parametrize("name", ["m", "mllm", "nn"])
+def test_a_run_of_rules_ends_as_soon_as_a_device_is_full(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for what it holds it is the whole one; with less its first overflow is the end."""
+    start, started = RulesRun.start, list[int]()
+
+    def noted(run: RulesRun, task: int) -> None:
+        started.append(task)
+        start(run, task)
+
+    def problem_in(room: int | None) -> OneMicrobatch:
+        costs = ShapeCosts(1, 3, shared_forward_ns=1, shared_backward_ns=1, activation_bytes=1)
+        return OneMicrobatch.of(shape_workload(name, 6, 18, costs=costs, memory=room))
+
+    graph = task_graph(problem_in(None).workload)
+    whole = CLASSIC["1f1b+"].orders(problem_in(None), graph)
+    most = max(memory.peak_bytes for memory in peak_memory(graph, whole))
+    monkeypatch.setattr(RulesRun, "start", noted)
+    for room in range(1, most + 1):
+        started.clear()
+        problem = problem_in(room)
+        found = CLASSIC["1f1b+"].fitting_orders(problem, task_graph(problem.workload))
+        assert found == (whole if room == most else None)
+        assert len(started) < graph.num_tasks / 2 or room == most
 
 
 @pytest.mark.parametrize(("room", "never"), [(8, False), (7, True), (None, False)])

@@ -15,7 +15,7 @@ from itertools import islice, product
 from pipeplan.graphs import connected_parts
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
-from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules.engine import FullError, schedule_by_rules
 from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, makespan
 from pipeplan.search_constants import LEAST_TRIED, MOST_REMEMBERED, SECONDS_PER_RULES, SECONDS_PER_TRIALS, TASKS_TRIED
@@ -129,14 +129,20 @@ def scripted(write: Callable[[Script, int, OneMicrobatch], object]) -> Orderer:
     return orders
 
 
-def by_rules(name: str) -> Orderer:
-    """The orders by the catalog's rules ``name``; on unit steps they are remembered, as costs do not matter there."""
+def by_rules(name: str, *, until_full: bool = False) -> Orderer:
+    """The orders by the catalog's rules ``name``; on unit steps they are remembered, as costs do not matter there.
+
+    Where they are not remembered, as there are too many, they are made only ``until_full``: by FullError they end where
+    they do not fit.
+    """
 
     def orders(workload: Workload, graph: TaskGraph) -> Orders:
         rules = named_rules(name)
         if rules.time == "true":
-            return schedule_by_rules(graph, rules)
+            return schedule_by_rules(graph, rules, until_full=until_full)
         key = name, _structure(workload)
+        if until_full and key not in _remembered and graph.num_tasks > MOST_REMEMBERED:
+            return schedule_by_rules(graph, rules, until_full=True)
         if key not in _remembered:
             _remembered[key] = schedule_by_rules(graph, rules)
             while len(_remembered) > 1 and sum(map(_size, _remembered.values())) > MOST_REMEMBERED:
@@ -339,7 +345,8 @@ class Classic:
     counts ``seconds_each`` for each action, of at most ``most_counted``, where seconds are deterministic. One that
     ``splits`` runs input and weight gradients apart by its definition, the others whole backwards. ``forwards`` are its
     orders where there are no backwards. ``strategies`` are those whose chains it may be for; none: all. One that
-    ``holds_all`` runs all forwards of a device before its backwards.
+    ``holds_all`` runs all forwards of a device before its backwards. ``fitted`` are the ``trained`` ones, which may end
+    by FullError where they do not fit.
     """
 
     placed: Condition
@@ -353,6 +360,7 @@ class Classic:
     strategies: tuple[str, ...] = ()
     looked: Orderer | None = None
     holds_all: bool = False
+    fitted: Orderer | None = None
 
     def is_quick(self, num_tasks: int) -> bool:
         """Whether it takes only a moment for this many actions."""
@@ -375,11 +383,22 @@ class Classic:
             for device, room in enumerate(problem.capacity[: problem.num_devices])
         )
 
-    def orders_looked_at(self, problem: OneMicrobatch, graph: TaskGraph) -> Orders:
-        """The same, or what takes less to make and is about as short."""
+    def orders_looked_at(self, problem: OneMicrobatch, graph: TaskGraph) -> Orders | None:
+        """As :meth:`fitting_orders`, or what takes less to make and is about as short."""
         if self.looked is None or self.is_quick(graph.num_tasks):
-            return self.orders(problem, graph)
+            return self.fitting_orders(problem, graph)
         return self.looked(problem, graph)
+
+    def fitting_orders(self, problem: OneMicrobatch, graph: TaskGraph) -> Orders | None:
+        """The orders of the devices, where it applies; None where it is known before all are made that none fit."""
+        if self.never_fits(problem):
+            return None
+        if self.fitted is None or problem.reduction is not None or problem.workload.is_inference:
+            return self.orders(problem, graph)
+        try:
+            return self.fitted(problem, graph)
+        except FullError:
+            return None
 
     def orders(self, problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         """The orders of the devices, where it applies."""
@@ -532,7 +551,13 @@ _ONE, _TURNS, _V = "one-to-one", "circular", "v-shape"
 
 CLASSIC: dict[str, Classic] = {
     "gpipe": Classic(always, by_rules("gpipe"), forwards=stage_by_stage, holds_all=True),
-    "1f1b": Classic(one_stage_each, by_rules("1f1b"), forwards=in_turn, strategies=(_ONE,)),
+    "1f1b": Classic(
+        one_stage_each,
+        by_rules("1f1b"),
+        forwards=in_turn,
+        strategies=(_ONE,),
+        fitted=by_rules("1f1b", until_full=True),
+    ),
     "zb-h1": split(one_stage_each, by_rules("zb-h1"), _ONE),
     "zb-h2": split(one_stage_each, by_rules("zb-h2"), _ONE),
     "zb-1p": split(one_each, automatic(1), _ONE, tries=SECONDS_PER_TRIALS),
@@ -561,6 +586,6 @@ CLASSIC: dict[str, Classic] = {
         most_counted=6_000,
         looked=as_given(partial(greedy_orders, most_starts=0)),
     ),
-    "1f1b+": Classic(needs_shared, by_rules("1f1b+")),
+    "1f1b+": Classic(needs_shared, by_rules("1f1b+"), fitted=by_rules("1f1b+", until_full=True)),
 }
 """Every classic schedule by the name ``--scheduler`` takes."""

@@ -412,8 +412,10 @@ def _known_orders(
         if names and name not in names:
             continue
         wanted = names or thorough or classic.is_quick(graph.num_tasks)
-        if wanted and classic.applies(problem) is None and not classic.never_fits(problem):
-            yield name, (classic.orders if thorough else classic.orders_looked_at)(problem, graph)
+        if wanted and classic.applies(problem) is None:
+            orders = (classic.fitting_orders if thorough else classic.orders_looked_at)(problem, graph)
+            if orders is not None:
+                yield name, orders
 
 
 def timed(

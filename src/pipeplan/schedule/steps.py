@@ -69,10 +69,11 @@ class KnownSchedule(ScheduleStep):
     """A known schedule of the same workload; what is found is at least as short."""
 
     name = "known schedule"
-    when = "auto; the search goes on from a schedule"
+    when = "auto; the search goes on from a schedule that is written out"
 
     def applies(self, state: SearchState) -> bool:
-        return state.scheduler == "auto" and state.known is not None
+        known = state.known
+        return state.scheduler == "auto" and known is not None and known.loop is None  # which is not of all actions
 
     def run(self, state: SearchState) -> None:
         assert state.known is not None
@@ -168,8 +169,9 @@ def _offer_classics(state: SearchState, *, quick: bool) -> None:
         useless = not quick and state.proved and not classic.automatic
         if classic.is_quick(tasks) != quick or late or useless or classic.applies(state.problem) is not None:
             continue
-        if not classic.never_fits(state.problem):
-            state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
+        orders = classic.fitting_orders(state.problem, state.graph)
+        if orders is not None:
+            state.offer(state.candidate(orders, name))
         state.budget.charge(0.0 if quick else classic.seconds(tasks))
 
 

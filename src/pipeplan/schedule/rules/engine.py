@@ -29,32 +29,38 @@ from pipeplan.search_constants import STUCK_STEPS
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
-from pipeplan.workload.memory import MemoryState
+from pipeplan.workload.memory import MemoryState, capacities
 from pipeplan.workload.task_graph import TaskGraph
 
 
-def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
+class FullError(InfeasibleError):
+    """What rules start does not fit into memory, as is known before their run has ended."""
+
+
+def schedule_by_rules(graph: TaskGraph, rules: Rules, *, until_full: bool = False) -> list[list[int]]:
     """[device] its actions in the order in which the rules start them.
 
-    Cost is linear in actions and dependencies, times the stages of a device, and a logarithm.
+    Cost is linear in actions and dependencies, times the stages of a device, and a logarithm. A run ``until_full`` ends
+    as soon as a device has no room for what it starts, where its order tells what it holds, and nothing is separated.
 
     Raises:
+        FullError: so it ended.
         UsageError: the rules do not apply to the workload, or actions wait for each other in a circle; the text names
             the rules, too.
         InfeasibleError: limits, checks or memory block every action that is ready; the text names them.
     """
     if not rules.separate:
-        return unseparated(graph, rules)
+        return unseparated(graph, rules, until_full=until_full)
     joined = Joined.of(graph)
     return separate(graph, joined.apart(unseparated(joined.graph, rules)))
 
 
-def unseparated(graph: TaskGraph, rules: Rules) -> list[list[int]]:
+def unseparated(graph: TaskGraph, rules: Rules, *, until_full: bool = False) -> list[list[int]]:
     """The same without separation, whatever the rules say."""
     with naming(rules):
         if rules.order:
             return orders_of(graph, rules.order)
-        run = RulesRun(graph, rules)
+        run = RulesRun(graph, rules, until_full=until_full)
         run.run()
     return run.device_orders
 
@@ -70,7 +76,7 @@ class _Call:
 class RulesRun(Engine):
     """One run of the rules in steps, or in time. It is the :class:`State` that user functions see."""
 
-    def __init__(self, graph: TaskGraph, rules: Rules) -> None:
+    def __init__(self, graph: TaskGraph, rules: Rules, *, until_full: bool = False) -> None:
         super().__init__(graph, unit_steps=rules.time == "unit")
         operations, workload = graph.workload.operations, graph.workload
         self._resolved = Resolved(workload, rules)
@@ -78,6 +84,8 @@ class RulesRun(Engine):
         self._device_limits = [settings.limit for settings in self._resolved.devices]
         self._checks = rules.checks
         self._memory = MemoryState(graph) if rules.fit_memory else None
+        limited = until_full and workload.order_tells_memory and any(room is not None for room in capacities(workload))
+        self._room = MemoryState(graph) if limited else None
         self._together = [len(devices) > 1 for devices in workload.resources]
         self._stage = [operation.stage for operation in operations]
         self._role = [operation.role for operation in operations]
@@ -244,6 +252,11 @@ class RulesRun(Engine):
         self._chooser.started(task)
         if self._memory is not None:
             self._memory.run(task)
+        if self._room is not None:
+            full = self._room.full(task)
+            if full is not None:
+                raise FullError(f"device {full} has no room for {self.graph.label(task)}")
+            self._room.run(task)
         for device in self._resources[x]:
             self._calls[device] = None
             if self._watchers[device]:
