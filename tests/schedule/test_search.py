@@ -279,3 +279,17 @@ def test_recomputation_is_chosen_only_where_memory_asks_for_it() -> None:
     forced = search_plan(request_of(profile, profile.placement, Batch(8, 1), **(options | {"recompute": True})))
     assert all(stage.recompute for stage in forced.plan.stages)
     assert forced.plan.predicted.makespan_ns > roomy.plan.predicted.makespan_ns
+
+
+def test_where_the_best_is_proved_and_repeats_no_other_is_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 256 devices that took 8 s of MLLM."""
+
+    def looked_through(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(steps, "find_repetend", looked_through)
+    workload = shape_workload("mllm", 4, 8, costs=ShapeCosts(1, 3, shared_forward_ns=1, shared_backward_ns=1))
+    found = search_schedule(workload, Budget(1, deterministic=True))
+    assert found.optimal
+    assert found.repeats
+    assert found.notes == ()

@@ -204,6 +204,24 @@ def test_parts_that_drift_apart_slowly_are_not_compared_again_and_again(
     assert counts[0] < most
 
 
+@given(st.integers(2, 4), st.lists(st.integers(1, 4), min_size=8, max_size=8), st.integers(0, 2))
+@settings(max_examples=15, deadline=None)
+def test_copies_that_are_too_many_to_replay_keep_the_pace_of_the_busiest_device_or_nothing_is_said(
+    num_devices: int, times: list[int], lag: int
+) -> None:
+    workload = chain_workload(num_devices, 12, lag=lag)
+    durations = {f"{s}{kind}": times[2 * s + (kind == "B")] for s in range(num_devices) for kind in "FB"}
+    operations = tuple(replace(op, duration_ns=durations[op.id]) for op in workload.operations)
+    workload = plan_of(workload, one_f_one_b(workload)).model_copy(update={"operations": operations}).workload
+    _, orders, _ = timed(workload, one_f_one_b(workload))
+    cut = CutOrders.of(workload, orders, one_f_one_b_repetend(workload), 1)
+    replayed, busiest, few = cut.rate, max(workload.work), 2 * num_devices * 12 - 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rate, "MAX_REPLAYED", few)
+        assert steady_state(workload, cut.copies, cut.begins, 1, few) == ((1, busiest) if replayed == busiest else None)
+        assert steady_state(workload, cut.copies, cut.begins, 1, few - 1) is None
+
+
 def best_by_brute_force(workload: Workload, orders: Orders, starts: dict[Entry, int]) -> Fraction | None:
     """Least time per micro-batch over all moments and unrolls, each tried by replaying many copies."""
     best: Fraction | None = None

@@ -285,10 +285,15 @@ class AdoptedRepetitions(ScheduleStep):
 
     most_unroll: int = ShorterRun.most_unroll
     name = "adopted repetitions"
-    when = "unroll and span are open; at least 2 micro-batches"
+    when = "unroll and span are open; at least 2 micro-batches; not both the best, which repeats, and its period proved"
 
     def applies(self, state: SearchState) -> bool:
-        return state.unroll is state.max_span is None and state.problem.num_microbatches >= 2
+        if state.unroll is not None or state.max_span is not None or state.problem.num_microbatches < 2:
+            return False
+        best, pattern = state.best, state.pattern
+        if best is None or pattern is None or not best.frozen or not state.proved:
+            return True
+        return pattern.period > max(state.period_proved, state.least_period)
 
     def run(self, state: SearchState) -> None:
         for candidate in state.others:

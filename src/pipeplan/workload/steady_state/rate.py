@@ -245,8 +245,11 @@ def steady_state(
     Starts obey a recurrence in (max, +), where a copy depends on the ``reach`` copies before it. When over a cycle
     and that many copies every task has moved on by its own constant shift, and none waits for one that shifts by
     more, what decides each start shifts with it, so it stays so for ever, and the largest shift is that of the
-    makespan. ``runs`` [device, link] is one copy, ``first`` [item]. None if that does not come about within
-    ``max_tasks`` actions.
+    makespan. ``runs`` [device, link] is one copy, ``first`` [item].
+
+    None if that does not come about within ``max_tasks`` actions. Where these, :data:`MAX_REPLAYED` or more, are fewer
+    than what a copy depends on, copies that can follow each other at the pace of the busiest device do so on average,
+    as it cannot go faster.
     """
     copy = _CopyGraph.of(workload, runs, first, unroll)
     if copy is None:
@@ -260,7 +263,10 @@ def steady_state(
             if shift is not None:
                 return cycle, max(shift)
         num_copies *= 2
-    return None
+    if starts or max_tasks < MAX_REPLAYED:
+        return None
+    busiest = max(sum(workload.durations[item] for item, _ in run) for run in runs)
+    return (1, busiest) if copy.keeps_pace(busiest, max_tasks) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +323,26 @@ class _CopyGraph:
                         begin = ready
                 now[task] = begin
             starts.append(now)
+
+    def keeps_pace(self, time: int, max_steps: int) -> bool:
+        """Whether copies can begin every ``time`` ns, as starts in one copy show that all that it waits for allows.
+
+        They are put off until nothing moves any more, which never comes where a circle of waits takes longer. False
+        also where it has not come after so many actions have been looked at.
+        """
+        starts = [0] * self.num_tasks
+        for _ in checked(range(max_steps // max(1, self.num_tasks)), 4):
+            moved = False
+            for task in self.order:
+                begin = starts[task]
+                for back, other, delay in self.waits[task]:
+                    ready = starts[other] + delay - back * time
+                    if ready > begin:
+                        begin, moved = ready, True
+                starts[task] = begin
+            if not moved:
+                return True
+        return False
 
     def steady_shift(self, starts: Sequence[Sequence[int]], cycle: int) -> list[int] | None:
         """Shift of each task over ``cycle`` copies if it will stay as it is, in ns; else None."""
