@@ -18,7 +18,7 @@ from pipeplan.files import Cluster, Profile
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 
-_Price = Callable[[int], int]
+_Price = Callable[[int], tuple[int, int]]
 """Of bytes of gradients, ns."""
 
 
@@ -69,17 +69,24 @@ class AfterActions:
 
         Which links thousands of devices share is looked up once for all sizes.
         """
+        return sum(self.parts(size, replicas))
+
+    def parts(self, size: int, replicas: int) -> tuple[int, int]:
+        """The same: ns of summing gradients, which may run beside other stages' actions, and of what follows."""
         zero = self.sharing(replicas) or WHOLE
-        key = self.shards, replicas, zero
-        if replicas > 1 and key not in self._prices:
+        key, step = (self.shards, replicas, zero), self._step_ns(size, zero)
+        if replicas < 2:
+            return 0, step
+        if key not in self._prices:
             self._prices[key] = self._price(tuple(range(replicas * self.shards)), zero)
-        return self._step_ns(size, zero) + (self._prices[key](size) if replicas > 1 else 0)
+        summed, gathered = self._prices[key](size)
+        return summed, step + gathered
 
     def on(self, size: int, devices: tuple[int, ...]) -> int:
         """The same where these are the stage's devices, those of a replica next to each other."""
         replicas = len(devices) // self.shards
         zero = self.sharing(replicas) or WHOLE
-        return self._step_ns(size, zero) + (self._price(devices, zero)(size) if replicas > 1 else 0)
+        return self._step_ns(size, zero) + (sum(self._price(devices, zero)(size)) if replicas > 1 else 0)
 
     def _step_ns(self, size: int, zero: Zero) -> int:
         recipe, rate = self.profile.recipe, self.profile.step_bytes_per_s
@@ -90,10 +97,10 @@ class AfterActions:
         return at_speed(10**9 * size * self.moved[zero] // (self.kept[GRADIENTS] * rate), self.speed)
 
     def _price(self, devices: tuple[int, ...], zero: Zero) -> _Price:
-        """Ns of what these devices exchange, of any bytes of gradients."""
+        """Ns of what these devices exchange, sums and gathers, of any bytes of gradients."""
         if zero == WHOLE:
             sums = price_of_groups(self.cluster, [devices[shard :: self.shards] for shard in range(self.shards)])
-            return lambda size: round(sums(Exchange("all_reduce", size)))
+            return lambda size: (round(sums(Exchange("all_reduce", size))), 0)
         replicas = len(devices) // self.shards
         stage = Stage(
             blocks=("",),
@@ -105,9 +112,9 @@ class AfterActions:
         )
         exchanged = price_of_exchange(self.cluster, stage, [stage])
 
-        def price(size: int) -> int:
+        def price(size: int) -> tuple[int, int]:
             share = {kind: size * own // max(1, self.kept[GRADIENTS]) for kind, own in self.kept.items()}
-            return sum(exchanged(size, 0, updated_bytes(stage.with_state(MemoryBytes(share)), self.profile.recipe)))
+            return exchanged(size, 0, updated_bytes(stage.with_state(MemoryBytes(share)), self.profile.recipe))
 
         return price
 

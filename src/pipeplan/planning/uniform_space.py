@@ -605,10 +605,12 @@ class _BoundTable:
         exchanged = column(_exchanged_ns(request, blocks, choices, sums))
         longest_ns = np.where(paced > 0, paced, even + uneven)
         busiest = longest_ns + (again * (p / working) + exchanged) / p
-        sums_ns = column(_after_ns(request, choices, sums))
+        sums_ns, rest_ns = np.array([*checked(_after_ns(request, choices, sums), 1024)], np.float64).reshape(-1, 2).T
+        beside = (per_position - 1) * np.minimum(sums_ns, p * (inputs + weights)) / per_position
+        after_ns = sums_ns - np.where(paced > 0, beside, 0.0) + rest_ns
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.width for each in choices))
         hops = 2 * (p * per_position - 1) * column(_hops_ns(request, choices))  # of the first and the last micro-batch
-        usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps) + hops, least) + sums_ns
+        usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps) + hops, least) + after_ns
         eased = summed("eased")
         stepped *= p / together  # all parameters are stepped once
         least = np.maximum(least * eased, m * work / together * eased + stepped)
@@ -616,7 +618,7 @@ class _BoundTable:
             least=np.maximum(1.0, np.floor(least * SLACK)),
             usual=np.where(np.isfinite(again), usual_ns, m * busiest.clip(max=1e18)),
             parts=np.stack(
-                (m * even, m * again / working, m * (longest_ns - even), m * exchanged / p, sums_ns), axis=1
+                (m * even, m * again / working, m * (longest_ns - even), m * exchanged / p, after_ns), axis=1
             ),
             needs=held,
             smallest=smallest,
@@ -830,11 +832,11 @@ def _always(zero: Zero, copies: int) -> Zero:
     return zero
 
 
-def _after_ns(request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]) -> Iterator[int]:
-    """[choice] ns that an even stage takes after its actions: summing gradients over its replicas, step, gather."""
+def _after_ns(request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]) -> Iterator[tuple[int, int]]:
+    """[choice] ns that an even position takes after its actions: summing gradients over its replicas; step, gather."""
     after = AfterActions.of(request.profile, request.cluster)
     of_experts = after.of_experts
-    known: dict[tuple[object, ...], int] = {}
+    known: dict[tuple[object, ...], tuple[int, int]] = {}
     for choice, own in zip(choices, sums, strict=True):
         positions, experts = choice.positions or 1, choice.pricing.experts if of_experts else TOGETHER
         apart = of_experts // experts.size if experts.size > 1 else 0
@@ -846,5 +848,5 @@ def _after_ns(request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]
         for key in both:
             if key not in known:
                 size, shards, copies, zero = key
-                known[key] = replace(after, shards=shards, sharing=partial(_always, zero))(size, copies)
-        yield sum(known[key] for key in both)
+                known[key] = replace(after, shards=shards, sharing=partial(_always, zero)).parts(size, copies)
+        yield sum(known[key][0] for key in both), sum(known[key][1] for key in both)
