@@ -209,6 +209,12 @@ MOVES_LONGEST = 2
 MOVES_SHORTEST = 3
 """Devices, those with least work, that blocks move to. Not measured."""
 
+MOVES_NEAR = 1.02
+"""Times the best plan that one of another layout takes at most to be moved, too. Not measured."""
+
+MOVES_LAYOUTS = 3
+"""Layouts, the best first, of which blocks move. Not measured."""
+
 DIFFERENT_SHARE = 0.5
 """Part of the time left for plans beside the best, each turn, until there are as many as are shown. Not measured."""
 

@@ -44,9 +44,7 @@ def test_a_kind_is_as_far_off_as_the_best_of_its_rows() -> None:
     assert forms.expected_ns(_row("zb-v", 50.0, 60.0)) == math.inf
     other = _row("zb-v", 50.0, 60.0)
     longer = replace(other, choice=replace(other.choice, positions=4))
-    assert forms.expected_ns(longer) == pytest.approx(60.0), (
-        "stages of fewer blocks share memory otherwise"
-    )
+    assert forms.expected_ns(longer) == pytest.approx(60.0), "stages of fewer blocks share memory otherwise"
     forms.learn(_row("1f1b", 50.0, 60.0), None)
     assert forms.expected_ns(_row("1f1b", 50.0, 59.0)) == 50.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +16,11 @@ from builders.requests import request_of
 from pipeplan.costs.kinds import for_kinds
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_layouts
-from pipeplan.planning.moves import moves
+from pipeplan.planning.moves import Moves, moves
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, search_plan, without
-from pipeplan.planning.trials import PlanStep, Trial
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
+from pipeplan.schedule.cpsat.solver import Budget
 from references.every_width import one_f_one_b
 from references.unlike_devices import Kind
 
@@ -162,6 +164,35 @@ def test_moves_are_made_when_they_are_taken(monkeypatch: pytest.MonkeyPatch) -> 
     assert next(every) is not None
     with pytest.raises(TimeoutError):
         list(every)
+
+
+@pytest.mark.parametrize(
+    ("step", "gains"), [(Moves(near=2.0), True), (Moves(near=2.0, layouts=1), False), (Moves(), False)]
+)
+def test_plans_of_other_layouts_are_moved_too(step: Moves, gains: bool) -> None:
+    """What is second may gain more; that is not looked for where it takes too long, or is one layout too many."""
+    row = CostRow(microbatch_size=1, forward_ns=1000, backward_ns=2000)
+    profile = joined([Block(id=f"b{index}", operator="layer", costs=(row,)) for index in range(9)])
+    request = request_of(profile, "auto", Batch(8, 1), 3, time_limit=1.0, deterministic=True)
+    search = PlanSearch(request, Budget(1.0, deterministic=True), None, STEPS)
+    ids = [block.id for block in profile.blocks]
+    for ends in ([0, 5, 9], [0, 7, 8, 9]):
+        positions = len(ends) - 1
+        rows = (each.choice for each in uniform_layouts(request) if each.choice.strategy == "one-to-one")
+        even = placed(request, next(each for each in rows if (each.positions, each.replicas) == (positions, 1)))
+        assert isinstance(even, PlacementCandidate)
+        blocks = [tuple(ids[begin:end]) for begin, end in pairwise(ends)]
+        stages = zip(even.placement.stages, blocks, strict=True)
+        cut = tuple(stage.model_copy(update={"blocks": own}) for stage, own in stages)
+        trial = Trial.of(request, replace(even, placement=even.placement.model_copy(update={"stages": cut})))
+        trial.look()
+        search.trials.append(trial)
+    before = search.best
+    assert before is search.trials[0]
+    step.run(search)
+    assert search.best is not None
+    assert (search.best is not before) is gains
+    assert not gains or [len(stage.blocks) for stage in search.best.candidate.placement.stages] == [3, 3, 3]
 
 
 def test_it_is_a_step_like_others() -> None:

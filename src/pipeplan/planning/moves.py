@@ -9,7 +9,7 @@ of kinds with profiles of their own get the blocks that suit these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,12 +22,12 @@ from pipeplan.errors import PipeplanError
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
-from pipeplan.planning.candidates import PlacementCandidate, any_stages, is_large, open_splits, sharings
+from pipeplan.planning.candidates import PlacementCandidate, any_stages, is_large, kept_choice, open_splits, sharings
 from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.search_constants import MOVES_LONGEST, MOVES_SHARE, MOVES_SHORTEST
+from pipeplan.search_constants import MOVES_LAYOUTS, MOVES_LONGEST, MOVES_NEAR, MOVES_SHARE, MOVES_SHORTEST
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.elements import again_of, recompute_of
 from pipeplan.workload.workload import Workload
@@ -35,19 +35,23 @@ from pipeplan.workload.workload import Workload
 
 @dataclass(frozen=True)
 class Moves(PlanStep):
-    """Moves on the best plan, each looked at with known schedules: the first that is shorter is the next best.
+    """Moves on the best plan, each looked at with known schedules: the first that is shorter is the next one.
 
-    In every turn a ``share`` of the time that is left. Blocks move from the ``longest`` devices to the ``shortest``.
+    Where no more of them is shorter, moves on the best plan of another layout, if that takes at most ``near`` times as
+    long, of ``layouts`` in all: which one gains most is not known before. In every turn a ``share`` of the time that is
+    left. Blocks move from the ``longest`` devices to the ``shortest``.
     """
 
     share: float = MOVES_SHARE
     longest: int = MOVES_LONGEST
     shortest: int = MOVES_SHORTEST
+    near: float = MOVES_NEAR
+    layouts: int = MOVES_LAYOUTS
     name = "moves"
     of = "what is left, each turn"
     when = (
-        "in turn with the search; the best plan, of stages in a line; --placement auto, or devices that differ; "
-        "without --planner, --rules, --slices, --max-span"
+        "in turn with the search; the best plan of each of {layouts} layouts, within {near} of the best, of stages in "
+        "a line; --placement auto, or devices that differ; without --planner, --rules, --slices, --max-span"
     )
     in_turn = True
 
@@ -56,18 +60,32 @@ class Moves(PlanStep):
         if not may_move_blocks(search.request):
             return
         with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
-            while self._moved(search, share):
-                checkpoint()
+            known, moved = set[object](), search.best
+            while moved is not None and len(known) < self.layouts:
+                known.add(_layout(moved))
+                while moved is not None:
+                    checkpoint()
+                    moved = self._moved(search, share, moved)
+                moved = self._next(search, known)
 
-    def _moved(self, search: PlanSearch, share: Budget) -> bool:
-        """Whether there is a shorter plan one move from the best, found with a share of the time."""
+    def _next(self, search: PlanSearch, known: Container[object]) -> Trial | None:
+        """The best plan of a layout that is not known yet; None where it takes too long."""
+        best = search.best
+        others = [trial for trial in search.done if trial.value_ns is not None and _layout(trial) not in known]
+        found = min(others, key=lambda trial: trial.value_ns or 0, default=None)
+        if best is None or found is None or (found.value_ns or 0) > self.near * (best.value_ns or 0):
+            return None
+        return found
+
+    def _moved(self, search: PlanSearch, share: Budget, given: Trial) -> Trial | None:
+        """A shorter plan one move from a given one, found with a share of the time; None where there is none."""
         best, request = search.best, search.request
-        if best is None or best.best is None or best.value_ns is None or best.value_ns <= search.bound_ns:
-            return False
-        for candidate in moves(request, best.candidate, best.best.workload, self.longest, self.shortest):
+        if best is None or given.best is None or given.value_ns is None or given.value_ns <= search.bound_ns:
+            return None
+        for candidate in moves(request, given.candidate, given.best.workload, self.longest, self.shortest):
             checkpoint()
             if share.expired:
-                return False
+                return None
             if not search.is_new(candidate):
                 continue
             with suppress(PipeplanError):  # it does not fit, or has no costs
@@ -75,11 +93,17 @@ class Moves(PlanStep):
                 if trial.hopeless(best):
                     continue
                 trial.look_within(request, share, candidate.usual if is_large(request) else None)
-                if trial.value_ns is not None and trial.value_ns < best.value_ns:
+                if trial.value_ns is not None and trial.value_ns < given.value_ns:
                     search.trials.append(trial)
                     search.report(trial)
-                    return True
-        return False
+                    return trial
+        return None
+
+
+def _layout(trial: Trial) -> object:
+    """What moves of blocks do not change."""
+    choice = kept_choice(trial.candidate)
+    return trial.candidate.placement.strategy if choice is None else choice.layout
 
 
 def may_move_blocks(request: Request) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import attrgetter
 
 from pipeplan.planning.candidates import has_table, is_large, kept_choice, likely_choices
 from pipeplan.planning.trials import PlanSearch, PlanStep
@@ -40,7 +39,7 @@ class OtherSchedules(PlanStep):
         if best is None or request.scheduler != "auto" or not is_large(request) or not has_table(request):
             return
         choice = kept_choice(best.candidate)
-        if choice is None or not search.is_first(("other schedules", _layout(choice))):
+        if choice is None or not search.is_first(("other schedules", choice.layout)):
             return
         with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
             for row in _alike(search, choice):
@@ -52,15 +51,9 @@ class OtherSchedules(PlanStep):
 
 def _alike(search: PlanSearch, choice: Choice) -> Iterator[BoundedChoice]:
     """Rows of the same layout that may be shorter than the best."""
-    layout = _layout(choice)
+    layout = choice.layout
     for row in likely_choices(search.request):
         best = search.best
         shorter = best is None or row.least_ns < (best.value_ns or 0)
-        if shorter and _layout(row.choice) == layout and not search.is_put_off(row):
+        if shorter and row.choice.layout == layout and not search.is_put_off(row):
             yield row
-
-
-_layout = attrgetter(
-    "replicas", "positions", "shards", "context", "expert", "batch", "zero", "expert_shards", "exchange", "backwards"
-)
-"""All of a choice but its strategy, its schedule, and what is recomputed for that."""

@@ -84,6 +84,12 @@ class Choice:
         return self.replicas * self.context
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """All but its strategy, its schedule, and what is recomputed for that."""
+        splits = self.shards, self.context, self.exchange, self.expert, self.expert_shards
+        return self.replicas, self.positions, self.batch, self.zero, self.backwards, *splits
+
+    @property
     def per_position(self) -> int:
         """How many stages each position has, on each route."""
         return (self.chunks or 2) if STRATEGIES[self.strategy].chunked else 1
