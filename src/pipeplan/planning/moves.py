@@ -9,7 +9,7 @@ of kinds with profiles of their own get the blocks that suit these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,9 +37,9 @@ from pipeplan.workload.workload import Workload
 class Moves(PlanStep):
     """Moves on the best plan, each looked at with known schedules: the first that is shorter is the next one.
 
-    Where no more of them is shorter, moves on the best plan of another layout, if that takes at most ``near`` times as
-    long, of ``layouts`` in all: which one gains most is not known before. In every turn a ``share`` of the time that is
-    left. Blocks move from the ``longest`` devices to the ``shortest``.
+    So are the best plans of other layouts that take at most ``near`` times as long, of ``layouts`` in all, each in as
+    much time: which one gains most is not known before. In every turn a ``share`` of the time that is left. Blocks move
+    from the ``longest`` devices to the ``shortest``.
     """
 
     share: float = MOVES_SHARE
@@ -60,22 +60,23 @@ class Moves(PlanStep):
         if not may_move_blocks(search.request):
             return
         with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
-            known, moved = set[object](), search.best
-            while moved is not None and len(known) < self.layouts:
-                known.add(_layout(moved))
-                while moved is not None:
-                    checkpoint()
-                    moved = self._moved(search, share, moved)
-                moved = self._next(search, known)
+            given = self._given(search)
+            for number, trial in enumerate(given):
+                with share.share(share.remaining / (len(given) - number)) as own, own.ended():
+                    moved: Trial | None = trial
+                    while moved is not None:
+                        checkpoint()
+                        moved = self._moved(search, own, moved)
 
-    def _next(self, search: PlanSearch, known: Container[object]) -> Trial | None:
-        """The best plan of a layout that is not known yet; None where it takes too long."""
-        best = search.best
-        others = [trial for trial in search.done if trial.value_ns is not None and _layout(trial) not in known]
-        found = min(others, key=lambda trial: trial.value_ns or 0, default=None)
-        if best is None or found is None or (found.value_ns or 0) > self.near * (best.value_ns or 0):
-            return None
-        return found
+    def _given(self, search: PlanSearch) -> list[Trial]:
+        """The best plan of each of the best layouts."""
+        best, found = search.best, dict[object, Trial]()
+        most = self.near * (0 if best is None else best.value_ns or 0)
+        known = [(trial.value_ns, trial) for trial in search.done if trial.value_ns is not None]
+        for value, trial in sorted(known, key=lambda each: (each[0], each[1] is not best)):
+            if value <= most and len(found) < self.layouts:
+                found.setdefault(_layout(trial), trial)
+        return [*found.values()]
 
     def _moved(self, search: PlanSearch, share: Budget, given: Trial) -> Trial | None:
         """A shorter plan one move from a given one, found with a share of the time; None where there is none."""
