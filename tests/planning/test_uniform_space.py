@@ -463,6 +463,26 @@ def test_the_table_knows_what_sharing_a_sequence_takes() -> None:
     assert {2 * 4 * (100 + 100) - each.least_ns for each in table} == {1}, "floats are off by less than one"
 
 
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("bandwidth", ["50GB", "10GB", "500MB"])
+def test_of_stages_in_turn_only_sums_that_run_beside_nothing_make_an_iteration_longer(
+    bandwidth: str, zero: int
+) -> None:
+    """A stage's gradients are summed while the stages before it on its devices still run their last backwards."""
+    blocks = [Block.of(f"b{number}", "1ms", "2ms", trained=20_000_000) for number in range(32)]
+    cluster = Cluster.of("one", 8, levels=[("all", 8, "1us", bandwidth)])
+    said: dict[str, Any] = {"mini_batch": 32, "replicas": 2, "positions": 4, "zero": zero, **QUICK}
+    request = Request.of(Profile.of("alike", blocks, recipe="fp32"), cluster=cluster, placement="circular", **said)
+    rows = [each for each in uniform_choices(request) if 32 % (4 * each.choice.per_position) == 0]
+    assert {each.choice.per_position for each in rows} == {2, 4, 8}
+    for row in rows:
+        candidate = placed(request, row.choice)
+        assert isinstance(candidate, PlacementCandidate)
+        trial = Trial.of(request, candidate)
+        trial.look(usual=candidate.usual)
+        assert trial.value_ns == pytest.approx(row.usual_ns, rel=0.02)
+
+
 @pytest.mark.parametrize(
     ("said", "text"),
     [

@@ -37,9 +37,9 @@ from pipeplan.workload.workload import Workload
 class Moves(PlanStep):
     """Moves on the best plan, each looked at with known schedules: the first that is shorter is the next one.
 
-    So are the best plans of other layouts that take at most ``near`` times as long, of ``layouts`` in all, each in as
-    much time: which one gains most is not known before. In every turn a ``share`` of the time that is left. Blocks move
-    from the ``longest`` devices to the ``shortest``.
+    So are the best plans of other layouts that take at most ``near`` times as long, of ``layouts`` in all: which one
+    gains most is not known before. In every turn each has a ``share`` of the time that is left. Blocks move from the
+    ``longest`` devices to the ``shortest``.
     """
 
     share: float = MOVES_SHARE
@@ -48,10 +48,11 @@ class Moves(PlanStep):
     near: float = MOVES_NEAR
     layouts: int = MOVES_LAYOUTS
     name = "moves"
-    of = "what is left, each turn"
+    of = "what is left, each layout in each turn"
     when = (
-        "in turn with the search; the best plan of each of {layouts} layouts, within {near} of the best, of stages in "
-        "a line; --placement auto, or devices that differ; without --planner, --rules, --slices, --max-span"
+        "in turn with the search; the best plan of each of {layouts} layouts, at most {near} times as long as the best "
+        "one, of stages in a line; --placement auto, or devices that differ; without --planner, --rules, --slices, "
+        "--max-span"
     )
     in_turn = True
 
@@ -59,14 +60,12 @@ class Moves(PlanStep):
         """Move as long as that makes it shorter."""
         if not may_move_blocks(search.request):
             return
-        with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
-            given = self._given(search)
-            for number, trial in enumerate(given):
-                with share.share(share.remaining / (len(given) - number)) as own, own.ended():
-                    moved: Trial | None = trial
-                    while moved is not None:
-                        checkpoint()
-                        moved = self._moved(search, own, moved)
+        for given in self._given(search):
+            with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
+                moved: Trial | None = given
+                while moved is not None:
+                    checkpoint()
+                    moved = self._moved(search, share, moved)
 
     def _given(self, search: PlanSearch) -> list[Trial]:
         """The best plan of each of the best layouts."""

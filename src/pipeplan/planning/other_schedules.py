@@ -2,7 +2,7 @@
 
 Rows of the table of layouts are looked at by what their closed forms say, of which there is no time for all. What the
 form of one schedule leaves out is not what another's does, so that rows of one layout, which share everything else, may
-be thousands apart.
+be thousands apart. What rows of other layouts took is not asked: that puts off whole schedules.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ def _alike(search: PlanSearch, choice: Choice) -> Iterator[BoundedChoice]:
     for row in likely_choices(search.request):
         best = search.best
         shorter = best is None or row.least_ns < (best.value_ns or 0)
-        if shorter and row.choice.layout == layout and not search.is_put_off(row):
+        if shorter and row.choice.layout == layout:
             yield row
