@@ -16,7 +16,8 @@ def command() -> None:
     except SystemExit as ended:
         from pipeplan.cli.leaving import leave
 
-        leave(ended.code if isinstance(ended.code, int) else 0)
+        if isinstance(ended.code, int | None):  # what else there is Python prints
+            leave(ended.code or 0)
         raise
 
 

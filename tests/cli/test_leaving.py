@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeplan import __main__
 from pipeplan.cli import leaving
 
 COMMAND = """
@@ -79,6 +80,19 @@ def test_open_files_are_closed_in_order(ended: list[object], monkeypatch: pytest
         monkeypatch.setattr(os, "listdir", lambda path: [str(file.fileno()), "12345"])
         leaving.leave(0)
     assert ended == ["at exit", 0]
+
+
+@pytest.mark.parametrize(("code", "left"), [(3, [3]), (None, [0]), ("no such backend", [])])
+def test_words_that_a_process_ends_with_are_printed(
+    code: int | str | None, left: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python does it: a module of the user's may end it so."""
+    done: list[int] = []
+    monkeypatch.setattr(leaving, "leave", done.append)
+    monkeypatch.setattr(__main__, "main", lambda: sys.exit(code))
+    with pytest.raises(SystemExit) as ended:
+        __main__.command()
+    assert (done, ended.value.code) == (left, code)
 
 
 @pytest.mark.slow
