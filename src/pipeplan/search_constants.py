@@ -552,6 +552,9 @@ FALL_TIGHT = 0.88
 TIGHT = 2.0
 """Least period by memory, of that by work, from which memory is tight. Not measured: between 1.3 and 2.7."""
 
+MEETING_MOST = 1.25
+"""Least periods by which those that never meet are apart at most. Measured: K in a quarter of its span has 1.125."""
+
 PACES = (0.95, 1.05, 0.85, 1.0, 0.9, 1.1)
 """Shares of the least period at which micro-batches may enter. Not measured."""
 

@@ -181,7 +181,13 @@ def test_blocks_of_all_devices_in_slots_and_at_a_pace(data: st.DataObject) -> No
     )
     within, expects = data.draw(st.sampled_from([0, 1, 5])), data.draw(st.sampled_from([0, 1, 3, 7]))
     policy = replace(
-        data.draw(rules(problem.num_devices)), slot=slot, group=group, pace=pace, within=within, expects=expects
+        data.draw(rules(problem.num_devices)),
+        slot=slot,
+        group=group,
+        pace=pace,
+        within=within,
+        close=data.draw(st.sampled_from([0, 1, 2, 5])),
+        expects=expects,
     )
     graph = task_graph(problem.workload)
     orders = list_schedule(problem, graph, policy)
@@ -215,6 +221,26 @@ def test_devices_that_expect_what_all_of_them_run() -> None:
         require_whole(problem, orders)
         lengths.append(graph.makespan(earliest_starts(graph, orders)))
     assert lengths[0] <= 786 < 798 < lengths[1]
+
+
+def test_micro_batches_that_never_meet_but_for_a_few_that_enter_close() -> None:
+    """K on 32 devices, a quarter of the span: 12 apart is what four and three divide, memory says 10.67."""
+    problem = unit_problem("k", 32, 64, 6)
+    graph = task_graph(problem.workload)
+    policy = PolicySearch(problem, 0, *SETTINGS, many=True).propose()
+    assert (policy.within, policy.close) == (12, 8)
+    lengths = []
+    for each in (policy, replace(policy, close=0)):
+        orders = list_schedule(problem, graph, each)
+        assert orders is not None
+        require_whole(problem, orders)
+        lengths.append(graph.makespan(earliest_starts(graph, orders)))
+    assert strong_iteration_bound(problem) <= lengths[0] <= 942 < 945 < lengths[1]
+    planned = PolicySearch(problem, 0, *SETTINGS)
+    assert policy in [planned.propose() for _ in range(30)]
+    for room in (3, 12, None):  # 16.0 and 5.33, as far apart as they are anyway, or much less
+        other = unit_problem("k", 32, 64, room)
+        assert PolicySearch(other, 0, *SETTINGS, many=True).propose().close == 0
 
 
 def test_a_pace_holds_micro_batches_back() -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 
-from pipeplan.search_constants import FALL_TIGHT, FALLS, PACES, REPACED, TIGHT
+from pipeplan.search_constants import FALL_TIGHT, FALLS, MEETING_MOST, PACES, REPACED, TIGHT
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import Role
@@ -40,6 +41,7 @@ class Policy:
     counted from the last action of all devices.
     ``group`` and ``pace``: of so many micro-batches only the first enters before that many ns, not counting the time of
     actions of all devices; and each enters at least ``within`` ns after the one before, counted alike.
+    ``close``, if not 0: the last of so many enters as soon as a slot after the one before all the same.
     ``expects`` ns, if not 0: once what an action of all devices waits for runs, no other action goes on beyond the
     moment at which it is to start: as soon as all devices can, or up to so much later if less waits then. And where a
     forward and a backward meet on a device, that one goes first for which the other waits less.
@@ -54,6 +56,7 @@ class Policy:
     group: int = 1
     pace: int = 0
     within: int = 0
+    close: int = 0
     expects: int = 0
 
 
@@ -115,7 +118,7 @@ class _Listing(Engine):
         self._moment = NEVER
         self._enters = {*_entries(problem)} if policy.expects else set()
         self._entered: dict[int, list[int]] = {}
-        if policy.pace or policy.within:
+        if policy.pace or policy.within or policy.close:
             self._entered = {x: [] for x in _entries(problem)}
         self._rank = self._ranks()
 
@@ -270,6 +273,8 @@ class _Listing(Engine):
         entered, policy = self._entered[x], self._policy
         if not entered:
             return 0
+        if policy.close and len(entered) % policy.close == policy.close - 1:
+            return self._cut + entered[-1] + policy.slot
         paced = entered[-policy.group] + policy.pace if len(entered) >= policy.group else 0
         return self._cut + max(paced, entered[-1] + policy.within)
 
@@ -374,13 +379,15 @@ class PolicySearch:
         which is best on fewer devices with as little room for their work.
         """
         assert self._period is not None
+        apart = self._never_meeting()
         if self._many:
-            yield self._first_of_many()
+            yield self._first_of_many() if apart is None else apart
         yield Policy(1.0, 1.0, alternate=True, slot=self._slot)
         in_slot = self._in_slot
         groups = dict.fromkeys((1, in_slot, 3 * in_slot, self._room))
         yield self._at_pace(PACES[0], 3 * in_slot, self._slot, self._apart[-2])
-        others = iter((*map(self._falling, FALLS[:2]), self._expects(), *map(self._falling, FALLS[2:])))
+        expecting = [self._expects(), *([] if apart is None else [apart])]
+        others = iter((*map(self._falling, FALLS[:2]), *expecting, *map(self._falling, FALLS[2:])))
         for slot, share, group in itertools.product((self._slot, 0), PACES, groups):
             yield from itertools.islice(others, 1)
             yield self._at_pace(share, group, slot, 0)
@@ -397,6 +404,20 @@ class PolicySearch:
         if self._expecting and not tight:
             return self._expects()
         return self._falling(FALL_TIGHT if tight else FALLS[0])
+
+    def _never_meeting(self) -> Policy | None:
+        """Entries so far apart that no action there meets one back, or an end of a slot, inside, but for one of a few.
+
+        Those are all multiples of what a device works and of a slot. One entry closer than that makes each backward
+        that meets it wait once, after which it meets no other; so many are close that there is no more room left over.
+        None unless that is a little more than the least period: much more costs more than waiting does.
+        """
+        assert self._period is not None
+        within = math.lcm(self._work, self._slot)
+        if not self._together_takes or not self._period < within <= MEETING_MOST * self._period:
+            return None
+        close = 1 + math.ceil((within - self._slot) / (within - self._period))
+        return Policy(1.0, 1.0, alternate=True, slot=self._slot, within=within, close=close)
 
     def _expects(self) -> Policy:
         """All devices expect what they run together."""
