@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 
 from pipeplan import _api
 from pipeplan.checker import check
+from pipeplan.cli import search_verbs
 from pipeplan.cli.main import cli
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
@@ -72,6 +74,17 @@ def test_figures_and_plan(v: Path, tmp_path: Path) -> None:
     assert figures["period_ns"] == figures["period_lower_bound_ns"] == 4_000_000
     assert figures["span"] == 4
     assert check(read_plan(str(plan)), read_profile(str(v))).valid
+
+
+def test_what_a_search_has_left_is_not_collected_while_its_answer_is_printed(
+    v: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long search that took half a second, after its limit."""
+    thresholds, before = list[int](), gc.get_threshold()
+    monkeypatch.setattr(search_verbs, "print_result", lambda *_, **__: thresholds.append(gc.get_threshold()[0]))
+    assert pipeplan("search", v, "--devices", "4", *QUICK).returncode == 0
+    assert thresholds == [50_000]
+    assert gc.get_threshold() == before
 
 
 def test_report_is_for_people_and_the_plan_goes_to_stdout_if_asked(v: Path) -> None:

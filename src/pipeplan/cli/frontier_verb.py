@@ -184,6 +184,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--details", is_flag=True, help="Print up to 24 points instead of 8.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.pass_context
+@seldom_collected()
 def frontier_command(
     ctx: click.Context,
     /,

@@ -31,6 +31,7 @@ from pipeplan.cli.shared import (
     planning_options,
     read_request,
     require_one_kind_of_workers,
+    seldom_collected,
 )
 from pipeplan.errors import InfeasibleError, UsageError
 
@@ -146,6 +147,7 @@ if TYPE_CHECKING:
     help="Show the ten best plans that differ, what limits each, why common layouts lose, and what to set in "
     "torchtitan, Megatron-LM and transformers' Trainer.",
 )
+@seldom_collected()
 def search_command(
     workers: int | None,
     executor: str | None,
@@ -311,6 +313,7 @@ def print_result(
 @click.command("compare")
 @planning_options
 @RULES_OPTION(help="Rules to add to the comparison: a TOML file, the name of a built-in set, or Rules of a module.")
+@seldom_collected()
 def compare_command(as_json: bool, **flags: Any) -> None:
     """Time every classic schedule that applies to PROFILE, search for a better one, and list them best first.
 
