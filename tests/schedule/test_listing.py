@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from builders.chains import chain_workload, with_devices_memory
 from builders.problems import problems
-from builders.shapes import unit_problem
+from builders.shapes import shape_workload, unit_problem
+from pipeplan.examples import ShapeCosts
 from pipeplan.schedule.list_scheduling import Policy, PolicySearch, in_flight_limits, list_schedule, policies
 from pipeplan.schedule.steps import ListScheduling
 from pipeplan.workload.bounds import strong_iteration_bound
@@ -241,6 +242,45 @@ def test_micro_batches_that_never_meet_but_for_a_few_that_enter_close() -> None:
     for room in (3, 12, None):  # 16.0 and 5.33, as far apart as they are anyway, or much less
         other = unit_problem("k", 32, 64, room)
         assert PolicySearch(other, 0, *SETTINGS, many=True).propose().close == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "room", "others", "known"), [("k", 24, 1269, 1201), ("mllm", 48, 1594, 1541)])
+def test_all_by_the_clock_and_blocks_together(name: str, room: int, others: int, known: int) -> None:
+    """On 64 devices with room for half of the span, the first few policies, and what was found without them."""
+    problem = unit_problem(name, 64, 128, room)
+    graph, tuning = task_graph(problem.workload), PolicySearch(problem, 0, *SETTINGS)
+    lengths = []
+    for _ in range(2):
+        policy = tuning.propose()
+        assert policy.clock == 4
+        orders = list_schedule(problem, graph, policy)
+        assert orders is not None
+        require_whole(problem, orders)
+        lengths.append(graph.makespan(earliest_starts(graph, orders)))
+    assert strong_iteration_bound(problem) <= min(lengths) <= known < others
+
+
+@pytest.mark.parametrize(("forward", "backward", "comm", "clock"), [(10, 30, 0, 40), (10, 30, 1, 42), (20, 20, 3, 46)])
+def test_a_clock_is_the_work_of_a_device_and_a_message_there_and_back(
+    forward: int, backward: int, comm: int, clock: int
+) -> None:
+    costs = ShapeCosts(forward, backward, shared_forward_ns=10, shared_backward_ns=10, comm_ns=comm, activation_bytes=1)
+    problem = OneMicrobatch.of(shape_workload("mllm", 64, 48, costs=costs, memory=48))
+    policy = PolicySearch(problem, 0, *SETTINGS).propose()
+    assert policy.clock == clock
+    orders = list_schedule(problem, task_graph(problem.workload), policy)
+    assert orders is not None
+    require_whole(problem, orders)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "room"), [("k", 64, 12), ("k", 64, 48), ("k", 64, None), ("m", 64, 48), ("k", 32, 12)]
+)
+def test_no_clock_without_some_time_over_and_blocks_in_the_middle(name: str, devices: int, room: int | None) -> None:
+    """A quarter and all of the span, and any memory; nor with blocks at the beginning alone, or on few devices."""
+    tuning = PolicySearch(unit_problem(name, devices, 2 * devices, room), 0, *SETTINGS)
+    assert not any(tuning.propose().clock for _ in range(8))
 
 
 def test_a_pace_holds_micro_batches_back() -> None:

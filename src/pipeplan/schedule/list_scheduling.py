@@ -17,7 +17,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from random import Random
 
-from pipeplan.search_constants import FALL_TIGHT, FALLS, MEETING_MOST, PACES, REPACED, TIGHT
+from pipeplan.search_constants import (
+    CLOCKED_FROM,
+    CLOCKED_SLOTS,
+    FALL_TIGHT,
+    FALLS,
+    MEETING_MOST,
+    PACES,
+    REPACED,
+    TIGHT,
+)
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import Role
@@ -42,6 +51,8 @@ class Policy:
     ``group`` and ``pace``: of so many micro-batches only the first enters before that many ns, not counting the time of
     actions of all devices; and each enters at least ``within`` ns after the one before, counted alike.
     ``close``, if not 0: the last of so many enters as soon as a slot after the one before all the same.
+    ``clock`` ns, if not 0: an action starts only where one micro-batch alone has it, but for multiples of that many ns;
+    neither those nor slots, of two such times at least, count the time of actions of all devices.
     ``expects`` ns, if not 0: once what an action of all devices waits for runs, no other action goes on beyond the
     moment at which it is to start: as soon as all devices can, or up to so much later if less waits then. And where a
     forward and a backward meet on a device, that one goes first for which the other waits less.
@@ -57,6 +68,7 @@ class Policy:
     pace: int = 0
     within: int = 0
     close: int = 0
+    clock: int = 0
     expects: int = 0
 
 
@@ -120,6 +132,8 @@ class _Listing(Engine):
         self._entered: dict[int, list[int]] = {}
         if policy.pace or policy.within or policy.close:
             self._entered = {x: [] for x in _entries(problem)}
+        self._beside = max((problem.acquire[x] for x in self._of_all), default=0) if policy.clock and policy.slot else 0
+        self._moments = _moments(problem) if policy.clock else []
         self._rank = self._ranks()
 
     @property
@@ -172,7 +186,9 @@ class _Listing(Engine):
             begin = max(self.ready_at[task], now)
             if self._entered and x in self._entered:
                 begin = max(begin, self._may_enter(x))
-            if begin + durations[x] > until:
+            if policy.clock and not self._weight[x]:
+                begin = self._by_clock(x, begin)
+            elif begin + durations[x] > until:
                 begin = max(begin, until)
             if self._weight[x]:
                 if begin == now and durations[x] > longest and self._memory.full(task) is None:
@@ -208,6 +224,14 @@ class _Listing(Engine):
         if soon < NEVER:
             heapq.heappush(self.events, (soon, device))
         return None
+
+    def _by_clock(self, x: int, begin: int) -> int:
+        """The first moment from ``begin`` on at which the clock has the operation, and no slot ends inside of it."""
+        clock, slot = self._policy.clock, self._policy.slot
+        begin += (self._moments[x] + self._cut - begin) % clock
+        if slot and (begin - self._cut) % slot + self._durations[x] > slot:
+            begin += clock
+        return begin
 
     def _expect(self, device: int) -> None:
         """Know when what all devices run next is to start, once what it waits for runs; a device asks again then."""
@@ -289,7 +313,23 @@ class _Listing(Engine):
             own, beside = (self._problem.acquire[each] for each in (x, self._operation_of[self._expected]))
             if own and beside and self._memory.held[device] + own + beside > room:
                 return False
+        if self._beside and (room := self._problem.capacity[device]) is not None:
+            held = self._memory.held[device] + self._problem.acquire[x]
+            if held + self._beside > room and not self._leaves_with_the_slot(device):
+                return False
         return self._memory.missing(task) is None
+
+    def _leaves_with_the_slot(self, device: int) -> bool:
+        """Whether the next micro-batch to leave the device may have done so when the slot ends, without waiting."""
+        x, now = self._leave[device], self.now
+        number, takes = self._next[x] - self.graph.offsets[x], self._durations[x]
+        while self.waiting[task := self.graph.offsets[x] + number]:
+            alone = (y for y, _ in self._problem.incoming[x] if len(self._problem.devices[y]) == 1)
+            x = next((y for y in alone if not self._forward[y]), -1)
+            if x < 0:
+                return False
+            takes += self._durations[x]
+        return max(self.ready_at[task], now) + takes <= now + (self._cut - now) % self._policy.slot
 
 
 def _entries(problem: OneMicrobatch) -> list[int]:
@@ -302,6 +342,43 @@ def _entries(problem: OneMicrobatch) -> list[int]:
             later.add(x)
             found.append(x)
     return found
+
+
+def _clock(problem: OneMicrobatch) -> int:
+    """The least clock in ns by which no two actions of a device ever meet; 0 if none, or nothing of all in the middle.
+
+    Looked for where each device has one forward and one backward. The earlier a device comes in a chain, the more time
+    is between its two: the work of the next one, and the way there and back. By that clock all devices are alike.
+    """
+    moments, durations = _moments(problem), problem.durations
+    if not any(
+        problem.roles[x] is Role.FORWARD and any(len(problem.devices[y]) == 1 for y, _ in problem.incoming[x])
+        for x in range(problem.num_operations)
+        if len(problem.devices[x]) == problem.num_devices
+    ):
+        return 0
+    between = list[tuple[int, int, int]]()
+    for there in problem.on_device[: problem.num_devices]:
+        alone = [x for x in there if len(problem.devices[x]) == 1]
+        if [problem.roles[x] for x in alone] not in _BOTH:
+            return 0
+        first, second = sorted(alone, key=moments.__getitem__)
+        between.append((moments[second] - moments[first], durations[first], durations[second]))
+    gaps = sorted({gap for gap, _, _ in between})
+    for clock in sorted({after - before for before, after in itertools.pairwise(gaps)}):
+        if all(took <= gap % clock <= clock - takes for gap, took, takes in between):
+            return clock
+    return 0
+
+
+def _moments(problem: OneMicrobatch) -> list[int]:
+    """[operation] ns after which it starts in one micro-batch alone, actions of all devices taking no time."""
+    moments = [0] * problem.num_operations
+    for x in problem.order:
+        for y, lag_ns in problem.incoming[x]:
+            took = problem.durations[y] if len(problem.devices[y]) == 1 else 0
+            moments[x] = max(moments[x], moments[y] + took + lag_ns)
+    return moments
 
 
 class PolicySearch:
@@ -341,8 +418,9 @@ class PolicySearch:
                 sum(problem.durations[x] for x in there if len(problem.devices[x]) == 1) for there in problem.on_device
             )
             self._together_takes = any(problem.acquire[x] for x in range(problem.num_operations) if x not in alone)
+            self._clock, self._longest = _clock(problem), len({*_moments_of_forwards(problem)})
             self._apart = tuple(dict.fromkeys((0, forward, 2 * forward, self._slot)))
-            self._planned = list(self._paced())
+            self._planned = list(dict.fromkeys(self._paced()))
             self._swept = True
         else:
             self._planned = [replace(rules, in_flight=limit) for limit in limits for rules in _FIRST_RULES]
@@ -380,6 +458,10 @@ class PolicySearch:
         """
         assert self._period is not None
         apart = self._never_meeting()
+        if self._num_devices >= CLOCKED_FROM:
+            yield from self._clocked()
+            if apart is not None:
+                yield apart
         if self._many:
             yield self._first_of_many() if apart is None else apart
         yield Policy(1.0, 1.0, alternate=True, slot=self._slot)
@@ -418,6 +500,19 @@ class PolicySearch:
             return None
         close = 1 + math.ceil((within - self._slot) / (within - self._period))
         return Policy(1.0, 1.0, alternate=True, slot=self._slot, within=within, close=close)
+
+    def _clocked(self) -> list[Policy]:
+        """All by the clock, blocks of all devices together at the ends of slots of several lengths.
+
+        Only where memory makes the period longer than the clock, but not much: some cycles must be left over.
+        """
+        assert self._period is not None
+        clock = self._clock
+        if not clock or not clock < self._period < TIGHT * clock:
+            return []
+        chain = math.sqrt(self._longest)
+        slots = dict.fromkeys(max(2, round(share * chain)) for share in CLOCKED_SLOTS)
+        return [Policy(slot=times * clock, clock=clock) for times in slots]
 
     def _expects(self) -> Policy:
         """All devices expect what they run together."""
@@ -470,10 +565,18 @@ class PolicySearch:
         )
 
 
+def _moments_of_forwards(problem: OneMicrobatch) -> Iterator[int]:
+    """When forwards of one device start in one micro-batch alone, in ns."""
+    for x, moment in enumerate(_moments(problem)):
+        if problem.roles[x] is Role.FORWARD and len(problem.devices[x]) == 1:
+            yield moment
+
+
 def _period_apart(problem: OneMicrobatch) -> Fraction | None:
     """Least period in ns beside actions of all devices; None where there are none, or nothing else."""
     left = WithoutSharedTime.of(problem)
     return period_bound(left.problem) if left is not None and max(left.problem.durations) else None
 
 
+_BOTH = ([Role.FORWARD, Role.BACKWARD], [Role.BACKWARD, Role.FORWARD])
 _FIRST_RULES = (Policy(), Policy(alternate=True), Policy(1.0, 0.5, alternate=True), Policy(0.5, 1.0, alternate=True))
