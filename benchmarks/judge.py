@@ -348,7 +348,10 @@ def _is_custom(model: Model, dependency: Json) -> bool:
 
 
 class Timing:
-    """When everything runs if it starts as soon as it can: orders of actions on devices, of messages on links."""
+    """When everything runs if it starts as soon as it can: orders of actions on devices, of messages on links.
+
+    A message without occupancy waits for no other, and none for it.
+    """
 
     def __init__(self, model: Model, orders: list[list[Action]], links: dict[tuple[int, int], list[Message]]) -> None:
         self.model = model
@@ -357,7 +360,8 @@ class Timing:
             for one, other in zip(order, order[1:], strict=False):
                 self.before[other].append(one)
         for order_ in links.values():
-            for one_, other_ in zip(order_, order_[1:], strict=False):
+            occupying = [each for each in order_ if model.dependencies[each[0]]["hops"][each[1]]["occupancy_ns"]]
+            for one_, other_ in zip(occupying, occupying[1:], strict=False):
                 self.before[other_].append(one_)
         self.waits: dict[str, list[int]] = defaultdict(list)
         for number, each in enumerate(model.dependencies):
