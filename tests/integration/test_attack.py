@@ -35,7 +35,7 @@ from attack_part import Ended
 
 from pipeplan.checker import Report
 from pipeplan.cli import profile_verb
-from pipeplan.files import write_file
+from pipeplan.files import Plan, write_file
 from pipeplan.runtime.launch.processes import die_with_parent
 
 PIECE = {"inputs": 75, "plans": 40, "bounds": 10}
@@ -302,6 +302,21 @@ def test_the_judge_needs_every_message_and_an_end(parts: dict[str, Any]) -> None
     program = waiting["programs"][0]
     program.insert(0, program.pop(next(at for at, text in enumerate(program) if "RECV" in text)))
     assert "deadlock" in judge.faults_of(waiting)[0]
+
+
+def test_messages_without_occupancy_wait_for_no_other(parts: dict[str, Any]) -> None:
+    """Where one message of a link gets some, nothing is late: the others are not behind it, for judge and check."""
+    agreed = 0
+    for known in parts["plans"].known:
+        for number, each in enumerate(known.plan["dependencies"]):
+            if (each["source"], each["target"]) != ("3B", "0B") or [hop["occupancy_ns"] for hop in each["hops"]] != [0]:
+                continue
+            plan = attack_plans.copy.deepcopy(known.plan)
+            plan["dependencies"][number]["hops"][0]["occupancy_ns"] = 1
+            assert attack_plans.check(attack_plans.parse(json.dumps(plan), Plan)).problems == ()
+            assert judge.faults_of(plan) == []
+            agreed += 1
+    assert agreed
 
 
 def test_a_bound_that_is_too_high_is_noticed(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
