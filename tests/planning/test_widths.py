@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,45 +30,57 @@ SHARING: list[dict[str, Any]] = [
 """What devices may share beside blocks."""
 
 
-def compare(seed: int, most_blocks: int, most_devices: int, **how: Any) -> None:
-    """The iteration found is that of the best layout, and the bound over everything is not above it."""
+LARGEST = 6, 8
+"""Blocks and devices of the largest chains of which every layout is looked at."""
+
+
+def compare(seed: int, most: tuple[int, int], least: tuple[int, int] = (2, 2), **how: Any) -> bool:
+    """The iteration found is that of the best layout, and the bound over everything is not above it.
+
+    Whether any layout fits.
+    """
     random_ = random.Random(seed)
-    blocks, devices = random_.randint(2, most_blocks), random_.randint(2, most_devices)
+    blocks, devices = map(random_.randint, least, most)
     memory, recompute, zero = random_.choice([None, 100, 250]), random_.random() < 0.5, random_.random() < 0.3
     profile = uneven_chain(seed, blocks, **({"shards": (1, 2, 4)} | how))
     levels = (int(zero),)
     best = min(every_width(profile, devices, MINI_BATCH, memory, recompute=recompute, levels=levels), default=None)
-    if best is None:
-        return
-    request = request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, memory_bytes=memory, zero=int(zero), **FIXED)
-    require_best(replace(request, recompute=None if recompute else False), best)
+    if best is not None:
+        asked: dict[str, Any] = {"memory_bytes": memory, "zero": int(zero)}
+        request = request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, **asked, **FIXED)
+        require_best(replace(request, recompute=None if recompute else False), best)
+    return best is not None
 
 
 @pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
 @pytest.mark.parametrize("seed", range(12))
 def test_search_finds_the_best_of_all_widths(seed: int) -> None:
-    compare(seed, 4, 4)
+    compare(seed, (4, 4))
 
 
 @pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_search_finds_the_best_of_more_widths(seed: int) -> None:
-    compare(seed, 5, 6)
+    compare(seed, (5, 6))
 
 
 @pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
 @slow_but("seed", range(300, 312), (300).__eq__, lambda seed: seed >= 306)
 @pytest.mark.parametrize("how", SHARING, ids=["sequences", "experts", "both"])
 def test_stages_share_sequences_alike_and_experts_as_suits_each(seed: int, how: dict[str, Any]) -> None:
-    compare(seed, 4, 4, **how)
+    compare(seed, (4, 4), **how)
 
 
 @slow_but("seed", range(600, 624), lambda seed: seed < 602)
 def test_messages_and_sums_of_gradients_count(seed: int) -> None:
     """A message takes its time, and what has copies of gradients sums them around a ring after its last action."""
+    compare_with_messages(seed, (5, 6))
+
+
+def compare_with_messages(seed: int, most: tuple[int, int], least: tuple[int, int] = (2, 2)) -> bool:
     random_ = random.Random(seed)
-    blocks, devices = random_.randint(2, 5), random_.randint(2, 6)
+    blocks, devices = map(random_.randint, least, most)
     hop, latency, rate = random_.choice([1, 10, 40]), random_.choice([1, 20]), 10 ** random_.choice([8, 9])
     memory, recompute, contexts = (
         random_.choice([None, 150, 300]),
@@ -87,13 +100,18 @@ def test_messages_and_sums_of_gradients_count(seed: int) -> None:
     if best is not None:
         asked: dict[str, Any] = {"memory_bytes": memory, "recompute": None if recompute else False, "cluster": cluster}
         require_best(request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, zero=0, **asked, **FIXED), best)
+    return best is not None
 
 
 @slow_but("seed", range(500, 516), (500).__eq__)
 def test_replicas_of_each_stage_divide_what_suits_it(seed: int) -> None:
     """Every level of ZeRO for each stage, where devices have little room; what levels exchange takes no time here."""
+    compare_with_levels(seed, (4, 5))
+
+
+def compare_with_levels(seed: int, most: tuple[int, int], least: tuple[int, int] = (2, 2)) -> bool:
     random_ = random.Random(seed)
-    blocks, devices = random_.randint(2, 4), random_.randint(2, 5)
+    blocks, devices = map(random_.randint, least, most)
     memory, recompute = random_.choice([60, 100, 160, 250]), random_.random() < 0.6
     kept = [{"parameters": count, "parameter_bytes": 4 * count} for count in random_.choices(range(1, 9), k=blocks)]
     made = zip(uneven_chain(seed, blocks, (1, 2)).blocks, kept, strict=True)
@@ -104,6 +122,7 @@ def test_replicas_of_each_stage_divide_what_suits_it(seed: int) -> None:
     if best is not None:
         how: dict[str, Any] = {"memory_bytes": memory, "any_level": True, "recompute": None if recompute else False}
         require_best(request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, **how, **FIXED), best)
+    return best is not None
 
 
 @pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
@@ -113,7 +132,15 @@ def test_replicas_of_each_stage_divide_what_suits_it(seed: int) -> None:
 )
 def test_search_finds_the_best_of_six_blocks_on_eight_devices(seed: int) -> None:
     """All that chains leave open, to the size at which every layout is looked at."""
-    compare(seed, 6, 8, **(SHARING[-1] if seed % 2 else {}))
+    compare(seed, LARGEST, **(SHARING[-1] if seed % 2 else {}))
+
+
+@pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("compared", [compare, compare_with_messages, compare_with_levels])
+@pytest.mark.parametrize("seed", [700, 703])
+def test_nothing_is_missed_of_the_largest_chains(compared: Callable[..., bool], seed: int) -> None:
+    assert compared(seed, LARGEST, LARGEST), "something fits"
 
 
 @pytest.mark.parametrize("seed", range(200, 212))
