@@ -124,14 +124,16 @@ def test_one_stage_of_a_frontier_runs_what_is_profiled() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_has_a_plan_on_devices_of_little_memory() -> None:
-    """GPT-2 345M on 16 of which six together have just room for its state."""
-    profile = model("gpt2-345m", device="v100-16gb", shards=(1, 2, 4))
-    how: dict[str, Any] = {"memory_bytes": 10**9, "mini_batch": 16, "time_limit": 0.05, "deterministic": True}
-    cluster = named_cluster("graphpipe", 16)
+@pytest.mark.parametrize(("name", "devices", "gigabytes"), [("gpt2-345m", 16, 1), ("gpt2-1.3b", 32, 2)])
+def test_a_model_has_a_plan_on_devices_of_little_memory(name: str, devices: int, gigabytes: int) -> None:
+    """GPT-2 345M on 16 of which six together have just room for its state, and 1.3B on 32, where eleven have."""
+    profile = model(name, device="v100-16gb", shards=(1, 2, 4))
+    room = gigabytes * 10**9
+    how: dict[str, Any] = {"memory_bytes": room, "mini_batch": devices, "time_limit": 0.05, "deterministic": True}
+    cluster = named_cluster("graphpipe", devices)
     plan = search_plan(Request.of(profile, cluster=cluster, **how)).plan
     assert check(plan, profile).valid
-    assert max(memory.peak_bytes for memory in plan.predicted.memory) <= 10**9
+    assert max(memory.peak_bytes for memory in plan.predicted.memory) <= room
 
 
 def test_the_profile_s_own_placement_is_one_of_all() -> None:
