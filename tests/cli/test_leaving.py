@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeplan import __main__
+import pipeplan
 from pipeplan.cli import leaving
 
 COMMAND = """
@@ -89,10 +90,11 @@ def test_words_that_a_process_ends_with_are_printed(
     """As Python does it: a module of the user's may end it so."""
     done: list[int] = []
     monkeypatch.setattr(leaving, "leave", done.append)
-    monkeypatch.setattr(__main__, "main", lambda: sys.exit(code))
-    with pytest.raises(SystemExit) as ended:
-        __main__.command()
-    assert (done, ended.value.code) == (left, code)
+    ended = runpy.run_path(pipeplan.__path__[0] + "/__main__.py")  # imported it would be found by who runs the package
+    monkeypatch.setitem(ended["command"].__globals__, "main", lambda: sys.exit(code))
+    with pytest.raises(SystemExit) as raised:
+        ended["command"]()
+    assert (done, raised.value.code) == (left, code)
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ from pipeplan.search_constants import (
     CLASSIC_TASKS,
     HOISTED_POLICIES_SHARE,
     LAST_ORDERS,
+    MOST_SWEPT,
     POLICIES_FRUITLESS,
     POLICIES_KEPT,
     POLICIES_MANY,
@@ -284,13 +285,19 @@ class AdoptedRepetitions(ScheduleStep):
     """If a good schedule repeats with a shorter period than the pattern, its repetition becomes the pattern."""
 
     most_unroll: int = ShorterRun.most_unroll
+    many: int = MOST_SWEPT
     name = "adopted repetitions"
-    when = "unroll and span are open; at least 2 micro-batches; not both the best, which repeats, and its period proved"
+    when = (
+        "unroll and span are open; at least 2 micro-batches; beyond {many} actions not where both the best, which "
+        "repeats, and its period are proved"
+    )
 
     def applies(self, state: SearchState) -> bool:
         if state.unroll is not None or state.max_span is not None or state.problem.num_microbatches < 2:
             return False
         best, pattern = state.best, state.pattern
+        if state.graph.num_tasks <= self.many:  # it takes a moment, and what is as short may be simpler
+            return True
         if best is None or pattern is None or not best.frozen or not state.proved:
             return True
         return pattern.period > max(state.period_proved, state.least_period)
