@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import asdict, replace
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning import trials
 from pipeplan.planning.alternatives import Alternative, DifferentPlans, _is_fsdp, _why, choice_words, explained
-from pipeplan.planning.candidates import PlacementCandidate, by_work, placed, quick_first, uniform_choices
+from pipeplan.planning.candidates import PlacementCandidate, placed, quick_first, uniform_choices
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, search_plan
 from pipeplan.planning.trials import PlanSearch, Trial
@@ -260,36 +259,6 @@ def test_rows_that_are_quick_to_look_at_come_first() -> None:
     kinds = [replace(each, choice=replace(each.choice, usual=USUAL[at % 2])) for at, each in enumerate(rows)]
     found = list(quick_first(kinds))
     assert [each.choice.positions for each in found[:8]] == [8, 18, 10, 4, 11, 14, 36, 55], "so many of each"
-
-
-def test_rows_are_taken_in_turns_of_as_many_actions() -> None:
-    """Each once; of every number of actions the best come in their order, and none of few waits for many of more."""
-    row = BoundedChoice(
-        Choice("one-to-one", 1, Batch(1, 1), False, False, positions=1),
-        1,
-        1.0,
-        0.0,
-        0.0,
-        UsualParts(0.0, 0.0, 0.0, 0.0, 0.0),
-    )
-    random = Random(7)
-    sizes = [random.choice([2, 10, 40, 100, 200]) for _ in range(300)]
-    batches = [Batch(3 * size, 1) for size in sizes]
-    choices = [replace(row.choice, positions=size, batch=batch) for size, batch in zip(sizes, batches, strict=True)]
-    rows = [replace(row, choice=choice, usual_ns=float(at)) for at, choice in enumerate(choices)]
-    found = list(by_work(rows))
-    assert sorted(map(id, found)) == sorted(map(id, rows))
-    for limit in (4_000, 16_000, 64_000, 256_000):
-        few = [each for each in found if each.choice.actions_looked_at <= limit]
-        larger = [each for each in found if each.choice.actions_looked_at > limit]
-        first = found.index(larger[-1]) if larger else 0
-        spent = sum(each.choice.actions_looked_at for each in larger)
-        had = sum(each.choice.actions_looked_at for each in found[:first] if each.choice.actions_looked_at <= limit)
-        assert len(few) == sum(each.choice.actions_looked_at <= limit for each in rows)
-        assert not larger or had >= min(spent / 4, sum(each.choice.actions_looked_at for each in few)) - limit
-    alike = [each for each in found if each.choice.positions == 2]
-    assert [each.usual_ns for each in alike] == sorted(each.usual_ns for each in alike)
-    assert not list(by_work([]))
 
 
 def test_of_many_actions_only_the_schedules_of_a_strategy_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

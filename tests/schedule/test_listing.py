@@ -18,7 +18,7 @@ from pipeplan.schedule.steps import ListScheduling
 from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 
 STEP = ListScheduling()
 SETTINGS = STEP.swept, STEP.kept, STEP.shares
@@ -210,17 +210,20 @@ def test_slots_keep_devices_in_step() -> None:
     assert strong_iteration_bound(problem) <= makespan(replace(policy, slot=3)) <= 287 < 320 <= makespan(policy)
 
 
+def length_by(problem: OneMicrobatch, graph: TaskGraph, policy: Policy) -> int:
+    """The makespan by a policy, whose schedule is whole."""
+    orders = list_schedule(problem, graph, policy)
+    assert orders is not None
+    require_whole(problem, orders)
+    return graph.makespan(earliest_starts(graph, orders))
+
+
 def test_devices_that_expect_what_all_of_them_run() -> None:
     """MLLM on 32 devices with room for half of the span: without it the shortest policy has 798, the best known 792."""
     problem = unit_problem("mllm", 32, 64, 24)
     graph, tuning = task_graph(problem.workload), PolicySearch(problem, 0, *SETTINGS)
     policy = next(policy for policy in (tuning.propose() for _ in range(8)) if policy.expects)
-    lengths = []
-    for each in (policy, replace(policy, expects=0)):
-        orders = list_schedule(problem, graph, each)
-        assert orders is not None
-        require_whole(problem, orders)
-        lengths.append(graph.makespan(earliest_starts(graph, orders)))
+    lengths = [length_by(problem, graph, each) for each in (policy, replace(policy, expects=0))]
     assert lengths[0] <= 786 < 798 < lengths[1]
 
 
@@ -230,12 +233,7 @@ def test_micro_batches_that_never_meet_but_for_a_few_that_enter_close() -> None:
     graph = task_graph(problem.workload)
     policy = PolicySearch(problem, 0, *SETTINGS, many=True).propose()
     assert (policy.within, policy.close) == (12, 8)
-    lengths = []
-    for each in (policy, replace(policy, close=0)):
-        orders = list_schedule(problem, graph, each)
-        assert orders is not None
-        require_whole(problem, orders)
-        lengths.append(graph.makespan(earliest_starts(graph, orders)))
+    lengths = [length_by(problem, graph, each) for each in (policy, replace(policy, close=0))]
     assert strong_iteration_bound(problem) <= lengths[0] <= 942 < 945 < lengths[1]
     planned = PolicySearch(problem, 0, *SETTINGS)
     assert policy in [planned.propose() for _ in range(30)]
@@ -254,10 +252,7 @@ def test_all_by_the_clock_and_blocks_together(name: str, room: int, others: int,
     for _ in range(2):
         policy = tuning.propose()
         assert policy.clock == 4
-        orders = list_schedule(problem, graph, policy)
-        assert orders is not None
-        require_whole(problem, orders)
-        lengths.append(graph.makespan(earliest_starts(graph, orders)))
+        lengths.append(length_by(problem, graph, policy))
     assert strong_iteration_bound(problem) <= min(lengths) <= known < others
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
-from heapq import heappop, heappush
 from itertools import accumulate, chain, groupby, islice, pairwise, product
 from typing import Any, NamedTuple
 
@@ -866,14 +865,13 @@ def _likely_first(request: Request) -> Iterator[BoundedChoice]:
 
     Of that come first what is quick to look at, the best row of each strategy and schedule that should take no longer
     than the best of all by more than ``FAR``, as what one kind's closed form leaves out all its rows lack. By what
-    these turn out to take the search puts off others of their kind (:mod:`.form_errors`). Then all, those that are
-    quick to look at in turn with others.
+    these turn out to take the search puts off others of their kind (:mod:`.form_errors`).
     """
     likely = likely_choices(request)
     best = {(each.choice.strategy, each.choice.usual): each for each in reversed(likely)}
     kinds = [each for each in best.values() if each.usual_ns <= FAR * likely[0].usual_ns]
     kinds.sort(key=lambda each: each.choice.actions_looked_at)
-    first = {id(each): each for each in chain(quick_ones(likely), kinds, by_work(likely))}
+    first = {id(each): each for each in chain(quick_ones(likely), kinds, likely)}
     yield from first.values()
     seen = {each.choice for each in first.values()}
     yield from (each for each in quick_first(uniform_choices(request)) if each.choice not in seen)
@@ -913,28 +911,6 @@ def quick_ones(rows: Sequence[BoundedChoice]) -> list[BoundedChoice]:
                 taken[id(each)] = each
         most *= 4
     return list(taken.values())
-
-
-def by_work(rows: Sequence[BoundedChoice]) -> Iterator[BoundedChoice]:
-    """The rows, best first, in turns: of at most :data:`FEW_LOOKED_AT` actions, of four times as many, and so on.
-
-    Each turn goes to those that had fewest actions so far: while one row of many actions is looked at there is time for
-    dozens of few, and closed forms are off by more than what they differ by.
-    """
-    most = max((each.choice.actions_looked_at for each in rows), default=0)
-    limits = [FEW_LOOKED_AT]
-    while limits[-1] < most:
-        limits.append(4 * limits[-1])
-    turns = [(0, limit, (each for each in rows if each.choice.actions_looked_at <= limit)) for limit in limits]
-    seen = set[int]()
-    while turns:
-        had, limit, left = heappop(turns)
-        for each in left:
-            if id(each) not in seen:
-                seen.add(id(each))
-                heappush(turns, (had + each.choice.actions_looked_at, limit, left))
-                yield each
-                break
 
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:
