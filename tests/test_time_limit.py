@@ -218,6 +218,8 @@ def test_a_part_spends_the_whole_s_time_and_both_are_interrupted() -> None:
     assert part.remaining == 2.0
     whole.reserved = 1.5
     assert part.remaining == 0.5
+    part.reserved = 0.25
+    assert part.remaining == 0.25  # what a part keeps is kept of what the whole leaves it, too
     part.patience = 3.0
     now[0] = 11.0
     assert part.expired

@@ -652,6 +652,9 @@ COUNTING_SECONDS = 0.05
 GIVING_UP = 0.05
 """Part of the time it was being made that giving up half a plan takes. Measured: 0.03 of 1.5 million entries."""
 
+EXPLAINING_SHARE = 1.0
+"""Time to explain what was found, by that to make a plan. Measured: 0.26 s and 0.3 of 9,312 actions, busy."""
+
 LAST_PLAN_SECONDS = 0.35
 """Seconds in which a plan is made after an interruption. Measured: with 0.4 some ended after 0.53 to 0.57."""
 

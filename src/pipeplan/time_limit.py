@@ -138,8 +138,8 @@ class Limit:
 
     def left(self, patience: float = 0.0) -> float:
         """Seconds left, of the whole, too, less what is reserved, plus ``patience``; negative where it is over."""
-        own = self.seconds - self.reserved + patience - self.used
-        return own if self.whole is None else min(own, self.whole.left(patience))
+        own = self.seconds - self.used
+        return (own if self.whole is None else min(own, self.whole.left())) - self.reserved + patience
 
     @property
     def expired(self) -> bool:

@@ -812,9 +812,14 @@ def test_a_plan_that_is_not_made_in_time_is_given_up_in_time(now: float, monkeyp
     assert 20.9 < clock.now <= 22.0 - planning_steps.ENDING + 0.02
 
 
-@pytest.mark.parametrize(("value", "reserved"), [(9, 3.5), (10, 2.7), (None, 2.7)])
-def test_all_that_is_left_is_kept_for_a_better_plan_that_is_not_made_yet(value: int | None, reserved: float) -> None:
-    """It is expected to take 4.5 s; where one as good was made, as long is kept as it takes to write it."""
+@pytest.mark.parametrize(
+    ("value", "explains", "reserved"), [(9, False, 3.5), (10, False, 2.7), (None, False, 2.7), (10, True, 7.2)]
+)
+def test_all_that_is_left_is_kept_for_a_better_plan_that_is_not_made_yet(
+    value: int | None, explains: bool, reserved: float
+) -> None:
+    """It is expected to take 4.5 s; where one as good was made, as long is kept as it takes to write it, and as long as
+    the plan takes to explain it."""
     clock = Hand()
     budget = Budget(20.0, clock=clock)
     clock.now = 16.5
@@ -833,10 +838,10 @@ def test_all_that_is_left_is_kept_for_a_better_plan_that_is_not_made_yet(value: 
         stands_in=False,
     )
     best = SimpleNamespace(best=schedule_of(150), parted=None, value_ns=value)
-    search: Any = SimpleNamespace(budget=budget, answer=best, made=made, making_seconds=3.0)
+    search: Any = SimpleNamespace(budget=budget, answer=best, made=made, making_seconds=3.0, explains=explains)
     planning_steps._secure(search)
     assert budget.reserved == pytest.approx(reserved)
-    assert budget.expired == (value == 9)
+    assert budget.expired == (value == 9 or explains)
 
 
 @pytest.mark.parametrize(
@@ -854,7 +859,7 @@ def test_time_is_kept_for_the_plan_of_a_whole_run(microbatches: int, seconds: fl
             graph=SimpleNamespace(num_actions=len(part.operations) * 6), workload=part, orders=[[6]]
         ),
     )
-    search: Any = SimpleNamespace(budget=budget, made=made, steps=())
+    search: Any = SimpleNamespace(budget=budget, made=made, steps=(), explains=False)
     trial: Any = SimpleNamespace(ways=[part.with_microbatches(microbatches)])
     planning_steps._keep_for_whole(search, trial)
     assert budget.reserved == reserved

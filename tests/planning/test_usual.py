@@ -16,7 +16,7 @@ from pipeplan.costs import build_workload
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning import trials
+from pipeplan.planning import alternatives, trials
 from pipeplan.planning.alternatives import Alternative, DifferentPlans, _is_fsdp, _why, choice_words, explained
 from pipeplan.planning.candidates import PlacementCandidate, placed, quick_first, uniform_choices
 from pipeplan.planning.request import Batch, Request
@@ -27,6 +27,8 @@ from pipeplan.planning.usual import USUAL, Usual, excess, usual_of
 from pipeplan.reporting.terminal import print_explanation
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.texts import counted
+from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_ns
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -157,6 +159,44 @@ def test_ten_plans_are_explained_where_a_schedule_is_asked_for_too() -> None:
     count = len(hurried.explanation.alternatives)
     assert count < 10
     assert any(note.startswith(f"time ran out after {count} different plan") for note in hurried.notes)
+
+
+@pytest.mark.parametrize("last", [0, 1, 4, 10])
+def test_as_much_is_explained_as_there_is_time_for(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best plans first; what is missing is said, and no plan is looked at twice."""
+    how: dict[str, Any] = {"devices": 4, "mini_batch": 16, "time_limit": 0.5, "deterministic": True}
+    request, looked = Request.of(chain(8, (1, 2)), **how), list[Trial]()
+    whole = search_plan(request, explain=True)
+    assert whole.explanation is not None
+    assert len(whole.explanation.alternatives) == 10
+
+    def until(trial: Trial) -> Alternative:
+        if len(looked) == last:
+            raise TimeUpError(Limit(0))
+        looked.append(trial)
+        return alternative(trial)
+
+    alternative = alternatives._alternative
+    monkeypatch.setattr(alternatives, "_alternative", until)
+    found = search_plan(request, explain=True)
+    assert len({id(trial) for trial in looked}) == last
+    assert found.plan == whole.plan
+    if not last:
+        assert found.explanation is None
+        assert "there was no time to explain what was found; raise --time-limit" in found.notes
+        return
+    assert found.explanation is not None
+    assert found.explanation.alternatives == whole.explanation.alternatives[:last]
+    fewer = (
+        f"time ran out after {counted(last, 'different plan')} of 10 that are explained: raise --time-limit for more"
+    )
+    assert (fewer in found.notes) == (last < 10)
+    lost = "there was no time to say why common layouts are not the best; raise --time-limit"
+    assert (lost in found.notes) == (found.explanation.common is None)
+    assert found.explanation.common is None or last == 10
+    shown = io.StringIO()
+    print_explanation(found.explanation, shown)
+    assert ("common layouts" in shown.getvalue()) == bool(found.explanation.common)
 
 
 def test_what_is_looked_at_to_explain_the_best_becomes_it_where_it_is_shorter() -> None:

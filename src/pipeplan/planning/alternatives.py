@@ -6,7 +6,7 @@ From what a search knows at its end: schedules it has found, and the table of un
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
@@ -42,6 +42,7 @@ from pipeplan.search_constants import (
     TIED,
 )
 from pipeplan.texts import counted, shortened
+from pipeplan.time_limit import TimeUpError
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.task_graph import earliest_starts
 from pipeplan.workload.workload import Workload
@@ -184,16 +185,16 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What :func:`explained` finds."""
+    """What :func:`explained` finds; ``common`` is None where there was no time for it."""
 
     alternatives: tuple[Alternative, ...]
-    common: tuple[Common, ...]
+    common: tuple[Common, ...] | None
 
     def figures(self) -> dict[str, object]:
         """As in JSON."""
         return {
             "alternatives": [asdict(each) | {"limits": each.limits} for each in self.alternatives],
-            "common": [asdict(each) for each in self.common],
+            "common": [asdict(each) for each in self.common or ()],
         }
 
 
@@ -237,18 +238,35 @@ def tied_with(search: PlanSearch, best: Trial) -> EqualPlan | None:
 
 
 def explained(search: PlanSearch) -> Explanation:
-    """The best plans of a search that differ in more than their schedules, and common layouts beside them."""
-    found = tuple(map(_alternative, _best(search)))
-    return Explanation(found, tuple(_common(search, found[0])))
+    """The best plans of a search that differ in more than their schedules, and common layouts beside them.
+
+    As many of them as there is time for, the best first.
+
+    Raises:
+        TimeUpError: there was none for the best.
+    """
+    shown, found = _best(search), list[Alternative]()
+    try:
+        for trial in shown:
+            found.append(_alternative(trial))
+        known = dict(zip(map(id, shown), found, strict=True))
+        return Explanation(tuple(found), tuple(_common(search, found[0], known)))
+    except TimeUpError:
+        if not found:
+            raise
+        return Explanation(tuple(found), None)
 
 
-def too_few(explanation: Explanation) -> list[str]:
-    """That time ran out before there were as many different plans as are shown."""
-    count = len(explanation.alternatives)
-    if count >= MOST_ALTERNATIVES:
-        return []
-    plans = counted(count, "different plan")
-    return [f"time ran out after {plans} of {MOST_ALTERNATIVES} that are explained: raise --time-limit for more"]
+def unexplained(explanation: Explanation, *, ended: bool) -> list[str]:
+    """What there was no time for: different plans, where looking for them has ``ended``, and common layouts."""
+    said, count = list[str](), len(explanation.alternatives)
+    lost = explanation.common is None
+    if (ended or lost) and count < MOST_ALTERNATIVES:
+        plans = counted(count, "different plan")
+        said += [f"time ran out after {plans} of {MOST_ALTERNATIVES} that are explained: raise --time-limit for more"]
+    if lost:
+        said += ["there was no time to say why common layouts are not the best; raise --time-limit"]
+    return said
 
 
 def kept_alternatives(search: PlanSearch) -> Iterator[AlternativeFigures]:
@@ -363,13 +381,15 @@ def _exposed(schedule: Schedule, workload: Workload) -> int:
     return max(0, sooner) * workload.num_microbatches // graph.workload.num_microbatches
 
 
-def _common(search: PlanSearch, best: Alternative) -> list[Common]:
+def _common(search: PlanSearch, best: Alternative, explained_before: Mapping[int, Alternative]) -> list[Common]:
     """FSDP, 1F1B and interleaved 1F1B, each tensor- and expert-parallel size at its best, the quickest first: as they
     were scheduled, else by closed forms, where nothing is recomputed that need not be. The best plan is none of them.
+
+    Trials that were ``explained_before`` are by their ids.
     """
     limit = min((size for size in search.request.memory if size is not None), default=None)
     scheduled = {
-        (_shape(own), _settled(trial).scheduler): _alternative(trial)
+        (_shape(own), _settled(trial).scheduler): trial
         for trial in sorted((*search.done, *search.beside), key=lambda trial: -(trial.value_ns or 0))
         if (own := kept_choice(trial.candidate)) is not None
     }
@@ -380,11 +400,13 @@ def _common(search: PlanSearch, best: Alternative) -> list[Common]:
             continue
         kind = choice.shards, choice.expert, choice.expert_shards, name
         if kind not in found:
-            known = scheduled.get((_shape(choice), choice.usual.name))
-            about = each.usual_ns if known is None else known.iteration_ns
-            why = _why(each, best, limit)
-            if known is not None:
-                why = "" if known == best else f"{format_ns(known.iteration_ns)} as scheduled: {known.limits}"
+            trial = scheduled.get((_shape(choice), choice.usual.name))
+            if trial is None:
+                about, why = each.usual_ns, _why(each, best, limit)
+            else:
+                known = explained_before.get(id(trial)) or _alternative(trial)
+                about = known.iteration_ns
+                why = "" if known == best else f"{format_ns(about)} as scheduled: {known.limits}"
             found[kind] = about, Common(choice_words(choice), why)
     return [each for _, each in sorted(found.values(), key=lambda one: one[0]) if each.why]
 

@@ -43,7 +43,7 @@ from pipeplan.planning.alternatives import (
     explained,
     kept_alternatives,
     tied_with,
-    too_few,
+    unexplained,
 )
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, said_of_choices
@@ -111,6 +111,7 @@ from pipeplan.search_constants import (
     EVEN_CUT_SECONDS,
     EVEN_CUT_SHARE,
     EVEN_CUT_WORKING,
+    EXPLAINING_SHARE,
     FEW_ENTRIES,
     FINALISTS,
     GIVING_UP,
@@ -1142,8 +1143,8 @@ def search_plan(
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
     beside = _BesidePlan.of(search, best, schedule.workload, explain=explain)
-    if beside.explanation is not None and search.unexplained:
-        notes += too_few(beside.explanation)
+    if beside.explanation is not None:
+        notes += unexplained(beside.explanation, ended=search.unexplained)
     return Result(
         plan.with_alternatives(beside.alternatives),
         schedule,
@@ -1189,11 +1190,12 @@ class _BesidePlan:
         with search.noting("what was asked of stages"):
             found.said = tuple(said_of_choices(request, workload, "what was found does not fit so"))
         if explain:
-            try:
-                with search.noting("what is explained"), search.budget.finishing(LAST_PLAN_SECONDS):
+            seconds = max(BESIDE_SECONDS, search.budget.remaining)
+            with search.noting("what is explained"), search.budget.moment(seconds):
+                try:
                     found.explanation = explained(search)
-            except TimeUpError:
-                search.notes.append("there was no time to explain what was found; raise --time-limit")
+                except TimeUpError:
+                    search.notes.append("there was no time to explain what was found; raise --time-limit")
         return found
 
 
@@ -1330,9 +1332,14 @@ def _keep(search: PlanSearch, best: Trial, schedule: Schedule) -> None:
             made = _made_late(search, best)
     search.budget.wait_no_longer()
     expected, left = _expected(made, size), max(0.0, search.budget.left() + search.budget.reserved)
-    writing = WRITING_SHARE * expected
-    most = left if _improves(best, made) else max(writing, left / 2)
-    search.budget.reserved = min(expected + writing, most)
+    after = _after_making(search) * expected
+    most = left if _improves(best, made) else max(after, left / 2)
+    search.budget.reserved = min(expected + after, most)
+
+
+def _after_making(search: PlanSearch) -> float:
+    """Time for what follows the last plan, by that to make it."""
+    return WRITING_SHARE + EXPLAINING_SHARE * search.explains
 
 
 def _keep_for_whole(search: PlanSearch, trial: Trial) -> None:
@@ -1345,7 +1352,7 @@ def _keep_for_whole(search: PlanSearch, trial: Trial) -> None:
     if made is None or not sizes:
         return
     left = max(0.0, search.budget.left() + search.budget.reserved)
-    expected = (1 + WRITING_SHARE) * _expected(made, max(sizes))
+    expected = (1 + _after_making(search)) * _expected(made, max(sizes))
     search.budget.reserved = max(search.budget.reserved, min(expected, left / 2))
 
 

@@ -154,7 +154,7 @@ def print_explanation(explanation: Explanation, file: TextIO | None = None) -> N
         _print_below(console, f"{each.what}{again}")
     if explanation.common:
         console.print("common layouts, and why they are not best")
-    for common in explanation.common:
+    for common in explanation.common or ():
         console.print(flowed(f"  {common.what}", console.width))
         _print_below(console, common.why)
     console.print()
