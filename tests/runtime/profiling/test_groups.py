@@ -185,10 +185,14 @@ def numbers(module: nn.Module, built: BuiltGroup, images: torch.Tensor, *, train
     return [made.detach(), *gradients]
 
 
-@slow_but("name", sorted(known_backends()), lambda name: name != "inductor")
-@pytest.mark.parametrize("training", [False, True])
+@slow_but(
+    "name, training",
+    [(name, training) for name in sorted(known_backends()) for training in (False, True)],
+    lambda each: each[0] != "inductor",
+    lambda each: not each[1],
+)
 def test_every_builder_runs_what_eager_torch_runs(name: str, *, training: bool) -> None:
-    """Inductor, which compiles for seconds, among the slow tests."""
+    """Inductor, which compiles for seconds, among the slow tests, and without gradients among the long ones."""
     backend = known_backends()[name]
     device = "cuda" if torch.cuda.is_available() and "cuda" in backend.devices else "cpu"
     if (reason := backend.absence(device, training=training)) is not None:
