@@ -1,9 +1,9 @@
 """What each step of the search for a schedule brings: searches with some of the steps switched off.
 
 Cells are those of benchmarks/grid.py; shapes with blocks shared by all devices on 4 to 32 devices, with and without a
-memory cap; and the shipped profiles, searched for a whole plan with the memory of benchmarks/planner.py on 4 and 8
-devices. Seconds are deterministic, so what else runs on the machine changes nothing. A search whose result is known is
-not made: where a step left everything as it was, the search without it finds the same.
+memory cap; the shipped profiles, searched for a whole plan with the memory of benchmarks/planner.py on 4 and 8
+devices; and :data:`SHORT`. Seconds are deterministic, so what else runs on the machine changes nothing. A search whose
+result is known is not made: where a step left everything as it was, the search without it finds the same.
 
 Results are JSON lines in the file given by --results; what is there is not searched again. With --hours, no search
 begins after so much processor time in all, that of earlier runs with it; cells come in a drawn order, so that those it
@@ -33,7 +33,7 @@ from tables import machine, markdown, note
 from pipeplan.costs import build_workload
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import PipeplanError
-from pipeplan.examples import shape
+from pipeplan.examples import model, shape
 from pipeplan.files import read_profile
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, search_plan, without
@@ -66,7 +66,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    return [*_grid_cells(), *_shared_cells(), *_profile_cells()]
+    return [*_grid_cells(), *_shared_cells(), *_profile_cells(), *_short_cells()]
 
 
 def _grid_cells() -> Iterator[Cell]:
@@ -127,6 +127,22 @@ def _planned(name: str, devices: int, limit: float, steps: Steps) -> Found:
         deterministic=True,
     )
     plan = search_plan(request, steps=steps).plan
+    return plan.predicted.iteration_ns, plan.repetend is not None
+
+
+SHORT = (("gpt2-345m", 16, 1), ("gpt2-1.3b", 32, 2))
+"""Models on so many V100s of so many GB, which together have little more than room for the state."""
+
+
+def _short_cells() -> Iterator[Cell]:
+    for name, devices, gigabytes in SHORT:
+        yield Cell(f"{name} on {devices} of {gigabytes} GB", partial(_short, name, devices, gigabytes), is_plan=True)
+
+
+def _short(name: str, devices: int, gigabytes: int, limit: float, steps: Steps) -> Found:
+    asked: dict[str, Any] = {"memory_bytes": gigabytes * 10**9, "mini_batch": devices, "time_limit": limit}
+    profile, cluster = model(name, device="v100-16gb", shards=(1, 2, 4)), named_cluster("graphpipe", devices)
+    plan = search_plan(Request.of(profile, cluster=cluster, deterministic=True, **asked), steps=steps).plan
     return plan.predicted.iteration_ns, plan.repetend is not None
 
 

@@ -1,7 +1,7 @@
 """Piper's own BERT-32 (Tarnawski et al. 2021, section 5): its planner's stages and what ours make of the same numbers.
 
     python benchmarks/piper_input.py --input bert32a100.json [--devices 16] [--memory 6GB] [--microbatches 96]
-        [--stages piper.json] [--limit 30] [--kept pieces.jsonl --part-seconds 400]
+        [--stages piper.json] [--limit 30] [--plans FOLDER] [--processor] [--kept pieces.jsonl --part-seconds 400]
 
 The file is the paper's, from the repository of its authors (github.com/msr-fiddle/piper, inputs/), and no part of ours.
 Of it come: times of a layer with 1, 2, 4 and 8 tensor-parallel devices, with and without recomputation; bytes that it
@@ -18,7 +18,9 @@ micro-batch of the paper. What it does not say is read so, for all sides:
 ``--stages`` are those that the paper's own program (algo.cpp of that repository) found for the same devices, as its
 ``Result`` is written in JSON, one on each line: here they have our messages and sums, and the best schedule that is
 found, since 1F1B holds more micro-batches before replicas than the paper counts. "Piper's stages" are those of our
-planner of that name with 1F1B. Iterations are simulated.
+planner of that name with 1F1B. Iterations are simulated. ``--plans`` keeps the profile, the cluster and the
+plans, which ``pipeplan check`` and ``pipeplan run --emulate`` take. With ``--processor`` limits are of the process's
+own work.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,12 +50,23 @@ from pipeplan.files import (
     Profile,
     Source,
 )
+from pipeplan.time_limit import Limit, WorkClock
 from pipeplan.units import bytes_of, format_ns
 
 Case = dict[str, Any]
 """A layer on some devices, as the file has it."""
 
-SEARCHES: dict[str, dict[str, Any]] = {
+Flags = dict[str, Any]
+
+Within = Callable[[], Limit | None]
+"""The limit of a search that is about to begin, by another clock than the wall's."""
+
+
+def _within(seconds: float, *, processor: bool) -> Limit | None:
+    return Limit(seconds, clock=WorkClock()) if processor else None
+
+
+SEARCHES: dict[str, Flags] = {
     "Piper's stages, 1F1B, nothing recomputed": {"planner": "piper", "recompute": "none", "scheduler": "1f1b"},
     "Piper's stages, 1F1B": {"planner": "piper", "scheduler": "1f1b"},
     "`search --recompute none`": {"recompute": "none"},
@@ -119,13 +133,25 @@ def cluster_of(given: dict[str, Any], devices: int, memory: int) -> Cluster:
     )
 
 
-def searched(profile: Profile, cluster: Cluster, microbatches: int, seconds: float, flags: dict[str, Any]) -> list[str]:
-    """Iteration, stages and split of a search's plan."""
+def searched(
+    profile: Profile,
+    cluster: Cluster,
+    microbatches: int,
+    seconds: float,
+    within: Within,
+    flags: Flags,
+    path: Path | None,
+) -> list[str]:
+    """Iteration, stages and split of a search's plan, which is written where there is a path."""
     try:
-        plan = pipeplan.search(profile, cluster=cluster, mini_batch=microbatches, time_limit=seconds, **flags).plan
+        plan = pipeplan.search(
+            profile, cluster=cluster, mini_batch=microbatches, time_limit=seconds, within=within(), **flags
+        ).plan
     except (InfeasibleError, SearchTimeoutError) as error:
         return ["-", str(error).partition(";")[0]]
     pipeplan.check(plan, profile=profile, cluster=cluster).require("the plan")
+    if path is not None:
+        pipeplan.write(plan, path)
     shards, replicas = (sorted({getattr(stage, key) for stage in plan.stages}) for key in ("shards", "replicas"))
     again = sum(each is not False for stage in plan.workload.stages for each in stage.again)
     levels = sorted({stage.zero for stage in plan.stages})
@@ -155,9 +181,13 @@ def placement_of(given: dict[str, Any], profile: Profile, found: dict[str, Any],
     return Placement(strategy="given", num_devices=devices, stages=tuple(stages))
 
 
-def best_of_frontier(profile: Profile, cluster: Cluster, microbatches: int, seconds: float) -> list[str]:
+def best_of_frontier(
+    profile: Profile, cluster: Cluster, microbatches: int, seconds: float, within: Within
+) -> list[str]:
     """The quickest plan of a frontier."""
-    found = pipeplan.frontier(profile, cluster=cluster, mini_batch=microbatches, plans=True, time_limit=seconds)
+    found = pipeplan.frontier(
+        profile, cluster=cluster, mini_batch=microbatches, plans=True, time_limit=seconds, within=within()
+    )
     best = min(found.points, key=lambda point: point.time_ns)
     return [format_ns(best.time_ns), f"{len(found.points)} points"]
 
@@ -171,10 +201,16 @@ def main() -> None:
     parser.add_argument("--memory", default="6GB")
     parser.add_argument("--microbatches", type=int, default=96)
     parser.add_argument("--limit", type=float, default=30.0)
+    parser.add_argument("--processor", action="store_true", help="limits are of the process's own work")
+    parser.add_argument("--plans", type=Path, help="the folder to keep plans in")
     resumable(parser)
     options = parser.parse_args()
     given = json.loads(options.input.read_text(encoding="utf-8"))
     profile, cluster = profile_of(given), cluster_of(given, options.devices, bytes_of(options.memory))
+    if options.plans is not None:
+        options.plans.mkdir(parents=True, exist_ok=True)
+        pipeplan.write(profile, options.plans / "profile.json")
+        pipeplan.write(cluster, options.plans / "cluster.json")
     pieces = Pieces(options.kept, options.part_seconds)
     work = sum(row.forward_ns + (row.backward_ns or 0) for block in profile.blocks for row in block.costs[:1])
     note(f"work of all micro-batches over all devices: {work * options.microbatches / options.devices / 1e9:.2f} s")
@@ -186,11 +222,12 @@ def main() -> None:
         }
         for number, line in enumerate(lines, 1)
     }
-    sized = options.microbatches, options.limit
+    sized = options.microbatches, options.limit, partial(_within, options.limit, processor=options.processor)
     rows = list[list[str]]()
     try:
-        for name, flags in (own | SEARCHES).items():
-            rows.append([name, *pieces.get(name, partial(searched, profile, cluster, *sized, flags))])
+        for number, (name, flags) in enumerate((own | SEARCHES).items(), 1):
+            path = options.plans and options.plans / f"plan-{number}.json"
+            rows.append([name, *pieces.get(name, partial(searched, profile, cluster, *sized, flags, path))])
         points = pieces.get("frontier", lambda: best_of_frontier(profile, cluster, *sized))
         rows.append(["`frontier --plans`", *points])
     except Paused as paused:

@@ -7,7 +7,8 @@ simulated; ``frontier --plans``; and published configurations of the same model 
 have the same costs, estimated with what predicts published runs.
 On demand: the command line, as processes, from the profile to a written plan, and ``check`` and ``simulate`` of what it
 wrote with its profile and its cluster (``commands``); the same search with a node's devices spare (``spares``); plans
-of up to 16 devices by as many processes on gloo (``rehearsed``); two workers beside one; and, in deterministic time,
+of up to 16 devices by as many processes on gloo (``rehearsed``, with ``--stretch`` so many times as long where cores do
+not keep up); two workers beside one; and, in deterministic time,
 the search without each of its steps, and without all that give stages devices of their own (``steps``, and of those
 that make schedules ``schedule-steps``).
 
@@ -255,8 +256,10 @@ class State:
         cells: int = 0,
         above: int | None = None,
         grid_limit: float = math.inf,
+        stretch: str = "1",
     ) -> None:
         self.folder, self.limit, self.clock, self.cells, self.grid_limit = folder, limit, clock, cells, grid_limit
+        self.stretch = stretch
         self.above = cells // 4 if above is None else above
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -914,7 +917,7 @@ def rehearsed(state: State, case: Case) -> dict[str, Any]:
     path = state.folder / f"{case.stem}.plan.json"
     if case.devices > REHEARSED or not path.exists():
         return {"processes": None}
-    said = ["run", str(path), "--emulate", "--local", "--steps", "1", "--stretch", "1"]
+    said = ["run", str(path), "--emulate", "--local", "--steps", "1", "--stretch", state.stretch]
     said += ["--message-limit", "64KB", "--json"]
     found = json.loads(state.run(said))
     return {
@@ -1269,6 +1272,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=0, help="look at no more than so many cells of a grid")
     parser.add_argument("--above", type=int, help="of those above the best, 0: one in fifty; a quarter of --cells")
     parser.add_argument("--grid-limit", type=float, default=math.inf, help="seconds for the cells of each grid")
+    parser.add_argument("--stretch", default="1", help="rehearse plans so many times as long")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--frontier", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--off", default="", help=argparse.SUPPRESS)
@@ -1282,7 +1286,8 @@ def main() -> None:
     if options.state is None:
         parser.error("--state FOLDER is needed")
     clock = WorkClock() if options.processor else time.monotonic
-    state = State(options.state, options.limit, clock, options.cells, options.above, options.grid_limit)
+    grids = options.cells, options.above, options.grid_limit
+    state = State(options.state, options.limit, clock, *grids, options.stretch)
     if options.child:
         off = [name for name in options.off.split(";") if name]
         case = next(case for case in CASES if case.stem == options.child)
