@@ -56,6 +56,9 @@ EVEN_CUT_SHARE = 0.2
 EVEN_CUT_WORKING = 3.0
 """Seconds of work that it has in any case. Not measured."""
 
+EVEN_CUT_LEFT = 0.5
+"""Part of the time left that these are, at most. Not measured."""
+
 EVEN_CUT_MOST = 0.8
 """Part of what was left that a cut of a large request may take once begun. Not measured."""
 
@@ -64,6 +67,9 @@ EVEN_CUT_HURRY = 1.0
 
 FIRST_STAGES = 1_024
 """Stages of a first plan beyond which a shorter pipeline comes before it. Measured: 4,096 take 3.3 s, 9,216 6.5 s."""
+
+WRITTEN_MORE = 4
+"""Times as many entries of programs by which first plans are told apart. Not measured."""
 
 FIRST_SECONDS = 1.0
 """Seconds of work that every search has for its first plan, however little is left. Not measured."""
@@ -112,11 +118,17 @@ FEW_LOOKED_AT = 4_000
 QUICK_ROWS = 3
 """Rows of each strategy and schedule, of each such number, that come first. Not measured."""
 
+LOOKED_AT_MORE = 4
+"""Times as many actions that a look takes after that, and by which one is worth more. Not measured."""
+
 WORTH = 1.08
 """Times the best estimate a quicker look may be. Measured: GPT-3 on 64, rows 9 % longer delay it; on 512, 8 % help."""
 
 CHECKS = 6
 """Times that stages recompute more where true orders do not fit, twice as much more each time. Not measured."""
+
+LEVELLED_TRIES = 4
+"""Cuts of stages that share devices and recompute, each with what the one before recomputed. Not measured."""
 
 SEARCHED_ROUNDS = ((8, 0.4), (3, 0.5), (1, 1.0))
 """How many candidates are searched in each round, and their part of the time left. Not measured."""
@@ -129,6 +141,9 @@ LARGER_GROUPS_SHARE = 0.2
 
 LARGER_GROUPS_MORE = 4
 """Times as many entries each time. Not measured."""
+
+MUCH_LARGER = 2
+"""Times as many entries as the plan made before from which on a larger one is made anew. Not measured."""
 
 # The uniform space, and bounds on its rows ----------------------------------------------------------------------------
 
@@ -178,6 +193,9 @@ DIVIDED_MARGIN = 0.02
 
 DIVIDED_SHARE = 0.2
 """Part of the time left for them. Not measured."""
+
+DIVIDED_AFTER = 0.5
+"""Part of the time after which they are looked at before others are all seen. Not measured."""
 
 OTHER_SCHEDULES_SHARE = 0.2
 """Part of the time left for the best layout in other schedules, each turn. Not measured."""
@@ -290,6 +308,9 @@ EXCHANGES_MUCH = 1.01
 EXCHANGES_RUN = 3
 """Micro-batches per stage of the run in which exchanges are timed. Not measured."""
 
+EXCHANGE_NUMBERS = (1, 2, 4, 8)
+"""Uses of parameters between two exchanges that are tried, beside one an iteration. Not measured."""
+
 # Partitions -----------------------------------------------------------------------------------------------------------
 
 BASELINE_BLOCKS = 4096
@@ -304,6 +325,9 @@ MAX_SIMULATIONS = 1_000
 MAX_SIMULATED = 2_000_000
 """Actions AutoPipe simulates before it ends. Measured: about a second's."""
 
+SIMULATED_FIRST = 4
+"""Micro-batches for each stage of the run that it is hoped repeats, then twice as many. Not measured."""
+
 LEAST_POLISHING = 100_000
 """Actions that polishing its scheme may simulate at least. Measured: some hundredths of a second's."""
 
@@ -312,6 +336,9 @@ MOST_CUTS = 100
 
 MOST_RANGES = 2**16
 """Ranges of blocks looked at together, which bounds memory. Not measured."""
+
+CANDIDATES_AT_ONCE = 2**20
+"""Blocks before an end that are listed together, which bounds memory. Not measured."""
 
 PER_DEVICE = 4
 """Micro-batches per device where nobody says how many there are. Not measured."""
@@ -325,6 +352,9 @@ MOST_LENGTHS = 64
 MOST_LENGTH_RANGES = 2**20
 """Ranges of blocks whose times are looked at for them. Measured: of 10,000 blocks there are fifty times as many."""
 
+BORDER_STEPS = (1, -1, 2, -2)
+"""Blocks by which a border between two stages moves. Not measured."""
+
 MOST_OF_MACHINES = 1_000
 """Blocks x devices up to which DAPPLE chooses machines; of more devices come in order. Not measured."""
 
@@ -333,6 +363,18 @@ GRID = 16
 
 CHUNK = 256
 """States of GraphPipe's programme that are looked at together. Not measured."""
+
+BOTTLENECK_PARTS = 1_024
+"""One part in so many of the least bottleneck, by which it is first looked for upwards. Not measured."""
+
+BOUNDED_PARTS = 64
+"""The same for what bounds allow. Not measured."""
+
+BOUNDED_FAR = 8
+"""One part in so many from which on it is first asked whether there is any at all. Not measured."""
+
+BOUNDED_WITHIN = 0.001
+"""Share within which that is found where memory is limited, at least. Not measured."""
 
 MAX_GROUPS = 3_000
 """Ways to group branches of a parallel part; beyond, groups are of neighbours by work. Not measured."""
@@ -349,6 +391,9 @@ NUM_STARTS = 2
 NUM_KICKS = 12
 """Random exchanges without anything better after which mapping ends. Not measured."""
 
+KICK_EXCHANGES = 3
+"""Exchanges of such a turn, at most. Not measured."""
+
 RUN_WEIGHTINGS = 24
 """Weightings of memory against time by which runs of blocks are bounded. Not measured."""
 
@@ -361,11 +406,17 @@ MAX_DOWNSETS = 3_000
 SHORTAGE_SECONDS = 2.0
 """Seconds by the clock to find out how much memory would do. Not measured."""
 
+SHORTAGE_PARTS = 100
+"""One part in so many of the memory within which that is found. Not measured."""
+
 MOST_CHOICES = 4_096
 """Undominated choices of what some blocks recompute that are kept; the best may be beyond. Not measured."""
 
 MOST_WORKSPACES = 32
 """Largest workspaces looked at for a number of blocks. Not measured."""
+
+RECOMPUTED_LONGEST = 3
+"""Times an even share beyond which no stage is looked for at first. Not measured."""
 
 MOST_TIMES = 2**24
 """Ranges of blocks x kinds of stages, at most. Measured: some hundreds of megabytes."""
@@ -387,6 +438,12 @@ SHORTER_UNROLLS = 12
 SHORTER_UNROLL = 8
 """Micro-batches of a round that is repeated. Not measured."""
 
+SHORTEST_ROUNDS = 4
+"""Rounds of the shortest run in which one micro-batch after another shows what repeats. Not measured."""
+
+LOOPED_MORE = 4
+"""Times the actions of a shorter run that is repeated whole, after which it must repeat itself. Not measured."""
+
 THOROUGH_TASKS = 5_000
 """Actions up to which a first look makes slow schedules, too. Not measured."""
 
@@ -407,6 +464,9 @@ REPETEND_SHARE_ASKED = 1 / 3
 
 REPETEND_SHARE_KEPT = 0.5
 """The same in a trial that is searched again for the plan to be repeatable. Not measured."""
+
+PATTERN_SHARE = 0.25
+"""Part of the time for the shortest way through a pattern where there is a schedule. Not measured."""
 
 RULES_SHARE = 0.2
 """Part of the limit for built-in rules. Measured: without them 1 of 86 cells 1.0 % longer; with 2 s 5.1 % once."""
@@ -431,6 +491,42 @@ POLICIES_KEPT = 8
 
 POLICIES_WAITS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5)
 """Shares of durations that a policy may wait. Not measured."""
+
+POLICIES_PATIENCES = (1.0, 0.5)
+"""Shares of a weight gradient that all settings of the switches have. Not measured."""
+
+POLICIES_FORWARDS = (0.0, 0.5, 1.0)
+"""Shares of a forward that they wait for a backward. Not measured."""
+
+POLICIES_SLOPES = (0.0, 0.5, 1.0, 2.0)
+"""Micro-batches in flight that a device has less than the one before. Not measured: 1 is 1F1B, 2 ZB-H2."""
+
+POLICIES_REPACED = 0.6
+"""Part of changes that are of a slot or pace, where all devices run something together. Not measured."""
+
+POLICIES_RESLOTTED = 0.15
+"""Part of these that are of the slot. Not measured."""
+
+POLICIES_SPACED = 0.25
+"""Part of the rest that are of how far apart micro-batches enter. Not measured."""
+
+POLICIES_REGROUPED = 0.4
+"""Part of what is left that are of the group; all others are of the pace. Not measured."""
+
+POLICIES_GROUPS = (1, 2, 3, 4, 6, 8)
+"""Micro-batches of a group that is tried, beside what there is room for and one more or less. Not measured."""
+
+POLICIES_RUNS = (0, 1, 1, 2, 3)
+"""Runs of devices whose limits change by one, each as likely. Not measured."""
+
+POLICIES_LONG_RUNS = 0.5
+"""Part of these that are of more than one device. Not measured."""
+
+POLICIES_REWAITED = 0.3
+"""Part of changes in which each of the two waits is another. Not measured."""
+
+POLICIES_SWITCHED = 0.1
+"""Part of changes in which each of the two switches is turned. Not measured."""
 
 UNROLLED_SHARE = 1 / 8
 """Part of the limit for several micro-batches per repetend. Measured: for `--scheduler repetend` alone."""
@@ -516,6 +612,9 @@ FARTHEST = 1_000
 DECISION_PART = 4
 """One part in so many of the time left that a decision about a period gets. Not measured."""
 
+MOST_PERIODS = 1_024
+"""Periods between what is excluded and the best that are told apart. Not measured."""
+
 FEWER_SHARE = 0.25
 """Part of the limit for a proved schedule in less memory. Measured: less memory, no plan shorter."""
 
@@ -543,11 +642,17 @@ DECODE_STEPS = 4
 DECODE_INSTANCES = 400
 """Operations of all groups up to which the solver is asked. Not measured."""
 
+DECODE_SHORTEST_SHARE = 0.5
+"""Part of the time left for the shortest way through. Not measured."""
+
 FALLS = (0.6, 0.88, 0.92, 0.58, 0.84, 0.96, 0.54, 0.64, 0.8, 0.7, 1.0, 0.76)
 """Shares of memory's micro-batches by which those in flight fall to the last device. Measured: up to 2.2 % shorter."""
 
 FALL_TIGHT = 0.88
 """The first of them where memory is tight. Measured: MLLM and NN on 32 devices take 1,080, with 0.6 more than 1,137."""
+
+FALLING_WAIT = 0.5
+"""Share of a forward for which these wait for a backward. Not measured."""
 
 TIGHT = 2.0
 """Least period by memory, of that by work, from which memory is tight. Not measured: between 1.3 and 2.7."""
@@ -564,6 +669,9 @@ CLOCKED_SLOTS = (1.05, 0.875, 0.625)
 PACES = (0.95, 1.05, 0.85, 1.0, 0.9, 1.1)
 """Shares of the least period at which micro-batches may enter. Not measured."""
 
+PACED_SLOTS = 3
+"""Times the forwards of a slot that a group at such a pace has first. Not measured."""
+
 REPACED = (0.9, 0.95, 0.98, 1.02, 1.05, 1.1)
 """Factors by which such a pace is changed. Not measured."""
 
@@ -578,6 +686,12 @@ SETTLING_ROUNDS = 8
 
 MOST_STARTS = 500_000
 """Starts of stages of a graph that a trial run works out, at most. Not measured."""
+
+KFKB_CHOICES = (1, 2, 4, 8)
+"""Forwards in a row, as many backwards, that a stage of a graph may have. Not measured."""
+
+ROOM_QUARTERS = (4, 5, 6, 8, 12)
+"""Quarters of the micro-batches that a stage holds at least, tried before all that fit. Not measured."""
 
 STUCK_STEPS = 100
 """Steps without an action after which user functions that refuse everything do so for good. Not measured."""
@@ -658,11 +772,20 @@ EXPLAINING_SHARE = 1.0
 LAST_PLAN_SECONDS = 0.35
 """Seconds in which a plan is made after an interruption. Measured: with 0.4 some ended after 0.53 to 0.57."""
 
+LAST_SLICES_SECONDS = LAST_PLAN_SECONDS / 2
+"""Seconds of these for slicing the forwards of a plan. Not measured."""
+
+LONG_MAKING_SECONDS = LAST_PLAN_SECONDS / 2
+"""Seconds beyond which a plan is made on the way, since the end has no time for it. Not measured."""
+
 MAKING_SHARE = 0.1
 """Part of the time for making plans on the way, beside the first and those of many more actions. Not measured."""
 
 WRITING_SHARE = 0.6
 """Time to write and print a plan, by that to make it. Measured: 2.7 s and 4.6 of 1.8 million entries."""
+
+KEPT_SHARE = 0.5
+"""Part of the time left that is kept for making a plan, at most. Not measured."""
 
 WORKER_POLL_SECONDS = 0.02
 """Seconds between two looks at whether there is time. Not measured."""
@@ -672,6 +795,9 @@ MOST_POLLS = 50
 
 WORKERS_AT_ONCE = 8
 """Workers of a given executor for which there is work, where nobody said how many it has. Not measured."""
+
+CANDIDATES_PER_WORKER = 2
+"""Candidates that wait or are looked at for each worker. Not measured."""
 
 SCHEDULER_PATIENCE = 5.0
 """Seconds for which a scheduler, and then a worker, is waited for while there is time. Not measured."""
@@ -705,8 +831,14 @@ MOST_SPLITS = 4
 FORMS_ERROR = 0.02
 """Share by which closed forms are mostly off. Measured on published layouts."""
 
+NAMED_FROM = FORMS_ERROR / 2
+"""Share of an iteration from which on what it goes to is named. Not measured."""
+
 SHORTAGE_LEAST_SECONDS = 0.5
 """Seconds in which it is looked for what would do where nothing fits, at least. Not measured."""
+
+SHORTAGE_SEARCH_SHARE = 0.25
+"""Part of the time for it that one search has. Not measured."""
 
 SHORTAGE_KEPT = 0.05
 """Part of its time that a search without a plan keeps for that. Not measured."""
@@ -716,6 +848,9 @@ SHORTAGE_PRECISION = 1.01
 
 SHORTAGE_ABOVE = (1.0, 1.02, 1.05, 1.1, 1.2)
 """Times as much memory as closed forms ask for in which a layout is tried. Not measured."""
+
+SHORTAGE_TIMES = (1, 2, 4)
+"""Times what a plan without a limit takes that are tried as a limit. Not measured."""
 
 SHORTAGE_WORKING = 0.02
 """Part of the limit that the process works for it. Not measured."""
@@ -770,6 +905,9 @@ NAMED_SIZES = 4
 FRONTIER_SEARCHING = 0.6
 """Part of the time of a frontier's searches, one on each number of devices. Not measured."""
 
+FRONTIER_EACH = 0.5
+"""Part of what is left of it for each number of devices but the last. Not measured."""
+
 FRONTIER_SHARING = 0.2
 """Part of the time of one stage's frontier for layouts whose devices share sequences or experts. Not measured."""
 
@@ -797,11 +935,20 @@ FRONTIER_EXPLAINING = 0.5
 FRONTIER_TRYING = 1.0
 """Seconds that one such change may take. Not measured."""
 
+FRONTIER_ABLE_PART = 3
+"""One part in so many of the time for finding out whether anything does without a limit. Not measured."""
+
 FRONTIER_COUNTING = 0.05
 """Part for counting what was not tried. Not measured."""
 
 FRONTIER_MOST_COUNTING = 2.0
 """Seconds of that, at most. Not measured."""
+
+FRONTIER_MAKING = 0.5
+"""Part of the limit that is kept for making plans, at most. Not measured."""
+
+FRONTIER_LATE = 0.5
+"""Part of what a command may be late for strategies of one stage. Not measured."""
 
 LIMIT_STEP = 0.92
 """Times the memory of one partition that the next may take, at most. Not measured."""
@@ -889,14 +1036,26 @@ TARGET_FREE = 0.3
 TARGET_LEAST = 0.05
 """Part of the limit that must be left for the target's own search. Not measured."""
 
+TARGET_CHUNKED = 3
+"""Times the part of the time of a schedule with several stages on each rank. Not measured."""
+
+TARGET_APART_SECONDS = 0.5
+"""Seconds of work for what a target costs, at least. Not measured."""
+
 SPARES_RESERVED = 0.25
 """Part of the limit kept, at most, for timing the plan where spare nodes take over. Not measured."""
+
+SPARES_SHARE = 0.5
+"""Part of the rest for the plan with spares; the other is for one without. Not measured."""
 
 COMPARED_SECONDS = 0.4
 """Seconds after an interruption until when classic schedules of the first placement are timed. Not measured."""
 
 COMPARED_SEARCHING = 0.8
 """Part of a placement's time that its search has; the rest is for classic schedules. Not measured."""
+
+COMPARED_LEAST = 0.5
+"""Part of the time left that timing classic schedules of a placement has in any case. Not measured."""
 
 TUNING_LEAVING_SECONDS = 0.3
 """Seconds that processes have to stop. Not measured."""
@@ -937,6 +1096,9 @@ GROUPS_PER_STAGE = 2
 DECODE_CHOOSING = 0.8
 """Part of the time in which stages are chosen; scheduling them takes a moment. Not measured."""
 
+DECODE_FIRST_SECONDS = 3.0
+"""Seconds of work for a first choice, at least. Not measured."""
+
 SERVING_STEPS = 2_000_000
 """Steps in which stages are evened out that need not be the busiest. Not measured."""
 
@@ -954,6 +1116,9 @@ KERNELS_LOOKED = 0.8
 
 KERNELS_SECONDS = 0.5
 """Seconds for the plan of the best variant, however late it is. Not measured."""
+
+KERNELS_EACH = 0.5
+"""Part of the time left for the plan of each variant but the last. Not measured."""
 
 KERNELS_WAYS = 64
 """Ways to run stages up to which all are looked at. Not measured."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement
-from pipeplan.search_constants import MOST_TIMED, NUM_KICKS, NUM_STARTS, SMALL
+from pipeplan.search_constants import KICK_EXCHANGES, MOST_TIMED, NUM_KICKS, NUM_STARTS, SMALL
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -542,7 +542,7 @@ class LayoutSearch:
     def _kick(self, layout: GroupLayout) -> set[int]:
         """Make up to three random exchanges; the groups that have moved."""
         moved: set[int] = set()
-        for _ in range(self.random.randint(1, 3)):
+        for _ in range(self.random.randint(1, KICK_EXCHANGES)):
             count = self.random.choice((1, self.random.choice(self.space.groups)))
             one, other = (self.random.randrange(len(layout.owner)) for _ in range(2))
             change = layout.change((one, other, count))

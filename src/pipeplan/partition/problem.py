@@ -33,7 +33,7 @@ from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.links import CountedLinks
 from pipeplan.partition.series_parallel import topological_order
-from pipeplan.search_constants import SHORTAGE_SECONDS
+from pipeplan.search_constants import SHORTAGE_PARTS, SHORTAGE_SECONDS
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.elements import Again, ContextExchange, Recompute
@@ -320,7 +320,7 @@ def least_enough(fits: Callable[[int], bool], too_little: int) -> int | None:
         if high > MAX_BYTES:
             return None
         low, high = high, 2 * high
-    while high - low > max(1, low // 100):
+    while high - low > max(1, low // SHORTAGE_PARTS):
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return rounded_up(high)

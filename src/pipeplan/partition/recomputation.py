@@ -36,7 +36,14 @@ from pipeplan.partition.baselines import StageTable, for_each_size, least_bottle
 from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, StageTimes, taken_ns
 from pipeplan.partition.chain.kernel import least_split
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, Way
-from pipeplan.search_constants import MOST_CHOICES, MOST_TIMES, MOST_WORKSPACES, TIMES_AT_ONCE
+from pipeplan.search_constants import (
+    LEVELLED_TRIES,
+    MOST_CHOICES,
+    MOST_TIMES,
+    MOST_WORKSPACES,
+    RECOMPUTED_LONGEST,
+    TIMES_AT_ONCE,
+)
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, Recompute, recompute_of
 
@@ -474,7 +481,7 @@ class FittingChain:
         """
         uneven = max(each.speed for each in self.holdings) / min(each.speed for each in self.holdings)
         share = int(-(-int(self.sums.compute[0, -1]) // self.num_stages) * uneven)
-        most = 3 * share + int(np.diff(self.sums.compute[0]).max())
+        most = RECOMPUTED_LONGEST * share + int(np.diff(self.sums.compute[0]).max())
         for limit in (most, UNLIMITED):
             table = self._table(limit)
             found = None if table is None else least_split(table.cost, self.num_blocks, table.kinds, table.fits)
@@ -615,7 +622,7 @@ class FittingChain:
         return [list(islice(every, ranges[each.stage][1] - ranges[each.stage][0])) for each in own]
 
     def levelled(
-        self, cut: Callable[[Sequence[StageCost]], Cuts], tries: int = 4
+        self, cut: Callable[[Sequence[StageCost]], Cuts], tries: int = LEVELLED_TRIES
     ) -> tuple[Cuts, list[list[Again]]] | None:
         """Cuts and what is recomputed, for positions that run several stages: the busiest works as little as is found.
 

@@ -38,6 +38,7 @@ from pipeplan.search_constants import (
     MOST_ALTERNATIVES,
     MOST_KEPT_BYTES,
     MOST_SPLITS,
+    NAMED_FROM,
     SECONDS_PER_CUT,
     TIED,
 )
@@ -471,4 +472,4 @@ def _reasons(each: BoundedChoice, best: Alternative) -> list[str]:
         (parts.ending, ENDING_WORDS),
         (each.usual_ns - sum(parts), "bubble"),
     ]
-    return said + (_shares(named, each.usual_ns, FORMS_ERROR / 2) or _shares(named, each.usual_ns, 0.0))[:3]
+    return said + (_shares(named, each.usual_ns, NAMED_FROM) or _shares(named, each.usual_ns, 0.0))[:3]

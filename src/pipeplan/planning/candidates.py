@@ -51,6 +51,7 @@ from pipeplan.search_constants import (
     FEW_LOOKED_AT,
     FIRST_STAGES,
     LARGE,
+    LOOKED_AT_MORE,
     MANY_KINDS,
     MOST_ENTRIES,
     MOST_IN_TURN,
@@ -69,6 +70,7 @@ from pipeplan.search_constants import (
     STAGE_GRAPHS_SHARE,
     STAGE_GRAPHS_TOLERANCE,
     WORTH,
+    WRITTEN_MORE,
 )
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
@@ -677,7 +679,7 @@ def _written(request: Request, choice: Choice) -> tuple[int, int]:
     looked_at = replace(choice, positions=_positions(request, choice)).actions_looked_at
     every = 2 * choice.width * choice.replicas
     repeated, whole = (
-        max(0, math.ceil(math.log(every * actions / MOST_ENTRIES, 4)))
+        max(0, math.ceil(math.log(every * actions / MOST_ENTRIES, WRITTEN_MORE)))
         for actions in (looked_at, num_actions(request, choice))
     )
     return repeated, whole
@@ -899,7 +901,7 @@ def quick_ones(rows: Sequence[BoundedChoice]) -> list[BoundedChoice]:
         (actions, each)
         for each in checked(rows)
         if (actions := each.choice.actions_looked_at) < all_of_them
-        and each.usual_ns <= rows[0].usual_ns * WORTH ** math.log(all_of_them / actions, 4)
+        and each.usual_ns <= rows[0].usual_ns * WORTH ** math.log(all_of_them / actions, LOOKED_AT_MORE)
     ]
     most = FEW_LOOKED_AT
     while most < all_of_them:
@@ -909,7 +911,7 @@ def quick_ones(rows: Sequence[BoundedChoice]) -> list[BoundedChoice]:
             if actions <= most and had[kind] < QUICK_ROWS:
                 had[kind] += 1
                 taken[id(each)] = each
-        most *= 4
+        most *= LOOKED_AT_MORE
     return list(taken.values())
 
 

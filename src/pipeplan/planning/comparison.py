@@ -27,7 +27,7 @@ from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.state import Progress, SearchStep
-from pipeplan.search_constants import COMPARED_SEARCHING, COMPARED_SECONDS, FIRST_SECONDS
+from pipeplan.search_constants import COMPARED_LEAST, COMPARED_SEARCHING, COMPARED_SECONDS, FIRST_SECONDS
 from pipeplan.simulator.metrics import rates
 from pipeplan.simulator.spares import Spares
 from pipeplan.time_limit import Limit, TimeUpError, clock_of
@@ -420,8 +420,8 @@ class _RowsSoFar:
         if self.limit.interrupted:
             own = self.limit.interrupted_at + COMPARED_SECONDS - self.limit.clock() if alone else 0.0
             limit = Limit(own, clock=self.limit.clock)
-        elif limit.remaining < self.limit.remaining / 2:
-            limit = Limit(self.limit.remaining / 2, whole=self.limit, clock=self.limit.clock)
+        elif limit.remaining < COMPARED_LEAST * self.limit.remaining:
+            limit = Limit(COMPARED_LEAST * self.limit.remaining, whole=self.limit, clock=self.limit.clock)
         if alone and not self.limit.interrupted:
             limit.wait(0.0, FIRST_SECONDS)
         timing = _Timing(placed, candidate, ours, memory, self._schedules, self._rules)

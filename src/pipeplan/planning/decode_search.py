@@ -23,7 +23,7 @@ from pipeplan.planning.decoding import DecodeAnswer, LayerVolume, SharedPoint, d
 from pipeplan.planning.request import Request
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, Schedule
-from pipeplan.search_constants import DECODE_CHOOSING, FIRST_SECONDS
+from pipeplan.search_constants import DECODE_CHOOSING, DECODE_FIRST_SECONDS
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, clock_of
 from pipeplan.workload.kinds import MemoryBytes
@@ -153,7 +153,7 @@ def _chosen(search: DecodeSearch, budget: Budget, progress: Progress | None) -> 
 
     limit = Limit(math.inf) if budget.deterministic else Limit.part_of(budget, DECODE_CHOOSING * budget.remaining)
     try:
-        limit.wait(0.0, 3 * FIRST_SECONDS)
+        limit.wait(0.0, DECODE_FIRST_SECONDS)
         with limit.enforced():
             return search.best(limit, None if progress is None else look)
     except TimeUpError:

@@ -18,7 +18,7 @@ from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import SUBMODULES, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep
 from pipeplan.planning.uniform_space import BoundedChoice
-from pipeplan.search_constants import DIVIDED_MARGIN, DIVIDED_MOST, DIVIDED_SHARE
+from pipeplan.search_constants import DIVIDED_AFTER, DIVIDED_MARGIN, DIVIDED_MOST, DIVIDED_SHARE
 from pipeplan.time_limit import checkpoint
 
 
@@ -56,7 +56,7 @@ class DivideState(PlanStep):
 
     def run(self, search: PlanSearch) -> None:
         """Look at them; what is shorter is a trial like others."""
-        early = not search.all_seen and search.budget.used < search.budget.seconds / 2
+        early = not search.all_seen and search.budget.used < DIVIDED_AFTER * search.budget.seconds
         if early or search.best is None or not divides_by_default(search.request):
             return
         with search.budget.share(self.share * search.budget.remaining) as share, share.ended():

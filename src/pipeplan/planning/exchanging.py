@@ -20,7 +20,7 @@ from pipeplan.planning.request import Request
 from pipeplan.schedule.list_scheduling import list_schedule, policies
 from pipeplan.schedule.search import plain_look, timed
 from pipeplan.schedule.state import Schedule
-from pipeplan.search_constants import EXCHANGES_MUCH, EXCHANGES_RUN
+from pipeplan.search_constants import EXCHANGE_NUMBERS, EXCHANGES_MUCH, EXCHANGES_RUN
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import ONCE, odd_neighbour
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -105,7 +105,7 @@ def _better(one: Tried[What] | None, other: Tried[What] | None) -> Tried[What] |
 
 def _numbers(most: int) -> list[int]:
     """For each, for two, four and eight of them, once an iteration."""
-    return [*(each for each in (1, 2, 4, 8) if each < most), ONCE]
+    return [*(each for each in EXCHANGE_NUMBERS if each < most), ONCE]
 
 
 def _timed(request: Request, candidate: PlacementCandidate, every: Every, split_backward: bool) -> _Found | None:

@@ -44,6 +44,8 @@ from pipeplan.planning.too_large import more_ways, nothing_fits, one_share, too_
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.search_constants import (
     FIRST_SECONDS,
+    FRONTIER_LATE,
+    FRONTIER_MAKING,
     FRONTIER_SECONDS,
     FRONTIER_SHARING,
     LATE,
@@ -600,7 +602,7 @@ def _tracked(
     limit = Limit.part_of(within, requests[0].time_limit)
     settling = min(SETTLING_SECONDS, SETTLING_SHARE * limit.seconds)
     soon = min(TRACKED_SOON, TRACKED_SOON_SHARE * limit.seconds)
-    patience = max(0.0, -limit.left()) + max(LATE, LATE_SHARE * limit.seconds) / 2
+    patience = max(0.0, -limit.left()) + FRONTIER_LATE * max(LATE, LATE_SHARE * limit.seconds)
     making: list[float] = []  # seconds for plans, once they are known
     limit.reserved = TRACKED_ROUGHLY * limit.seconds if limit.seconds < math.inf else 0.0
     rough = replace(splitting, within=max(splitting.within, ROUGH))
@@ -629,7 +631,7 @@ def _tracked(
             with suppress(PipeplanError):  # which is said where it is written
                 splits.plan(each, 0)
             plans = min(written, len(requests) * len(splits.points))
-            making.append(min(plans * (limit.elapsed - begun), limit.seconds / 2))
+            making.append(min(plans * (limit.elapsed - begun), FRONTIER_MAKING * limit.seconds))
             limit.reserved += sum(making)
 
     def unfinished(each: Request) -> bool:

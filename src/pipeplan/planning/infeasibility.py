@@ -50,6 +50,8 @@ from pipeplan.search_constants import (
     SHORTAGE_MOST_WORKING,
     SHORTAGE_PRECISION,
     SHORTAGE_SCHEDULE_SECONDS,
+    SHORTAGE_SEARCH_SHARE,
+    SHORTAGE_TIMES,
     SHORTAGE_WORKING,
 )
 from pipeplan.texts import counted
@@ -142,7 +144,9 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
     if limit is None:
         return error
     # with its limit, since without one nothing would recompute
-    asked = replace(_weighing_levels(request.within(limit).unlinked), time_limit=max(1.0, seconds / 4))
+    asked = replace(
+        _weighing_levels(request.within(limit).unlinked), time_limit=max(1.0, SHORTAGE_SEARCH_SHARE * seconds)
+    )
     least = _Least(asked, limit, step, request.time_limit, request.unit if request.knows_links else None)
     least.find(seconds)
     if least.memory is None and least.about is not None:
@@ -293,7 +297,7 @@ class _Least:
         unlimited = fit(self._request.within(None))
         if unlimited is not None:
             need = max(unlimited.peak_bytes, self._limit)
-            any(self._less_memory(fit, times * need) for times in (1, 2, 4))
+            any(self._less_memory(fit, times * need) for times in SHORTAGE_TIMES)
 
     def _less_memory(self, fit: _FitOf, memory: int) -> bool:
         self._go_on()

@@ -28,6 +28,7 @@ from pipeplan.planning.trials import Trial
 from pipeplan.search_constants import (
     KERNELS_CUT,
     KERNELS_CUTS,
+    KERNELS_EACH,
     KERNELS_LOOKED,
     KERNELS_SECONDS,
     KERNELS_STAGES,
@@ -179,7 +180,7 @@ class _KernelSearch:
                 break
             if most is not None and trial.bound_ns >= most:
                 continue
-            seconds = self.parts.left / 2 if number < len(known) - 1 else self.parts.left
+            seconds = KERNELS_EACH * self.parts.left if number < len(known) - 1 else self.parts.left
             seconds = max(seconds, KERNELS_SECONDS)
             found = self.parts.search(variant.request(self.request), seconds)
             if found is not None and (most is None or found.plan.predicted.iteration_ns < most):

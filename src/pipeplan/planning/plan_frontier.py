@@ -55,10 +55,13 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, noted
 from pipeplan.search_constants import (
     FIRST_SECONDS,
+    FRONTIER_ABLE_PART,
     FRONTIER_CHAINS,
     FRONTIER_COUNTING,
+    FRONTIER_EACH,
     FRONTIER_EXPLAINING,
     FRONTIER_FIRST,
+    FRONTIER_MAKING,
     FRONTIER_MOST_COUNTING,
     FRONTIER_ONE_STAGE,
     FRONTIER_ROUGH,
@@ -265,7 +268,9 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
         return _with_closed_form(request, limit, error, Limit(_HOW.explaining, clock=found.limit.clock))
     time = Limit(max(_HOW.explaining, found.limit.left()), clock=found.limit.clock)
     with time.hearing_interrupts():
-        able = _searched(request.within(MAX_BYTES), Limit.part_of(time, time.seconds / 3), quickest=False)
+        able = _searched(
+            request.within(MAX_BYTES), Limit.part_of(time, time.seconds / FRONTIER_ABLE_PART), quickest=False
+        )
         if not able.best:
             return error
 
@@ -412,7 +417,7 @@ class _FrontierSearch:
             if self.best and left <= 0 and not asked.deterministic:
                 self.unsearched = True
                 return
-            seconds = left if number == len(ordered) else left / 2
+            seconds = left if number == len(ordered) else FRONTIER_EACH * left
             with self.noting(f"search on {named_devices(asked.num_devices)}"):
                 self._search(asked if asked.deterministic else replace(asked, time_limit=max(0.0, seconds)), workers)
 
@@ -483,7 +488,7 @@ class _FrontierSearch:
                 _ = found.plan
             self.seconds_per_plan = self.limit.elapsed - begun
         making = self.seconds_per_plan * min(self.written, len(self.best))
-        self.limit.reserved = counting + min(making, self.limit.seconds / 2)
+        self.limit.reserved = counting + min(making, FRONTIER_MAKING * self.limit.seconds)
 
     def one_stage(self, request: Request) -> None:
         """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""

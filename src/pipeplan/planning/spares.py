@@ -16,7 +16,7 @@ from pipeplan.planning.build_plan import Result
 from pipeplan.planning.comparison import Comparison
 from pipeplan.planning.frontier import FrontierResult
 from pipeplan.planning.request import Request
-from pipeplan.search_constants import SPARES_RESERVED
+from pipeplan.search_constants import SPARES_RESERVED, SPARES_SHARE
 from pipeplan.simulator.failures import SECONDS_PER_DEVICE, are_simulated, failures
 from pipeplan.simulator.spares import Spares
 from pipeplan.time_limit import Limit
@@ -39,7 +39,7 @@ def for_both(
     Raises what it does for the former; what it raises for the latter is returned.
     """
     assert request.cluster is not None
-    seconds = (request.time_limit - _reserved(request)) / 2
+    seconds = SPARES_SHARE * (request.time_limit - _reserved(request))
     asked = replace(request, spares=0, time_limit=seconds)
     free = asked.free
     count = request.cluster.num_devices

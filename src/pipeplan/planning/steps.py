@@ -107,6 +107,7 @@ from pipeplan.search_constants import (
     EASING_BEYOND,
     ENDING,
     EVEN_CUT_HURRY,
+    EVEN_CUT_LEFT,
     EVEN_CUT_MOST,
     EVEN_CUT_SECONDS,
     EVEN_CUT_SHARE,
@@ -115,15 +116,19 @@ from pipeplan.search_constants import (
     FEW_ENTRIES,
     FINALISTS,
     GIVING_UP,
+    KEPT_SHARE,
     LARGE,
     LARGER_GROUPS_MORE,
     LARGER_GROUPS_SHARE,
     LAST_PLAN_SECONDS,
+    LAST_SLICES_SECONDS,
+    LONG_MAKING_SECONDS,
     LOOK_LEAST,
     LOOK_SHARE,
     MAKING_SHARE,
     MAX_WRITTEN,
     MOST_ENTRIES,
+    MUCH_LARGER,
     SEARCHED_ROUNDS,
     SECONDS_PER_RETIMING,
     SLICED_FEW,
@@ -498,7 +503,7 @@ class SliceForwards(PlanStep):
                 with shielded():
                     slice_forwards(search.request, trial)
             else:  # a plan that is made of it later has them all the same, if there is time for that
-                with suppress(TimeUpError), search.budget.finishing(LAST_PLAN_SECONDS / 2):
+                with suppress(TimeUpError), search.budget.finishing(LAST_SLICES_SECONDS):
                     slice_forwards(search.request, trial)
 
     def expect(self, request: Request, trial: Trial) -> None:
@@ -718,7 +723,7 @@ class EvenCut(PlanStep):
             return Limit(), lambda: None
         remaining = search.budget.remaining
         limit = Limit(max(self.seconds, self.share * remaining), clock=search.budget.clock)
-        until = limit.worked() + min(self.working, remaining / 2)
+        until = limit.worked() + min(self.working, EVEN_CUT_LEFT * remaining)
         late = max(0.0, self.most * remaining - limit.seconds) if is_large(search.request) else 0.0
 
         def begin() -> None:
@@ -1326,14 +1331,14 @@ def _keep(search: PlanSearch, best: Trial, schedule: Schedule) -> None:
         made = _first_made(search, best)
     else:
         expected = _expected(made, size)
-        larger = size > 2 * _entries(made.schedule)
+        larger = size > MUCH_LARGER * _entries(made.schedule)
         cheap = search.making_seconds + expected <= MAKING_SHARE * search.budget.elapsed
-        if larger or (_improves(best, made) and expected > LAST_PLAN_SECONDS / 2 and cheap):
+        if larger or (_improves(best, made) and expected > LONG_MAKING_SECONDS and cheap):
             made = _made_late(search, best)
     search.budget.wait_no_longer()
     expected, left = _expected(made, size), max(0.0, search.budget.left() + search.budget.reserved)
     after = _after_making(search) * expected
-    most = left if _improves(best, made) else max(after, left / 2)
+    most = left if _improves(best, made) else max(after, KEPT_SHARE * left)
     search.budget.reserved = min(expected + after, most)
 
 
@@ -1353,7 +1358,7 @@ def _keep_for_whole(search: PlanSearch, trial: Trial) -> None:
         return
     left = max(0.0, search.budget.left() + search.budget.reserved)
     expected = (1 + _after_making(search)) * _expected(made, max(sizes))
-    search.budget.reserved = max(search.budget.reserved, min(expected, left / 2))
+    search.budget.reserved = max(search.budget.reserved, min(expected, KEPT_SHARE * left))
 
 
 def _expected(made: MadePlan, entries: float) -> float:
@@ -1505,7 +1510,7 @@ def _is_too_late(search: PlanSearch, best: Trial, before: MadePlan) -> bool:
     if budget.deterministic or budget.interrupted or _is_of(best, before):
         return False
     size, left = _entries(best.best), max(0.0, budget.left() + budget.reserved)
-    return size <= 2 * _entries(before.schedule) and _expected(before, size) > left + search.lateness
+    return size <= MUCH_LARGER * _entries(before.schedule) and _expected(before, size) > left + search.lateness
 
 
 def _made_before(search: PlanSearch, best: Trial, before: MadePlan, error: BaseException) -> MadePlan:

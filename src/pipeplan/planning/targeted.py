@@ -30,6 +30,8 @@ from pipeplan.search_constants import (
     FEW_WRITTEN_FOR_TARGETS,
     FIRST_SECONDS,
     MOST_WRITTEN_FOR_TARGETS,
+    TARGET_APART_SECONDS,
+    TARGET_CHUNKED,
     TARGET_FREE,
     TARGET_LEAST,
 )
@@ -142,7 +144,7 @@ def _weight(asked: Request) -> int:
     numbers of stages to look at, each with so many more actions.
     """
     assert asked.only is not None
-    return 3 if any(STRATEGIES[each].chunked for each in asked.only.placements) else 1
+    return TARGET_CHUNKED if any(STRATEGIES[each].chunked for each in asked.only.placements) else 1
 
 
 def _merged(request: Request, best: Result, parts: TimeParts, failures: Sequence[PipeplanError]) -> Result:
@@ -304,7 +306,7 @@ def _cost_of(request: Request, cut: Served, parts: TimeParts) -> TargetCost | Ca
     assert only is not None
     assert free is not None
     limit = parts.rest
-    limit.wait(0.0, FIRST_SECONDS / 2)
+    limit.wait(0.0, TARGET_APART_SECONDS)
     with suppress(PipeplanError), limit.ended():
         one: dict[str, Any] = {"replicas": 1, "expert": 1, "expert_shards": None}
         alone = replace(free, batch=request.batch, only=only, serving=request.serving, **one)

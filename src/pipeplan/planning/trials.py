@@ -49,6 +49,7 @@ from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, 
 from pipeplan.schedule.steps import STEPS, RepetendSearch
 from pipeplan.search_constants import (
     BACKWARD_WAYS_SHARE,
+    DIVIDED_AFTER,
     ENDING,
     FEW_ACTIONS,
     FIRST_SECONDS,
@@ -642,7 +643,7 @@ class PlanSearch:
     @property
     def gives_way(self) -> bool:
         """Whether half of the time is over without a plan: the rest is for replicas that divide what they keep."""
-        return self.best is None and self.may_divide and self.budget.used > self.budget.seconds / 2
+        return self.best is None and self.may_divide and self.budget.used > DIVIDED_AFTER * self.budget.seconds
 
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         """In turn until all candidates are seen or steps have often ended with an error, and only repeat it."""

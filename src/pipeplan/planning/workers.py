@@ -35,6 +35,7 @@ from typing import IO, Any, Generic, TypeVar, cast
 
 from pipeplan.errors import UsageError
 from pipeplan.search_constants import (
+    CANDIDATES_PER_WORKER,
     CLIENT_LEAVING_SECONDS,
     LEAST_PATIENCE,
     MOST_POLLS,
@@ -300,7 +301,7 @@ def workers_of(count: int, executor: Executor | None) -> Iterator[CandidateWorke
         )
     if executor is not None:
         given = executor
-        yield CandidateWorkers(lambda: given, None, 2 * max(count, WORKERS_AT_ONCE))
+        yield CandidateWorkers(lambda: given, None, CANDIDATES_PER_WORKER * max(count, WORKERS_AT_ONCE))
         return
     if count == 1:
         yield None
@@ -319,7 +320,7 @@ def workers_of(count: int, executor: Executor | None) -> Iterator[CandidateWorke
             ended(held.pop())
 
     try:
-        yield CandidateWorkers(renew, close, 2 * count)
+        yield CandidateWorkers(renew, close, CANDIDATES_PER_WORKER * count)
     finally:
         for executor in held:
             ended(executor)

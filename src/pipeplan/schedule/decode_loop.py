@@ -21,7 +21,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern, compose, microbatch_by_microbatch
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
-from pipeplan.search_constants import DECODE_INSTANCES
+from pipeplan.search_constants import DECODE_INSTANCES, DECODE_SHORTEST_SHARE
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import Engine
@@ -160,7 +160,7 @@ def _solved(
     if least.pattern is None:
         return proved, None
     # in the shortest way through few steps have it
-    pattern, _ = shortest_way_through(problem, least.pattern, budget, budget.remaining / 2)
+    pattern, _ = shortest_way_through(problem, least.pattern, budget, DECODE_SHORTEST_SHARE * budget.remaining)
     found = _repeated(problem, given, compose(problem, pattern), "repetend")
     return proved, found if found is not None and (below is None or found[0] < below) else None
 

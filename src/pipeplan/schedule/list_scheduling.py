@@ -21,9 +21,23 @@ from pipeplan.search_constants import (
     CLOCKED_FROM,
     CLOCKED_SLOTS,
     FALL_TIGHT,
+    FALLING_WAIT,
     FALLS,
     MEETING_MOST,
+    PACED_SLOTS,
     PACES,
+    POLICIES_FORWARDS,
+    POLICIES_GROUPS,
+    POLICIES_LONG_RUNS,
+    POLICIES_PATIENCES,
+    POLICIES_REGROUPED,
+    POLICIES_REPACED,
+    POLICIES_RESLOTTED,
+    POLICIES_REWAITED,
+    POLICIES_RUNS,
+    POLICIES_SLOPES,
+    POLICIES_SPACED,
+    POLICIES_SWITCHED,
     REPACED,
     TIGHT,
 )
@@ -74,7 +88,9 @@ class Policy:
 
 def policies(limits: Sequence[tuple[int, ...] | None] = (None,)) -> Iterator[Policy]:
     """The settings of the switches worth trying, under each of the limits of micro-batches in flight."""
-    for patience, wait, alternate, limit in itertools.product((1.0, 0.5), (0.0, 0.5, 1.0), (True, False), limits):
+    for patience, wait, alternate, limit in itertools.product(
+        POLICIES_PATIENCES, POLICIES_FORWARDS, (True, False), limits
+    ):
         yield Policy(patience, wait, alternate=alternate, in_flight=limit)
 
 
@@ -92,7 +108,7 @@ def in_flight_limits(problem: OneMicrobatch) -> list[tuple[int, ...]]:
         dict.fromkeys(
             tuple(max(1, int(first - slope * device)) for device in devices)
             for first in firsts
-            for slope in (0.0, 0.5, 1.0, 2.0)
+            for slope in POLICIES_SLOPES
         )
     )
 
@@ -466,8 +482,8 @@ class PolicySearch:
             yield self._first_of_many() if apart is None else apart
         yield Policy(1.0, 1.0, alternate=True, slot=self._slot)
         in_slot = self._in_slot
-        groups = dict.fromkeys((1, in_slot, 3 * in_slot, self._room))
-        yield self._at_pace(PACES[0], 3 * in_slot, self._slot, self._apart[-2])
+        groups = dict.fromkeys((1, in_slot, PACED_SLOTS * in_slot, self._room))
+        yield self._at_pace(PACES[0], PACED_SLOTS * in_slot, self._slot, self._apart[-2])
         expecting = [self._expects(), *([] if apart is None else [apart])]
         others = iter((*map(self._falling, FALLS[:2]), *expecting, *map(self._falling, FALLS[2:])))
         for slot, share, group in itertools.product((self._slot, 0), PACES, groups):
@@ -482,7 +498,7 @@ class PolicySearch:
         assert self._period is not None
         tight = self._period >= TIGHT * self._work
         if self._together_takes:
-            return self._at_pace(PACES[0], 1 if tight else 3 * self._in_slot, self._slot, 0)
+            return self._at_pace(PACES[0], 1 if tight else PACED_SLOTS * self._in_slot, self._slot, 0)
         if self._expecting and not tight:
             return self._expects()
         return self._falling(FALL_TIGHT if tight else FALLS[0])
@@ -522,7 +538,7 @@ class PolicySearch:
         """Limits that fall from device to device, by a share of what there is room for in all."""
         slope = share * self._room / self._num_devices
         limits = tuple(max(1, int(self._room + 1 - slope * device)) for device in range(self._num_devices))
-        return Policy(1.0, 0.5, slot=self._slot, in_flight=limits)
+        return Policy(1.0, FALLING_WAIT, slot=self._slot, in_flight=limits)
 
     def _at_pace(self, share: float, group: int, slot: int, within: int) -> Policy:
         """Groups that enter at a share of the least period."""
@@ -534,33 +550,35 @@ class PolicySearch:
         """Another slot or pace."""
         assert self._period is not None
         random = self._random
-        if random.random() < 0.15:
+        if random.random() < POLICIES_RESLOTTED:
             return replace(policy, slot=0 if policy.slot else self._slot)
-        if random.random() < 0.25:
+        if random.random() < POLICIES_SPACED:
             return replace(policy, within=random.choice(self._apart))
-        if random.random() < 0.4:
-            group = random.choice((1, 2, 3, 4, 6, 8, self._room, max(1, policy.group - 1), policy.group + 1))
+        if random.random() < POLICIES_REGROUPED:
+            group = random.choice((*POLICIES_GROUPS, self._room, max(1, policy.group - 1), policy.group + 1))
             pace = policy.pace / policy.group or self._period
             return replace(policy, group=group, pace=round(group * pace))
         return replace(policy, pace=round((policy.pace or policy.group * self._period) * random.choice(REPACED)))
 
     def _changed(self, policy: Policy) -> Policy:
         random = self._random
-        if self._period and random.random() < 0.6:
+        if self._period and random.random() < POLICIES_REPACED:
             return self._repaced(policy)
         limits = list(policy.in_flight or (self._room,) * self._num_devices)
-        for _ in range(random.choice((0, 1, 1, 2, 3))):
+        for _ in range(random.choice(POLICIES_RUNS)):
             first = random.randrange(len(limits))
-            last = random.randrange(first, len(limits)) if random.random() < 0.5 else first
+            last = random.randrange(first, len(limits)) if random.random() < POLICIES_LONG_RUNS else first
             change = random.choice((-1, 1))
             for device in range(first, last + 1):
                 limits[device] = max(1, min(self._count, limits[device] + change))
         return replace(
             policy,
-            patience=random.choice(self._shares) if random.random() < 0.3 else policy.patience,
-            wait_for_backward=random.choice(self._shares) if random.random() < 0.3 else policy.wait_for_backward,
-            deep_first=policy.deep_first != (random.random() < 0.1),
-            alternate=policy.alternate != (random.random() < 0.1),
+            patience=random.choice(self._shares) if random.random() < POLICIES_REWAITED else policy.patience,
+            wait_for_backward=random.choice(self._shares)
+            if random.random() < POLICIES_REWAITED
+            else policy.wait_for_backward,
+            deep_first=policy.deep_first != (random.random() < POLICIES_SWITCHED),
+            alternate=policy.alternate != (random.random() < POLICIES_SWITCHED),
             in_flight=tuple(limits),
         )
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.state import Schedule, SearchStep
-from pipeplan.search_constants import MAX_WRITTEN, SHORTER_MOST, SHORTER_TASKS, SHORTER_UNROLL, SHORTER_UNROLLS
+from pipeplan.search_constants import (
+    LOOPED_MORE,
+    MAX_WRITTEN,
+    SHORTER_MOST,
+    SHORTER_TASKS,
+    SHORTER_UNROLL,
+    SHORTER_UNROLLS,
+    SHORTEST_ROUNDS,
+)
 from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.exchanges import microbatches_alike
@@ -62,7 +70,7 @@ class ShorterRun(SearchStep):
 
     def shortest(self, workload: Workload) -> Workload:
         """The shortest run in which one micro-batch after another shows what repeats."""
-        return workload.with_microbatches(4 * microbatches_per_round(workload))
+        return workload.with_microbatches(SHORTEST_ROUNDS * microbatches_per_round(workload))
 
     def actions(self, workload: Workload) -> int:
         """How many actions are scheduled for it."""
@@ -106,7 +114,7 @@ class ShorterRun(SearchStep):
             entries = [(item, task - graph.offsets[item]) for task in order for item in (graph.operation_of[task],)]
             first = [larger.offsets[item] + number for item, number in entries if number < begins[item]]
             orders.append([*first, *(larger.offsets[item] + begins[item] + number for item, number in entries)])
-        run = looped(larger, orders, begins, group, workload.num_microbatches, 4 * larger.num_tasks)
+        run = looped(larger, orders, begins, group, workload.num_microbatches, LOOPED_MORE * larger.num_tasks)
         if run is None or not fits(run.graph, run.orders, run.loop):
             return None
         return found.running(run, workload, "+groups")

@@ -22,7 +22,7 @@ from itertools import groupby
 
 from pipeplan.errors import UsageError
 from pipeplan.partition.graph.in_flight import KFKB, kfkb_word, samples_in_flight
-from pipeplan.search_constants import MOST_STARTS
+from pipeplan.search_constants import KFKB_CHOICES, MOST_STARTS, ROOM_QUARTERS
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
@@ -319,7 +319,7 @@ def kfkb_orders(workload: Workload, graph: TaskGraph, k: int | Sequence[int] = 1
     return orders
 
 
-def least_ks(graph: TaskGraph, choices: Sequence[int] = (1, 2, 4, 8)) -> list[int]:
+def least_ks(graph: TaskGraph, choices: Sequence[int] = KFKB_CHOICES) -> list[int]:
     """[stage] the k with which fewest samples are in flight (3.10.2); of equals what asks least of stages before it.
 
     Of those the first of ``choices``, of which the first is always possible.
@@ -430,7 +430,7 @@ def _first_run(stages: Stages) -> TrialRun:
     for stage in reversed(range(stages.count)):
         held[stage] = stages.needed(stage, 1, ones, held)
     longer = [other]
-    for quarters in (4, 5, 6, 8, 12):
+    for quarters in ROOM_QUARTERS:
         some = [Rule(min(rule.samples, each * quarters // 4)) for rule, each in zip(best.rules, held, strict=True)]
         if any(run.is_with(some) for run in longer):
             continue

@@ -37,6 +37,7 @@ from pipeplan.search_constants import (
     HOISTED_POLICIES_SHARE,
     LAST_ORDERS,
     MOST_SWEPT,
+    PATTERN_SHARE,
     POLICIES_FRUITLESS,
     POLICIES_KEPT,
     POLICIES_MANY,
@@ -208,7 +209,7 @@ class RepetendSearch(ScheduleStep):
 def _take_pattern(state: SearchState, pattern: Pattern, seconds: float) -> None:
     """Replay a pattern better than what is known, as it is and with its shortest way through."""
     _offer_pattern(state, pattern)
-    limit = seconds / 4 if state.finished else seconds
+    limit = PATTERN_SHARE * seconds if state.finished else seconds
     state.pattern, _ = shortest_way_through(state.problem, pattern, state.budget, limit, state.max_span)
     _offer_pattern(state, state.pattern)
 

@@ -28,7 +28,7 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTimes
 from pipeplan.partition.chain.kernel import ShortestStages, least_split
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way, least_enough
-from pipeplan.search_constants import LEAST_POLISHING, MAX_SIMULATED, MAX_SIMULATIONS, MOST_CUTS
+from pipeplan.search_constants import LEAST_POLISHING, MAX_SIMULATED, MAX_SIMULATIONS, MOST_CUTS, SIMULATED_FIRST
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.units import format_bytes
 
@@ -154,7 +154,7 @@ class Measured:
 
 def measured(stages: StageTimes, num_microbatches: int) -> Measured:
     """Iteration and master stage of the timeline, whose steady phase is not run to its end once it repeats itself."""
-    fewer, steps = 4 * stages.num_stages, 0
+    fewer, steps = SIMULATED_FIRST * stages.num_stages, 0
     while fewer < num_microbatches:
         found, more = timeline(stages, fewer), num_microbatches - fewer
         steps += len(found.ending)

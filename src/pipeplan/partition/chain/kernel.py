@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array
-from pipeplan.search_constants import MOST_RANGES
+from pipeplan.search_constants import CANDIDATES_AT_ONCE, MOST_RANGES
 from pipeplan.time_limit import checked
 
 Values = NDArray[Any]
@@ -134,7 +134,7 @@ def shortest_first(firsts: Array) -> Array:
     ends = np.arange(len(firsts))[:, None]
     back = 1 + np.arange(max(1, int((ends[:, 0] - firsts).max())))
     found = np.empty((len(firsts), len(back)), dtype=np.int64)
-    few = 2**20 // len(back) + 1
+    few = CANDIDATES_AT_ONCE // len(back) + 1
     for at in checked(range(0, len(firsts), few), 1):
         begins = ends[at : at + few] - back
         found[at : at + few] = np.where(begins >= firsts[at : at + few, None], begins, -1)

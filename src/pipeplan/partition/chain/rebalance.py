@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array, Chain, Held, Range
 from pipeplan.partition.chain.kernel import Cost, Fits, balanced_split, least_split
-from pipeplan.search_constants import MAX_REBALANCED, MOST_LENGTH_RANGES, MOST_LENGTHS, PER_DEVICE
+from pipeplan.search_constants import BORDER_STEPS, MAX_REBALANCED, MOST_LENGTH_RANGES, MOST_LENGTHS, PER_DEVICE
 from pipeplan.time_limit import checked
 
 State = tuple[Range, ...]
@@ -229,7 +229,7 @@ def balanced(chain: Chain) -> tuple[int, ...]:
     borders, moved = [*begins, chain.num_blocks], True
     while moved:
         moved = False
-        for stage, by in checked(product(range(1, chain.num_stages), (1, -1, 2, -2)), 64):
+        for stage, by in checked(product(range(1, chain.num_stages), BORDER_STEPS), 64):
             border, left, right = borders[stage] + by, chain.devices[stage - 1], chain.devices[stage]
             if left == right or not borders[stage - 1] < border < borders[stage + 1]:
                 continue

@@ -27,7 +27,7 @@ from pipeplan.partition.graph.in_flight import Integers, Need
 from pipeplan.partition.graph.shapes import NEVER, Group, PartBounds, Shape, Shapes
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
-from pipeplan.search_constants import CHUNK
+from pipeplan.search_constants import BOTTLENECK_PARTS, BOUNDED_FAR, BOUNDED_PARTS, BOUNDED_WITHIN, CHUNK
 from pipeplan.time_limit import checked, checkpoint
 
 
@@ -392,10 +392,10 @@ def _least(shapes: Shapes, below: int | None, tolerance: float) -> tuple[int, li
     most = _longest(shapes) if below is None else int((below - 1) / (1 + tolerance))
     low = _lowest(shapes.unlimited(), -(-shapes[shapes.root].work // shapes.problem.num_devices), most, tolerance)
     if shapes.needs.limited:
-        low = _lowest(shapes, low, most, max(tolerance, 0.001))
+        low = _lowest(shapes, low, most, max(tolerance, BOUNDED_WITHIN))
     asked = low
     best: tuple[int, list[Staged]] | None = None
-    step = max(1, low // 1024)
+    step = max(1, low // BOTTLENECK_PARTS)
     while low <= most and (best is None or most - low >= tolerance * low):
         try:
             solution = _answer(shapes, asked)
@@ -415,9 +415,9 @@ def _least(shapes: Shapes, below: int | None, tolerance: float) -> tuple[int, li
 def _lowest(shapes: Shapes, low: int, most: int, tolerance: float) -> int:
     """The least bottleneck from ``low`` on that the bounds allow, or less by the tolerance; above ``most`` if none."""
     num_devices = shapes.problem.num_devices
-    step, high = max(1, low // 64), min(low, most)
+    step, high = max(1, low // BOUNDED_PARTS), min(low, most)
     while PartBounds(shapes, high).fewest() > num_devices:
-        far = low < 8 * step <= 2 * low  # once, before all that is left is tried in vain
+        far = low < BOUNDED_FAR * step <= 2 * low  # once, before all that is left is tried in vain
         if high == most or (far and PartBounds(shapes, most).fewest() > num_devices):
             return most + 1
         low, high, step = high + 1, min(most, high + step), 2 * step

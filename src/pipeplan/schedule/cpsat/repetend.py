@@ -31,7 +31,7 @@ from pipeplan.graphs import longest_paths
 from pipeplan.schedule.cpsat.solver import Answer, Budget, load_solver, solve
 from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_time
-from pipeplan.search_constants import DECISION_PART, FARTHEST
+from pipeplan.search_constants import DECISION_PART, FARTHEST, MOST_PERIODS
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import memory_recurrences, period_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -436,11 +436,11 @@ class _Bisection:
         low, high, unit = max(self._low, self._unknown), self._high, self._unit
         first, last = math.floor(low / unit) + 1, math.ceil(high / unit) - 1
         if first <= last:
-            step = max(1, (last - first) // 1024)
+            step = max(1, (last - first) // MOST_PERIODS)
             return [Fraction(multiple * unit) for multiple in range(first, last + 1, step)]
         most = self._total // max(1, math.floor(low))
         if unit < most * most:  # finer than ns: no plan could say
-            return [Fraction(ns) for ns in range(math.floor(low) + 1, math.ceil(high))][:1024]
+            return [Fraction(ns) for ns in range(math.floor(low) + 1, math.ceil(high))][:MOST_PERIODS]
         found = {
             Fraction(p * unit, q)
             for q in range(2, most + 1)
