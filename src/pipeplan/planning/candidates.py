@@ -369,8 +369,8 @@ def uniform_choices(request: Request) -> list[BoundedChoice]:
 def likely_choices(request: Request) -> list[BoundedChoice]:
     """The same; of a large request only pipelines as long as there are devices and blocks for.
 
-    Shorter ones leave devices idle, and are most of the table: of Mixtral on 512 devices it has 715,000 choices, which
-    take half a minute, and 45,000 of these.
+    Shorter ones leave devices idle, and are most of the table: of Mixtral on 512 devices it has 948,945 choices, which
+    take 19 s of work, and 110,277 of these, 3.3 s.
     """
     return longest_choices(request) if is_large(request) else uniform_choices(request)
 
@@ -420,7 +420,7 @@ def _uniform(request: Request, split: SplitSizes, length: _Length) -> Iterator[C
     longest = length is _Length.LONGEST
     again = _ways_again(request)
     width, blocks, uneven = split.width, len(request.profile.blocks), request.uneven
-    units = len(neighbours(request.cluster, request.num_devices, width))
+    rest, units = split.rest, len(neighbours(request.cluster, request.num_devices, width))
     every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
     if request.positions is not None and request.replicas is None:  # all devices
         every = (units // request.positions,) if units >= request.positions else ()
@@ -445,8 +445,10 @@ def _uniform(request: Request, split: SplitSizes, length: _Length) -> Iterator[C
                         continue
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
-                        choice = Choice(*own, chunks=chunks, **split.rest)
-                        yield from _directions(choice, uneven)
+                        choice = Choice(*own, chunks=chunks, **rest)
+                        yield choice
+                        if uneven:
+                            yield replace(choice, backwards=True)
 
 
 def _lengths(request: Request, units: int, most: int) -> Sequence[int]:

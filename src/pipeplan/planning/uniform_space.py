@@ -1,20 +1,22 @@
-"""Every uniform layout of a chain as one table, with closed forms of its time and memory: a thousand in 40 to 75 ms.
+"""Every uniform layout of a chain as one table, with closed forms of its time and memory: a thousand in 30 to 45 ms.
 
 A layout is uniform where all stages have as many shards and replicas, and one micro-batch size. Here: how long an
 iteration of each takes at least, wherever the chain is cut and whatever the schedule; how long it usually takes, by
-which layouts are tried best first; which cannot fit. Not here: cuts and schedules, which the best of them get.
+which layouts are tried best first; which cannot fit. What is alike of many rows is looked at once. Not here: cuts and
+schedules, which the best of them get.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,7 +151,8 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     of them; else a choice is there once, with the best of its schedules.
     """
     splits = request.split_backward is not False and can_split(request.profile)
-    each_key = [(one.pricing, one.levels) for one in checked(choices)]
+    alike = _Alike.of(choices)
+    each_key = [(one.pricing, one.levels) for one in checked(alike.firsts)]
     keys = dict.fromkeys(each_key)
     whole = {
         key: _Sums.of(request, blocks, *key)
@@ -166,33 +169,20 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
         else own.shared(kept[_dividing(pricing)])
         for pricing, levels in checked(keys, 1)
     }
-    kinds = dict.fromkeys((choice.strategy, choice.per_position) for choice in checked(choices))
-    usual = {kind: usual_of(*kind, splits, request.scheduler) for kind in kinds}
-    fewest = _fewer(choices, [pricing for pricing, _ in each_key])
-    known = [
-        (choice, each, own)
-        for choice, key in checked(zip(choices, each_key, strict=True))
-        if (own := sums[key]) is not None
-        for each in usual[choice.strategy, choice.per_position]
-    ]
-    if not known:
+    alike = alike.having([sums[key] is not None for key in each_key])
+    if not alike.choices:
         return []
-    table = _BoundTable.of(request, blocks, *map(list, zip(*known, strict=True)))
-    fewer = np.array([fewest[id(choice)] for choice, _, _ in known])
-    order = np.lexsort((table.usual, fewer, ~table.fits))
-    able = table.possible & ~table.beaten([(choice, each) for choice, each, _ in checked(known)], request)
-    found: list[BoundedChoice] = []
-    seen: set[int] = set()
-    for row in checked(order[able[order]].tolist()):
-        choice, own_usual, _ = known[row]
-        if not table.again[row]:
-            if id(choice) in seen:
-                continue  # as it is with the better schedule
-            seen.add(id(choice))
-        figures = int(table.least[row]), float(table.usual[row]), float(table.needs[row]), float(table.smallest[row])
-        parts = UsualParts(*table.parts[row].tolist())
-        found.append(BoundedChoice(replace(choice, usual=own_usual), *figures, parts))
-    return found
+    usual = [usual_of(each.strategy, each.per_position, splits, request.scheduler) for each in alike.kinds]
+    own_sums = [own for key in each_key if (own := sums[key]) is not None]
+    pricings = [key[0] for key in each_key if sums[key] is not None]
+    table = _BoundTable.of(request, blocks, alike, usual, own_sums)
+    order = np.lexsort((table.usual, alike.fewer(pricings)[table.choice], ~table.fits))
+    found = order[(table.possible & ~table.beaten(alike, request))[order]]
+    # where nothing is recomputed, a choice as it is with the better of its schedules
+    wanted = table.again[found]
+    plain = np.flatnonzero(~wanted)
+    wanted[plain[np.unique(table.choice[found[plain]], return_index=True)[1]]] = True
+    return table.rows(found[wanted], alike.choices, [usual[kind] for kind in alike.kind.tolist()])
 
 
 def _undivided(pricing: Pricing) -> Pricing:
@@ -205,19 +195,102 @@ def _dividing(pricing: Pricing) -> tuple[int, Zero, Experts]:
     return pricing.shards, pricing.zero, pricing.experts
 
 
-def _fewer(choices: Sequence[Choice], pricings: Sequence[Pricing]) -> dict[int, bool]:
-    """{id of a choice: whether the same with more positions is another of them}.
+_COSTED = attrgetter(
+    *("replicas", "batch", "recompute", "spread", "shards", "zero", "levels", "usual"),
+    *("context", "expert", "expert_shards", "exchange"),
+)
+"""All of a choice but its strategy, and how many stages and positions it has in which direction."""
 
-    That is seldom longer, and looked at first.
+_BEFORE = attrgetter("strategy", "replicas", "batch", "recompute", "spread", "shards", "positions", "zero", "levels")
+_AFTER = attrgetter("chunks", "context", "expert", "expert_shards", "backwards", "exchange")
+"""What of a choice comes before its schedule, and after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """Choices, and what is alike of them, to be looked at once.
+
+    ``firsts`` are one choice of each layout, all of which has the same costs; ``kinds`` one of each strategy with as
+    many stages on a position. [choice] the number of its ``layout`` and of its ``kind``, its ``positions``, 0 where it
+    does not say how many, and whether they go ``backwards``.
     """
-    likes = [
-        (each.strategy, each.chunks, pricing, each.replicas, each.batch, each.levels, each.backwards)
-        for each, pricing in checked(zip(choices, pricings, strict=True))
-    ]
-    most: dict[tuple[object, ...], int] = {}
-    for like, each in checked(zip(likes, choices, strict=True)):
-        most[like] = max(most.get(like, 0), each.positions or 0)
-    return {id(each): (each.positions or 0) < most[like] for like, each in zip(likes, choices, strict=True)}
+
+    choices: Sequence[Choice]
+    firsts: Sequence[Choice]
+    kinds: Sequence[Choice]
+    layout: NDArray[np.int64]
+    kind: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    backwards: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, choices: Sequence[Choice]) -> _Alike:
+        """Of these choices."""
+        layouts, kinds = dict[tuple[int, ...], int](), dict[tuple[str, int | None], int]()
+        firsts, ones, table = list[Choice](), list[Choice](), list[tuple[int, int, int, bool]]()
+        for choice in checked(choices):
+            known = tuple(map(id, _COSTED(choice)))  # what is equal, but not the same, is looked at more than once
+            layout = layouts.setdefault(known, len(firsts))
+            if layout == len(firsts):
+                firsts.append(choice)
+            kind = kinds.setdefault((choice.strategy, choice.chunks), len(ones))
+            if kind == len(ones):
+                ones.append(choice)
+            table.append((layout, kind, choice.positions or 0, choice.backwards))
+        layout_of, kind_of, positions, backwards = np.array(table, dtype=np.int64).reshape(-1, 4).T.copy()
+        return cls(choices, firsts, ones, layout_of, kind_of, positions, backwards)
+
+    def having(self, wanted: Sequence[bool]) -> _Alike:
+        """Those whose layouts are wanted."""
+        if all(wanted):
+            return self
+        able = np.array(wanted, dtype=np.bool_)
+        own = np.flatnonzero(able[self.layout])
+        return _Alike(
+            [self.choices[place] for place in own.tolist()],
+            [first for first, one in zip(self.firsts, wanted, strict=True) if one],
+            self.kinds,
+            (np.cumsum(able) - 1)[self.layout[own]],
+            self.kind[own],
+            self.positions[own],
+            self.backwards[own],
+        )
+
+    def code(self, layouts: NDArray[np.int64], *, positions: bool = True) -> NDArray[np.int64]:
+        """[choice] a number of its own for each kind, direction and, maybe, number of positions of these layouts."""
+        code = 2 * (layouts[self.layout] * len(self.kinds) + self.kind) + self.backwards
+        return code * (1 + self.positions.max()) + self.positions if positions else code
+
+    def fewer(self, pricings: Sequence[Pricing]) -> NDArray[np.bool_]:
+        """[choice] whether the same with more positions is another of them, by the pricings [layout].
+
+        That is seldom longer, and looked at first.
+        """
+        likes = _numbers(
+            (pricing, each.replicas, each.batch, each.levels)
+            for pricing, each in zip(pricings, self.firsts, strict=True)
+        )
+        _, like = np.unique(self.code(likes, positions=False), return_inverse=True)
+        most = np.zeros(len(like), dtype=np.int64)
+        np.maximum.at(most, like, self.positions)
+        found: NDArray[np.bool_] = self.positions < most[like]
+        return found
+
+    def exchanging(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Choices that exchange keys and values as the profile has it, and those that differ from these in that."""
+        other = np.array([each.exchange is not None for each in self.firsts])[self.layout]
+        code = self.code(_numbers(_COSTED(each)[:-1] for each in self.firsts))
+        plain, others = np.flatnonzero(~other), np.flatnonzero(other)[::-1]  # the last of those that are equal
+        codes, first = np.unique(code[others], return_index=True)
+        at = np.searchsorted(codes, code[plain])
+        there = np.append(codes, -1)[at] == code[plain]
+        return plain[there], others[first[at[there]]]
+
+
+def _numbers(things: Iterable[Hashable]) -> NDArray[np.int64]:
+    """[thing] a number that those have which are equal to it."""
+    known: dict[Hashable, int] = {}
+    return np.array([known.setdefault(each, len(known)) for each in checked(things)], dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -544,47 +617,71 @@ class _BoundTable:
     fits: NDArray[np.bool_]
     again: NDArray[np.bool_]
     possible: NDArray[np.bool_]
+    choice: NDArray[np.int64]
+    number: NDArray[np.int64]
 
     @classmethod
     def of(
-        cls,
-        request: Request,
-        blocks: Blocks,
-        choices: Sequence[Choice],
-        usual: Sequence[Usual],
-        sums: Sequence[_Sums],
+        cls, request: Request, blocks: Blocks, alike: _Alike, usual: Sequence[Sequence[Usual]], sums: Sequence[_Sums]
     ) -> _BoundTable:
-        """Of these choices, each with a usual schedule and the sums of its costs."""
-        schedules = _by_usual(choices, usual)
-        alike = {id(each): (row, each) for row, each in enumerate({id(each): each for each in checked(sums)}.values())}
-        rows = np.array([alike[id(each)][0] for each in checked(sums)])
+        """Of these choices, with the ``usual`` schedules [kind] and the sums of their costs [layout].
+
+        A row each for every schedule of a choice: the ``number`` of that among those of the kind.
+        """
+        counts = np.array([len(each) for each in usual], dtype=np.int64)[alike.kind]
+        choice = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(choice)) - (np.cumsum(counts) - counts)[choice]
+        layout, kind = alike.layout[choice], alike.kind[choice]
+        schedules = [
+            (each, own, one.per_position, 1 + STRATEGIES[one.strategy].two_ways)
+            for place, one in enumerate(checked(alike.kinds, 1))
+            for which, each in enumerate(usual[place])
+            if len(own := np.flatnonzero((kind == place) & (number == which)))
+        ]
+        distinct = {id(each): each for each in sums}
+        places = {key: place for place, key in enumerate(distinct)}
+        rows = np.array([places[id(each)] for each in sums])[layout]
 
         def column(values: Iterator[float]) -> FloatArray:
             return np.fromiter(checked(values, 1024), dtype=np.float64)
 
         def summed(name: str) -> FloatArray:
-            found: FloatArray = column(getattr(each, name) for _, each in alike.values())[rows]
+            found: FloatArray = column(getattr(each, name) for each in distinct.values())[rows]
             return found
 
-        known = [STRATEGIES[each.strategy] for each in checked(choices)]
-        p, m = column(each.positions or 1 for each in choices), column(x.batch.num_microbatches for x in choices)
-        per_position = column(each.per_position for each in choices)
-        routes = column(1 + each.two_ways for each in known)
+        def by(
+            values: Callable[[Sequence[Choice], Sequence[_Sums]], Iterator[Any]], *columns: NDArray[np.int64]
+        ) -> Any:
+            """[row] values that are the same for all choices that are alike in these columns."""
+            code = columns[0]
+            for more in columns[1:]:
+                code = code * (1 + more.max()) + more
+            _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
+            ones = [alike.choices[place] for place in first.tolist()]
+            own = [sums[place] for place in alike.layout[first].tolist()]
+            return np.array([*checked(values(ones, own), 1024)], dtype=np.float64)[inverse[choice]]
+
+        p = np.maximum(1, alike.positions)[choice].astype(np.float64)
+        m = column(each.batch.num_microbatches for each in alike.firsts)[layout]
+        per_position = column(each.per_position for each in alike.kinds)[kind]
+        routes = column(1 + STRATEGIES[each.strategy].two_ways for each in alike.kinds)[kind]
+        devices = np.array([each.replicas * each.width for each in alike.firsts], dtype=np.int64)[alike.layout]
+        devices_each = devices[choice].astype(np.float64)
         way, static = summed("way_ns"), summed("static_bytes")
-        work = column(each.sums_ns[-1] for _, each in alike.values())[rows]
+        work = column(each.sums_ns[-1] for each in distinct.values())[rows]
         most = summed("most_ns")
         limits = [limit for limit in request.memory if limit is not None]
         limit = float(max(limits)) if len(limits) == len(request.memory) else math.inf
 
-        lines = {id(each.sums_ns): each.sums_ns for _, each in alike.values()}
+        lines = {id(each.sums_ns): each.sums_ns for each in distinct.values()}
         line = {key: place for place, key in enumerate(lines)}
-        of_line = np.array([line[id(each.sums_ns)] for _, each in alike.values()])[rows]
+        of_line = np.array([line[id(each.sums_ns)] for each in distinct.values()])[rows]
         wanted = np.unique(np.concatenate((p, p * per_position))).astype(np.int64)
         longest = longest_stages(list(lines.values()), int(wanted[-1]), wanted)
         evenest = longest[of_line, (p * per_position).astype(np.int64) - 1].astype(np.float64)
         one_each = (per_position == 1) & (routes == 1)
         fastest = max(request.speeds)
-        together = _together(request.speeds, p, column(each.replicas * each.width for each in choices))
+        together = _together(request.speeds, p, devices_each)
 
         least = np.maximum(np.maximum(m * work / together, m * most / routes / fastest), way / fastest)
         least = np.maximum(least, np.where(one_each, m * evenest / fastest, 0.0))
@@ -596,26 +693,27 @@ class _BoundTable:
         room = p * limit - static
         least = np.maximum(least, m * summed("area") / fastest / np.maximum(room, 1.0))
 
-        held, smallest, again = _fitted(
-            request, choices, schedules, p, m, rows, [each for _, each in alike.values()], limit
-        )
-        working = column(_working(request, choices))  # positions, each by its speed
+        held, smallest, again = _fitted(request, schedules, p, m, rows, list(distinct.values()), limit)
+        # positions, each by its speed
+        working = by(lambda ones, _: _working(request, ones), devices, alike.positions, alike.backwards)
         forward, inputs, weights = (summed(name) / working for name in ("forward_ns", "input_ns", "weight_ns"))
-        ramps = np.zeros(len(choices))
-        for known_schedule, own in schedules:
-            chunks = int(per_position[own[0]])
+        ramps = np.zeros(len(choice))
+        for known_schedule, own, chunks, _ in schedules:
             ramps[own] = known_schedule.bubble(forward[own], inputs[own], weights[own], chunks)
         even = work / working  # of several stages on a position, some are longer and others shorter than that
         uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] * (p / working) - even) / per_position
-        paced = column(_paced(choices, [each.sums_ns for each in sums])) * (p / working)
-        exchanged = column(_exchanged_ns(request, blocks, choices, sums))
+        by_line = np.array([line[id(each.sums_ns)] for each in sums])[alike.layout]
+        turns = by(lambda ones, own: _paced(ones, [each.sums_ns for each in own]), by_line, alike.kind, alike.positions)
+        paced = turns * (p / working)
+        exchanged = by(lambda ones, own: _exchanged_ns(request, blocks, ones, own), alike.layout)
         longest_ns = np.where(paced > 0, paced, even + uneven)
         busiest = longest_ns + (again * (p / working) + exchanged) / p
-        sums_ns, rest_ns = np.array([*checked(_after_ns(request, choices, sums), 1024)], np.float64).reshape(-1, 2).T
+        sums_ns, rest_ns = by(lambda ones, own: _after_ns(request, ones, own), alike.layout, alike.positions).T
         beside = (per_position - 1) * np.minimum(sums_ns, p * (inputs + weights)) / per_position
         after_ns = sums_ns - np.where(paced > 0, beside, 0.0) + rest_ns
-        stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.width for each in choices))
-        hops = 2 * (p * per_position - 1) * column(_hops_ns(request, choices))  # of the first and the last micro-batch
+        stepped = least_steps_ns(request.profile) / (p * devices_each)
+        hop = by(lambda ones, _: _hops_ns(request, ones), alike.layout)
+        hops = 2 * (p * per_position - 1) * hop  # of the first and the last micro-batch
         usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps) + hops, least) + after_ns
         eased = summed("eased")
         stepped *= p / together  # all parameters are stepped once
@@ -631,23 +729,44 @@ class _BoundTable:
             fits=np.isfinite(again) & ((held <= limit) | (again > 0)),
             again=again > 0,
             possible=(static + summed("least_bytes") <= p * limit) & (summed("alone_bytes") <= limit),
+            choice=choice,
+            number=number,
         )
 
-    def beaten(self, rows: Sequence[tuple[Choice, Usual]], request: Request) -> NDArray[np.bool_]:
+    def beaten(self, alike: _Alike, request: Request) -> NDArray[np.bool_]:
         """[row] whether it is no quicker than that which differs in its exchange of keys and values alone, with all
         kept, and needs no less memory, or that is no matter."""
-        found = np.zeros(len(rows), dtype=np.bool_)
-        others = {
-            (replace(choice, exchange=None), id(usual)): row
-            for row, (choice, usual) in enumerate(checked(rows))
-            if choice.exchange is not None
-        }
+        found = np.zeros(len(self.choice), dtype=np.bool_)
         least = request.least_memory
         room = math.inf if least is None else ROOMY * least
-        for row, (choice, usual) in enumerate(checked(rows if others else ())):
-            if choice.exchange is None and (other := others.get((choice, id(usual)))) is not None:
-                one, more = sorted((row, other), key=lambda each: (self.least[each], self.needs[each]))
-                found[more] = self.possible[one] and self.needs[one] <= max(room, self.needs[more])
+        plain, others = alike.exchanging()
+        begins = np.searchsorted(self.choice, np.arange(len(alike.choices) + 1))
+        counts = np.diff(begins)[plain]
+        which = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        row, other = (np.repeat(begins[own], counts) + which for own in (plain, others))
+        behind = np.where(
+            self.least[row] == self.least[other],
+            self.needs[other] < self.needs[row],
+            self.least[other] < self.least[row],
+        )
+        one, more = np.where(behind, other, row), np.where(behind, row, other)
+        found[more] = self.possible[one] & (self.needs[one] <= np.maximum(room, self.needs[more]))
+        return found
+
+    def rows(
+        self, wanted: NDArray[np.int64], choices: Sequence[Choice], usual: Sequence[Sequence[Usual]]
+    ) -> list[BoundedChoice]:
+        """Those rows, in this order, with the ``usual`` schedules [choice]."""
+        columns = [
+            *(each[wanted].tolist() for each in (self.choice, self.number)),
+            self.least[wanted].astype(np.int64).tolist(),
+            *(each[wanted].tolist() for each in (self.usual, self.needs, self.smallest, self.parts)),
+        ]
+        found = list[BoundedChoice]()
+        for place, number, least, usually, need, smallest, parts in checked(zip(*columns, strict=True)):
+            choice = choices[place]
+            own = Choice(*(*_BEFORE(choice), usual[place][number], *_AFTER(choice)))  # as ``replace``, but quicker
+            found.append(BoundedChoice(own, least, usually, need, smallest, UsualParts(*parts)))
         return found
 
 
@@ -674,14 +793,6 @@ def _working(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
         yield sums[there] + (count - there) * least
 
 
-def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[Usual, NDArray[np.int64]]]:
-    """The schedules, each of one strategy and number of chunks, with the rows that have it."""
-    found: dict[tuple[int, str, int], list[int]] = defaultdict(list)
-    for row, (choice, each) in enumerate(checked(zip(choices, usual, strict=True))):
-        found[id(each), choice.strategy, choice.per_position].append(row)
-    return [(usual[rows[0]], np.array(rows)) for rows in found.values()]
-
-
 def _of_each(counts: Counts | None, where: tuple[Numbers, Numbers, int, Numbers]) -> FloatArray:
     """[row, position] micro-batches of an average stage."""
     found: FloatArray = np.zeros(1) if counts is None else np.add.reduce(counts(*where)) / where[2]
@@ -690,21 +801,21 @@ def _of_each(counts: Counts | None, where: tuple[Numbers, Numbers, int, Numbers]
 
 def _fitted(
     request: Request,
-    choices: Sequence[Choice],
-    schedules: Sequence[tuple[Usual, NDArray[np.int64]]],
+    schedules: Sequence[tuple[Usual, NDArray[np.int64], int, int]],
     p: FloatArray,
     m: FloatArray,
     rows: NDArray[np.int64],
     sums: Sequence[_Sums],
     limit: float,
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """[choice] bytes of the fullest position of an even cut, the same where all is recomputed that may be, and ns that
+    """[row] bytes of the fullest position of an even cut, the same where all is recomputed that may be, and ns that
     all recompute together where that must fit.
 
-    ``inf`` where nothing fits. ``rows`` [choice] are the places of their sums. Of more than :data:`MOST_POSITIONS`
+    ``inf`` where nothing fits. ``schedules`` are each with its rows, and how many stages a position has on how many
+    routes; ``rows`` [row] are the places of their sums. Of more than :data:`MOST_POSITIONS`
     positions only this many are looked at, evenly spaced from first to last, to represent the others.
     """
-    needs, smallest, again = np.zeros(len(choices)), np.zeros(len(choices)), np.zeros(len(choices))
+    needs, smallest, again = np.zeros(len(rows)), np.zeros(len(rows)), np.zeros(len(rows))
     spared = np.array([each.saved_bytes[-1] for each in sums], dtype=np.float64)[rows][:, None]
     static, held, owed_bytes, workspace = (
         np.array([getattr(each, name) for each in sums], dtype=np.float64)[rows][:, None]
@@ -715,15 +826,13 @@ def _fitted(
     curves = {id(each.saved_bytes): each for each in sums}  # what replicas divide is no matter for them
     numbers = {key: number for number, key in enumerate(curves)}
     curve = np.array([numbers[id(each.saved_bytes)] for each in sums])[rows]
-    widest = [int(np.minimum(positions[own], MOST_POSITIONS).max()) for _, own in schedules]
+    widest = [int(np.minimum(positions[own], MOST_POSITIONS).max()) for _, own, *_ in schedules]
     parts = (
-        (usual, own[at : at + ROWS_AT_ONCE], most)
-        for (usual, own), most in zip(schedules, widest, strict=True)
+        (usual, own[at : at + ROWS_AT_ONCE], chunks, routes, most)
+        for (usual, own, chunks, routes), most in zip(schedules, widest, strict=True)
         for at in range(0, len(own), ROWS_AT_ONCE)
     )
-    for usual, own, most in checked(parts, 1):
-        one = choices[own[0]]
-        chunks, routes = one.per_position, 1 + STRATEGIES[one.strategy].two_ways
+    for usual, own, chunks, routes, most in checked(parts, 1):
         places = positions[own]
         looked = np.minimum(places, MOST_POSITIONS)
         number = np.arange(most)[None, :]
