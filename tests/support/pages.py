@@ -18,7 +18,8 @@ A comment before a block says what it needs, ``<!-- needs: cuda -->``, and is no
 
 * ``slow``: it takes more than five seconds, and runs with the slow tests; so do blocks after it, which may need its
   files;
-* ``cuda``, ``8 devices``, ``network``, ``checkout``, ``ASTRA-sim``: what this machine may not have. It does not run;
+* ``cuda``, ``8 devices``, ``network``, ``checkout``, ``ASTRA-sim``, ``Ray``: what this machine may not have. It does
+  not run;
 * ``minutes``: it takes that long on a few cores; such blocks of a page run by themselves, among the long tests;
 * ``nothing``: a fragment, or a command of a shell's start-up file, that is not to run by itself;
 * ``code 1``: a command that ends with this exit code.
@@ -42,8 +43,8 @@ from support.commands import pipeplan
 from support.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NEEDS = ("slow", "cuda", "8 devices", "network", "checkout", "ASTRA-sim", "minutes", "nothing", "code 1", "code 2")
-_ABSENT = {"cuda", "8 devices", "network", "checkout", "ASTRA-sim", "nothing"}
+_ABSENT = {"cuda", "8 devices", "network", "checkout", "ASTRA-sim", "Ray", "nothing"}
+NEEDS = ("slow", *sorted(_ABSENT), "minutes", "code 1", "code 2")
 _BLOCK = re.compile(
     r"^(?:<!-- needs: (?P<needs>[^>]*) -->\n+)?```(?P<language>console|bash|python|text|toml|json)\n"
     r"(?P<body>.*?)^```$",
