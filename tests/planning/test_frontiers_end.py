@@ -18,7 +18,7 @@ from pipeplan.errors import InfeasibleError, SearchTimeoutError, TooLargeError
 from pipeplan.examples import model
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning import frontier as frontiers
-from pipeplan.planning import infeasibility, sharding_frontier
+from pipeplan.planning import infeasibility, plan_frontier, sharding_frontier
 from pipeplan.planning.candidates import even_cuts, uniform_choices
 from pipeplan.planning.frontier import _tracked, _words
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
@@ -400,3 +400,19 @@ def test_a_frontier_that_ran_out_of_time_says_what_the_leanest_layout_needs() ->
         assert isinstance(error, SearchTimeoutError)
         assert (f"needs about {format_bytes(rounded_up(int(least)))} " in str(error)) == needs
         assert "raise --time-limit" in str(error)
+
+
+def test_nearly_half_of_the_time_is_for_the_search_on_the_most_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that there is room on; the others end at once. What is left of that part is for fewer devices."""
+    clock, spent = Hand(), list[tuple[int, float]]()
+
+    def spend(_: _FrontierSearch, request: Request, workers: None) -> None:
+        seconds = request.time_limit if request.num_devices > 1 else 0.0
+        spent.append((request.num_devices, seconds))
+        clock.now += seconds
+
+    monkeypatch.setattr(_FrontierSearch, "_search", spend)
+    monkeypatch.setattr(plan_frontier, "unfit_by_state", lambda asked: "no room" if asked.num_devices == 1 else None)
+    request = Request(chain_profile(4, placed=False), 4, Batch(64, 1), device_counts=(1, 2, 4, 8), time_limit=100.0)
+    _FrontierSearch(Limit(100.0, clock=clock), iter(())).search_all(request.by_devices, None)
+    assert spent == [(1, 0.0), (8, pytest.approx(45.0)), (4, pytest.approx(7.5)), (2, pytest.approx(7.5))]

@@ -63,6 +63,7 @@ from pipeplan.search_constants import (
     FRONTIER_FIRST,
     FRONTIER_MAKING,
     FRONTIER_MOST_COUNTING,
+    FRONTIER_MOST_DEVICES,
     FRONTIER_ONE_STAGE,
     FRONTIER_ROUGH,
     FRONTIER_ROUGHLY,
@@ -83,11 +84,12 @@ from pipeplan.workload.workload import Workload
 class _Constants:
     """How the frontier is searched; parts are of the time.
 
-    Searches end after a part ``searching``, of which each has half of what is left, the last one all: those on more
-    devices first, which take longer. The uniform layout that should be quickest on each number of devices comes next,
-    while no more than a part ``first`` is over: to track the strategies of one stage of a large model may take all of
-    it. After a part ``one_stage`` these are only tracked to within ``rough`` of the frontier, after ``roughly`` no
-    further; after ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages.
+    Searches end after a part ``searching``, of which those on more devices come first, which take longer: the first has
+    three quarters, each other half of what is left, and the last one all. The uniform layout that should be quickest on
+    each number of devices comes next, while no more than a part ``first`` is over: to track the strategies of one stage
+    of a large model may take all of it. After a part ``one_stage`` these are only tracked to within ``rough`` of the
+    frontier, after ``roughly`` no further; after ``chains`` partitions of the chain make way for what else there is,
+    after ``split`` split stages.
     What would do where nothing fits gets what is left, ``explaining`` seconds at least, of which one change may take
     ``trying``; counting what was not tried gets ``counting``, but no more than ``most_counting`` seconds.
     """
@@ -412,12 +414,14 @@ class _FrontierSearch:
         But for those that have no room for the model's state, which take none of it.
         """
         ordered = sorted(requests, key=lambda asked: (unfit_by_state(asked) is None, -asked.num_devices))
+        most = max((asked.num_devices for asked in requests if unfit_by_state(asked) is None), default=0)
         for number, asked in enumerate(ordered, start=1):
             left = self.left(_HOW.searching)
             if self.best and left <= 0 and not asked.deterministic:
                 self.unsearched = True
                 return
-            seconds = left if number == len(ordered) else FRONTIER_EACH * left
+            part = FRONTIER_MOST_DEVICES if asked.num_devices == most else FRONTIER_EACH
+            seconds = left if number == len(ordered) else part * left
             with self.noting(f"search on {named_devices(asked.num_devices)}"):
                 self._search(asked if asked.deterministic else replace(asked, time_limit=max(0.0, seconds)), workers)
 
