@@ -420,8 +420,7 @@ def grid(state: State, case: Case) -> dict[str, Any]:
     known = {line["cell"]: line for line in lines}
     best = min([*(line["ns"] for line in lines if line["ns"]), *([best_ns] if best_ns else [])], default=None)
     bounded, apart, able, opened, narrow, first, wrong, left = 0, 0, 0, 0, 0, 0, list[str](), list[float]()
-    above_all = sum(_above(least_ns, best) and _is_short(each) for each, least_ns in named)
-    every = max(SAMPLED, above_all // state.above) if state.above else SAMPLED
+    is_tried = _sampling([_is_short(each) for each, least_ns in named if _above(least_ns, best)], state.above)
     started = state.clock()
     with path.open("a") as cells:
         for number, (each, least_ns) in enumerate(named):
@@ -435,7 +434,7 @@ def grid(state: State, case: Case) -> dict[str, Any]:
             if not above and again and (enough or state.clock() - started > state.grid_limit):
                 left.append(each.usual_ns)
                 continue
-            if again and not (above and (able % every or not _is_short(each))):
+            if again and not (above and not (_is_short(each) and is_tried(able))):
                 begun = state.clock()
                 full = not above and best is not None and rooms.refute(each.choice, best)
                 narrow += full and _is_short(each)
@@ -488,6 +487,15 @@ def grid(state: State, case: Case) -> dict[str, Any]:
 
 SHORT = 20_000
 """A look at so many actions takes a moment: cells that are only to show that bounds hold have no more."""
+
+
+def _sampling(short: Sequence[bool], count: int) -> Callable[[int], bool]:
+    """Which of the short cells above the best are tried, by their places among these from 1 on: ``count``, evenly
+    spread, or for 0 as many as are one in :data:`SAMPLED` of all cells above, ``short`` or not."""
+    every = max(SAMPLED, sum(short) // count) if count else SAMPLED
+    more = len(short) / max(1, sum(short)) - 1  # what longer ones leave to them
+    again = 0 if count or not more else max(1, math.floor(every / more))
+    return lambda place: place % every == 0 or (again > 0 and place % again == again // 2)
 
 
 def _is_short(each: BoundedChoice) -> bool:

@@ -18,7 +18,7 @@ from support.paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from real_clusters import BY_CUT, CASES, REFUTED, CellBounds, RoomBounds, State, _simulated, missed
+from real_clusters import BY_CUT, CASES, REFUTED, SAMPLED, CellBounds, RoomBounds, State, _sampling, _simulated, missed
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -117,6 +117,17 @@ def test_what_failed_or_ended_late_is_missed(tmp_path: Path) -> None:
     (tmp_path / f"{many.stem}.commands.json").write_text(json.dumps({"limit_s": 60.0, "search": {"seconds": 65.9}}))
     (tmp_path / f"{many.stem}.search.json").write_text(json.dumps({"iteration_ns": 10**9, "valid": True}))
     assert list(missed(state, [many])) == []
+
+
+@pytest.mark.parametrize("cells", [100, 1_189, 43_260, 89_132])
+@pytest.mark.parametrize("part", [1.0, 0.9, 0.56, 0.2])
+def test_one_in_fifty_of_all_refuted_cells_is_tried_however_few_are_short(cells: int, part: float) -> None:
+    short = [number < part * cells for number in range(cells)]
+    tried = _sampling(short, 0)
+    count = sum(map(tried, range(1, sum(short) + 1)))
+    assert abs(count - cells / SAMPLED) <= max(1, 0.03 * count)
+    few = _sampling(short, 10)
+    assert sum(map(few, range(1, sum(short) + 1))) <= max(11, sum(short) / SAMPLED)
 
 
 def test_a_shorter_cell_is_missed_on_few_devices(tmp_path: Path) -> None:

@@ -483,6 +483,23 @@ def test_of_stages_in_turn_only_sums_that_run_beside_nothing_make_an_iteration_l
         assert trial.value_ns == pytest.approx(row.usual_ns, rel=0.02)
 
 
+@pytest.mark.parametrize(("positions", "apart"), [(2, 0.035), (4, 0.08)])
+def test_a_longest_stage_holds_up_all_of_a_turn_but_one_micro_batch(positions: int, apart: float) -> None:
+    """Of few positions that is much: a long output layer costs a turn of two of them half of what it is longer."""
+    layers = [Block.of(f"b{number}", "10ms", "20ms") for number in range(32)]
+    blocks = [Block.of("first", "1us", "2us"), *layers, Block.of("last", "20ms", "40ms")]
+    said: dict[str, Any] = {"devices": positions, "mini_batch": 64, "positions": positions, **QUICK}
+    request = Request.of(Profile.of("uneven", blocks), placement="circular", **said)
+    rows = [each for each in uniform_choices(request) if 32 % (positions * each.choice.per_position) == 0]
+    assert len(rows) >= 3
+    for row in rows:
+        candidate = placed(request, row.choice)
+        assert isinstance(candidate, PlacementCandidate)
+        trial = Trial.of(request, candidate)
+        trial.look(usual=candidate.usual)
+        assert row.usual_ns == pytest.approx(trial.value_ns, rel=apart)
+
+
 @pytest.mark.parametrize(
     ("said", "text"),
     [

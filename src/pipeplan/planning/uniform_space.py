@@ -706,7 +706,8 @@ class _BoundTable:
         turns = by(lambda ones, own: _paced(ones, [each.sums_ns for each in own]), by_line, alike.kind, alike.positions)
         paced = turns * (p / working)
         exchanged = by(lambda ones, own: _exchanged_ns(request, blocks, ones, own), alike.layout)
-        longest_ns = np.where(paced > 0, paced, even + uneven)
+        longest_ns = even + uneven
+        longest_ns += np.maximum(0.0, paced - longest_ns) * (1 - 1 / p)
         busiest = longest_ns + (again * (p / working) + exchanged) / p
         sums_ns, rest_ns = by(lambda ones, own: _after_ns(request, ones, own), alike.layout, alike.positions).T
         beside = (per_position - 1) * np.minimum(sums_ns, p * (inputs + weights)) / per_position
@@ -876,10 +877,11 @@ def _first_layers_ns(lacking: FloatArray, saved: float, longer: float, each: Flo
 
 
 def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]:
-    """[choice] ns of a micro-batch where stages go round in turn; 0 elsewhere.
+    """[choice] ns of a micro-batch where stages go round in turn, each turn as fast as its longest; 0 elsewhere.
 
-    All positions run their stages of a turn side by side, so that each turn goes as fast as the longest of them: of the
-    cut whose borders are as near as blocks allow to even ones.
+    All positions run their stages of a turn side by side, p micro-batches one after another: the longest stage, of the
+    cut whose borders are as near as blocks allow to even ones, holds up all of them but one, as each position is so far
+    ahead of the next.
     """
     known: dict[tuple[int, int, int], float] = {}
     for choice, line in zip(choices, lines, strict=True):
