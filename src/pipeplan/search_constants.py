@@ -136,12 +136,6 @@ SEARCHED_ROUNDS = ((8, 0.4), (3, 0.5), (1, 1.0))
 BACKWARD_WAYS_SHARE = 0.15
 """Part of a candidate's time for each way of running backward, before the better one has the rest. Not measured."""
 
-LARGER_GROUPS_SHARE = 0.2
-"""Part of the time left that making a plan of larger groups may take. Measured: no 70B plan on 64 changes by it."""
-
-LARGER_GROUPS_MORE = 4
-"""Times as many entries each time. Not measured."""
-
 MUCH_LARGER = 2
 """Times as many entries as the plan made before from which on a larger one is made anew. Not measured."""
 

@@ -69,7 +69,7 @@ from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.planners import PLANNERS as PLANNERS_BY_NAME
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.serving import served
-from pipeplan.planning.steps import STEPS, EvenCut, LargerGroups, LookAtCandidates, search_of, search_plan, without
+from pipeplan.planning.steps import STEPS, EvenCut, LookAtCandidates, search_of, search_plan, without
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, on_cluster
 from pipeplan.planning.tuning import tune
 from pipeplan.planning.uniform_space import longest_stages
@@ -361,7 +361,6 @@ def in_a_line(**others: Any) -> Request:
 
 SUITED: dict[type[PlanStep], Callable[[], Request]] = {
     planning_steps.StartPlan: from_a_plan,
-    LargerGroups: lambda: of(96, 48, num_microbatches=600, microbatch_size=1, time_limit=10.0),
     planning_steps.KeepAll: lambda: Request.of(
         split(24), devices=16, cluster=cluster(16, 2_000), mini_batch=32, time_limit=10.0
     ),
@@ -444,23 +443,6 @@ def test_a_first_plan_does_not_grow_with_the_number_of_microbatches() -> None:
     assert many <= 1.3 * few
     assert plan.num_microbatches == 12_000
     assert sum(map(len, plan.programs)) <= 3 * MOST_ENTRIES
-
-
-def test_groups_grow_only_while_nothing_is_better() -> None:
-    asked = of(96, 48, num_microbatches=600, microbatch_size=1, time_limit=10.0)
-    search = PlanSearch(asked, Budget(asked.time_limit, clock=Hand()), None, STEPS)
-    EvenCut().run(search)
-    first = search.best
-    assert first is not None
-    before = first.value_ns
-    assert before is not None
-    LargerGroups(share=0.0).run(search)
-    assert first.value_ns == before
-    LargerGroups().run(search)
-    assert first.value_ns is not None
-    assert first.value_ns < before
-    assert search.made is not None
-    assert search.made.plan.predicted.iteration_ns == first.value_ns
 
 
 def test_making_a_plan_asks_for_the_time() -> None:

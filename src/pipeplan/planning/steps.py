@@ -118,8 +118,6 @@ from pipeplan.search_constants import (
     GIVING_UP,
     KEPT_SHARE,
     LARGE,
-    LARGER_GROUPS_MORE,
-    LARGER_GROUPS_SHARE,
     LAST_PLAN_SECONDS,
     LAST_SLICES_SECONDS,
     LONG_MAKING_SECONDS,
@@ -127,7 +125,6 @@ from pipeplan.search_constants import (
     LOOK_SHARE,
     MAKING_SHARE,
     MAX_WRITTEN,
-    MOST_ENTRIES,
     MUCH_LARGER,
     SEARCHED_ROUNDS,
     SECONDS_PER_RETIMING,
@@ -934,39 +931,6 @@ class LookAtCandidates(PlanStep):
 
 
 @dataclass(frozen=True)
-class LargerGroups(PlanStep):
-    """A pipeline so deep that its first plan runs group by group, in larger groups, where nothing better was found.
-
-    As long as making their plan takes no more than a ``share`` of the time that is left, with ``more`` times as many
-    entries each time.
-    """
-
-    share: float = LARGER_GROUPS_SHARE
-    more: int = LARGER_GROUPS_MORE
-    name = "larger groups"
-    when = "in turn with the search; the best plan is an even cut that runs group by group"
-    of = "what is left, each"
-    in_turn = True
-
-    def run(self, search: PlanSearch) -> None:
-        entries = MOST_ENTRIES
-        while (
-            not search.budget.deterministic  # which does not know what making it took
-            and (made := search.made) is not None
-            and (best := search.best) is not None
-            and best.best is not None
-            and best.best.scheduler.endswith("+groups")
-            and self.more * made.seconds < self.share * search.budget.remaining
-        ):
-            entries *= self.more
-            best.look_plainly(entries, _plain_names(search.request))
-            search.report(best)
-            _secure(search)
-            if search.made is made:
-                return
-
-
-@dataclass(frozen=True)
 class SearchCandidates(PlanStep):
     """Search the most promising candidates: in each round (how many, their part of the time that is left).
 
@@ -1052,7 +1016,6 @@ STEPS: tuple[SearchStep, ...] = (
     StartPlan(),
     EvenCut(),
     LookAtCandidates(),
-    LargerGroups(),
     OtherSchedules(),
     DivideState(),
     KeepAll(),

@@ -275,12 +275,10 @@ class Trial:
         """What a look at its known schedules counts where seconds are deterministic."""
         return SECONDS_PER_LOOK * sum(map(ShorterRun().actions, self.ways))
 
-    def look_plainly(
-        self, most_entries: int = MOST_ENTRIES, names: Sequence[str] = PLAIN, *, grouped: bool = True
-    ) -> None:
-        """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than so."""
+    def look_plainly(self, names: Sequence[str] = PLAIN, *, grouped: bool = True) -> None:
+        """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than a first plan's."""
         for workload in self.ways:
-            self.offer(plain_look(workload, most_entries, names, grouped=grouped))
+            self.offer(plain_look(workload, MOST_ENTRIES, names, grouped=grouped))
 
     def look(self, *, thorough: bool = False, usual: Usual | None = None, others: bool = True) -> None:
         """Only known schedules, which takes no solver: all, or those of the ``usual`` one's strategy.
