@@ -198,7 +198,10 @@ PUBLISHED = (
         "--tp 4 --pp 4 --cp 2 --dp 2 --vp 5 --microbatch-size 2 --scheduler interleaved-1f1b",
         128,
     ),
-    Published("gpt3-175b-64-a100", "korthikanti-175B-selective+sp", "--tp 8 --pp 8 --vp 3 --microbatch-size 1", 64),
+    *(
+        Published("gpt3-175b-64-a100", f"korthikanti-175B-{run}", f"--tp 8 --pp 8 --vp 3 --microbatch-size 1{more}", 64)
+        for run, more in (("selective+sp", ""), ("full", " --recompute all"))
+    ),
     *(
         Published(f"llama3-8b-{devices}-h100", run, f"--tp 1 --pp 1 --cp 2 --dp {replicas} {size} --zero 1", samples)
         for devices, replicas, samples in ((8, 4, 128), (64, 32, 1024))
