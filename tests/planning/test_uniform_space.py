@@ -51,6 +51,7 @@ from pipeplan.planning.trials import Trial, unfit_by_state
 from pipeplan.planning.uniform_space import Blocks, Choice, longest_stages
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.workload import Workload
+from support.marks import slow_but
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
 SIZES, SHARDS, MINI_BATCH = (1, 2), (1, 2), 8
@@ -483,7 +484,7 @@ def test_of_stages_in_turn_only_sums_that_run_beside_nothing_make_an_iteration_l
         assert trial.value_ns == pytest.approx(row.usual_ns, rel=0.02)
 
 
-@pytest.mark.parametrize(("positions", "apart"), [(2, 0.035), (4, 0.08)])
+@slow_but("positions, apart", [(2, 0.035), (4, 0.08)], lambda each: each[0] == 2)
 def test_a_longest_stage_holds_up_all_of_a_turn_but_one_micro_batch(positions: int, apart: float) -> None:
     """Of few positions that is much: a long output layer costs a turn of two of them half of what it is longer."""
     layers = [Block.of(f"b{number}", "10ms", "20ms") for number in range(32)]

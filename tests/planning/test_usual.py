@@ -33,6 +33,7 @@ from pipeplan.units import format_ns
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
+from support.marks import slow_but
 
 pytestmark = pytest.mark.counted
 
@@ -161,7 +162,7 @@ def test_ten_plans_are_explained_where_a_schedule_is_asked_for_too() -> None:
     assert any(note.startswith(f"time ran out after {count} different plan") for note in hurried.notes)
 
 
-@pytest.mark.parametrize("last", [0, 1, 4, 10])
+@slow_but("last", [0, 1, 4, 10], lambda last: last == 4)
 def test_as_much_is_explained_as_there_is_time_for(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best plans first; what is missing is said, and no plan is looked at twice."""
     how: dict[str, Any] = {"devices": 4, "mini_batch": 16, "time_limit": 0.5, "deterministic": True}
