@@ -120,10 +120,12 @@ def test_damage_that_is_read_is_noticed(
     assert attacked(checkpoints, 0, 0).wrong == "accepted"
 
 
-@slow_but("part", ["faults", "searches"], lambda _: False, "searches".__eq__)
-def test_faults_of_processes_and_going_on_where_it_stopped(part: str, tmp_path: Path) -> None:
+@slow_but(
+    "part, most", [("faults", 2), ("faults", 4), ("searches", 2)], lambda _: False, lambda each: each != ("faults", 2)
+)
+def test_faults_of_processes_and_going_on_where_it_stopped(part: str, most: int, tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
-    counts = (1, 2)  # 2 s each
+    counts = (1, most)  # 2 s each
     for count in counts:
         command = [sys.executable, str(ROOT / "benchmarks/attack.py"), "--only", part, "--state", str(state)]
         done = subprocess.run([*command, "--count", str(count)], capture_output=True, text=True, check=False)

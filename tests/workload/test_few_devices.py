@@ -264,9 +264,10 @@ def in_step(few: FewDevices, spans: Mapping[int, Sequence[int]], entry: int | No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_loops_look_at_the_same_labels(kind: str) -> None:
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 4), marks=pytest.mark.long)])
+def test_compiled_loops_look_at_the_same_labels(kind: str, seeds: range) -> None:
     pytest.importorskip("numba")
-    for seed in range(2):
+    for seed in seeds:
         problem = small_problem(kind, Random(f"{kind} {seed}"))
         for devices in [(0,), (0, 1), tuple(range(problem.num_devices))]:
             few = FewDevices.of(problem, devices)
