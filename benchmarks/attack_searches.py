@@ -56,12 +56,14 @@ INTERRUPTIONS = ("interrupted", "told to end", "hung up")
 class Hit:
     """What happens to a worker, all workers, the launcher or everybody, once workers are there.
 
-    It comes when that ``share`` of the time is over that the search then has until its limit.
+    It comes when that ``share`` of the time is over that the search then has until its limit; one that is to hit a
+    search which has ``told`` of a value comes no sooner than that stands on the terminal.
     """
 
     kind: str
     whole: bool
     share: float
+    told: bool = False
 
     @property
     def name(self) -> str:
@@ -144,8 +146,10 @@ class Searches:
                 start_new_session=True,
             )
             os.close(slave)
-            until = time.monotonic() + 30
-            while not workers_of(process.pid) and process.poll() is None and time.monotonic() < until:
+            until = time.monotonic() + (self.limit_s if hit.told else 30)
+            while process.poll() is None and time.monotonic() < until:
+                if workers_of(process.pid) and (_tells_of_a_value(said) or not hit.told):
+                    break
                 time.sleep(0.01)
             time.sleep(hit.share * max(0.0, begun + LIMIT_S - time.monotonic()))
             workers = workers_of(process.pid)
@@ -159,7 +163,15 @@ class Searches:
             except subprocess.TimeoutExpired:
                 return Ended(hit.name, "hang", f"{hit}: more than {soon:g} s")
             took = time.monotonic() - happened
-        return judged(hit, code, b"".join(said).decode(errors="replace"), folder, took)
+        return judged(hit, code, _text(said), folder, took)
+
+
+def _text(said: list[bytes]) -> str:
+    return b"".join(said).decode(errors="replace")
+
+
+def _tells_of_a_value(said: list[bytes]) -> bool:
+    return _KNOWN.search(_text(said)) is not None
 
 
 def judged(hit: Hit, code: int, said: str, folder: Path, took: float) -> Ended:

@@ -63,6 +63,8 @@ def pytest_collection(session: pytest.Session) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # or all of it would be looked through at once, for a second and more
+    gc.get_freeze_count = lambda: 1  # which walks through all that is frozen, each time
+    gc.unfreeze = lambda: None  # as commands do at their end: all of it would be looked through again after each
     gc.enable()
 
 
@@ -75,7 +77,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What was made before a module's first two tests, the second's imports too, is not looked at in any other.
+    """What was made before a module's second test, the first's imports too, is not looked at in any other.
 
     Limits are of a clock of the test's own where it is to count: then no machine is too slow.
     """
@@ -84,7 +86,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         classic._remembered.clear()  # what an earlier test made asks for no time
     time_limit.standard_clock = time.monotonic if counts is None else CountedClock(*counts.args or (QUESTION_S,))
     _begun[item.path] += 1
-    if _begun[item.path] <= 2:
+    if _begun[item.path] == 2:
         gc.collect()
         gc.freeze()
 

@@ -242,7 +242,7 @@ def test_a_broken_profile_names_the_place(v: Path) -> None:
     assert "blocks[2].costs[0].forward_ns" in done.stderr
 
 
-@slow_but("number", [signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGTERM)
+@slow_but("number", [signal.SIGINT, signal.SIGTERM], lambda _: False, signal.SIGINT.__eq__)
 def test_interruption_writes_the_best_plan(tmp_path: Path, number: signal.Signals) -> None:
     costs = ShapeCosts(101, None, 97, 89, comm_ns=10, activation_bytes=2 * 10**9, weight_grad_bytes=10**9)
     profile = tmp_path / "profile.json"

@@ -19,6 +19,7 @@ from pipeplan.costs.uniform.judging import Judged, fit_device, holds_runs, judge
 from pipeplan.costs.uniform.published import adapter_meant, read_run
 from pipeplan.costs.uniform.shares import catalog_shares, reaching, shares_for
 from pipeplan.errors import FileError, UsageError
+from support.marks import some_of
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.json"
 
@@ -379,7 +380,7 @@ _ANY = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(st.data())
 def test_damaged_rows_say_why_not_and_predictions_are_numbers(data: st.DataObject) -> None:
     row = _row() | {"step_s": 1.0, "measured": {"memory_gb": 50}}

@@ -19,6 +19,7 @@ from pipeplan.files import Block, Cluster, CostRow, Edge, LinkLevel, PlacedStage
 from pipeplan.files.cluster import DeviceKind
 from pipeplan.workload.elements import Dependency
 from pipeplan.workload.workload import Workload
+from support.marks import some_of
 
 SAMPLE = 6_000
 STAGES = (
@@ -267,7 +268,7 @@ def placements(draw: st.DrawFn) -> tuple[list[Part], tuple[str, ...]]:
 
 
 @given(placements())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=some_of(30), deadline=None)
 def test_the_checker_agrees_and_every_device_is_sent_what_it_keeps(drawn: tuple[list[Part], tuple[str, ...]]) -> None:
     """Whatever the devices; and a plan of before, whose messages are whole, is as valid."""
     parts, whole = drawn

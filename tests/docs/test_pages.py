@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,7 +43,9 @@ def _run(page: Path, folder: Path, *, slow: bool = False, minutes: bool = False)
 
 @pytest.mark.parametrize("page", _named([page for page in PAGES if page_runs(page, slow=False)]))
 def test_page(page: Path, tmp_path: Path) -> None:
-    _run(page, tmp_path, slow=False)
+    runs = "$ pipeplan run" in page.read_text(encoding="utf-8")
+    with warm_ranks() if runs else nullcontext():
+        _run(page, tmp_path, slow=False)
 
 
 @pytest.mark.timeout(900)  # a page with many searches and runs, on a machine that is busy

@@ -95,6 +95,9 @@ SMALLEST = [min(each, key=lambda name: int(ROWS[name][0].replace(",", ""))) for 
 FEW = ("gpt2-124m", "flexpipe-gpt-5b-64k", "dlrm-8", "mmt-2", "tensoropt-rnn", "tessel-flava", "tessel-mt5-1.8b")
 """Of a paper one whose file is small: a line, branches, shared blocks, operators; the others with the slow tests."""
 
+LARGE = ("flexpipe-clip-4.7b", "flexpipe-clip-8.2b")
+"""Two towers with a second of work and more, as FLAVA's are with less; with the long tests."""
+
 
 INPUTS = {
     **dict.fromkeys(("gpt", "bert", "vgg", "wide-resnet", "lstm", "mmt", "two-branch", "candle-uno"), 1),
@@ -254,7 +257,7 @@ def test_encoder_output_travels_with_the_decoder() -> None:
     assert sizes["decoder.layer23.ffn", "head"] == unit
 
 
-@slow_but("name", SMALLEST, FEW.__contains__)
+@slow_but("name", SMALLEST, FEW.__contains__, LARGE.__contains__)
 def test_costs_grow_with_the_micro_batch(name: str) -> None:
     for block in model(name).blocks:
         for small, large in zip(block.costs, block.costs[1:], strict=False):
@@ -264,7 +267,7 @@ def test_costs_grow_with_the_micro_batch(name: str) -> None:
             assert (small.weight_grad_ns or 0) <= (large.weight_grad_ns or 0)
 
 
-@slow_but("name", SMALLEST, FEW.__contains__)
+@slow_but("name", SMALLEST, FEW.__contains__, LARGE.__contains__)
 def test_shares_are_no_larger_than_the_whole_and_no_smaller_than_even(name: str) -> None:
     """In bytes; their times fall or stay, less what the collectives take."""
     profile = model(name, shards=(1, 2, 4), microbatch_sizes=[8])
@@ -337,7 +340,7 @@ def test_faster_devices_take_less_time() -> None:
     assert times["v100-16gb"] == times["v100-32gb"] < times["rtx3090-24gb"]
 
 
-@slow_but("name", SMALLEST, FEW.__contains__)
+@slow_but("name", SMALLEST, FEW.__contains__, LARGE.__contains__)
 def test_the_same_name_gives_the_same_file(name: str) -> None:
     made = model(name)
     text = to_json(made)
@@ -354,7 +357,7 @@ def test_shipped_profiles_are_what_the_command_writes(name: str, tmp_path: Path)
     assert shipped.stat().st_size < 300_000
 
 
-@slow_but("name", SMALLEST, FEW.__contains__)
+@slow_but("name", SMALLEST, FEW.__contains__, LARGE.__contains__)
 def test_plans_can_be_made_and_pass_check(name: str) -> None:
     profile = model(name)
     size = profile.microbatch_sizes[0]
@@ -406,7 +409,7 @@ class _Shares(ModelLayout):
         return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@slow_but("name", MODELS, lambda name: not name.startswith("flexpipe-clip"), LARGE.__contains__)
 def test_shares_have_what_profiles_say_each_device_keeps(name: str) -> None:
     """But for a table's words, of which the largest share is as much as one row more."""
     family_of(name).build(_Shares(device_preset("a100-80gb"), [1], shards=(1, 2)))

@@ -47,7 +47,7 @@ FAST = {
 }
 """Searches of a moment; all the others are slow together."""
 
-LONG = ("gpt2-1.3b/cluster", "mmt/greedy", "mt5/auto", "mt5/spread")
+LONG = ("flava/auto", "gpt2-1.3b/cluster", "mmt/cluster", "mmt/greedy", "mt5/auto", "mt5/spread", "tessel-nn/memory")
 """Of these the dearest, beside which the same profiles are searched in three other ways."""
 
 

@@ -48,6 +48,7 @@ from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import in_order
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
+from support.marks import some_of
 
 GATHER = CustomOp("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=7)
 
@@ -167,7 +168,7 @@ def test_bytes_take_the_clusters_time() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(max_examples=some_of(60), suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_random_workloads_with_random_instructions(data: st.DataObject) -> None:
     """Start times are those of the plain replay; check, which knows neither, accepts them; bounds hold."""
     workload = data.draw(placed(links=data.draw(st.booleans()), parts=False)).workload

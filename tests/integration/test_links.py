@@ -230,7 +230,7 @@ def test_search_hides_what_first_come_first_served_shows(name: str, most: int) -
     assert check(plan).problems == ()
 
 
-@slow_but("name", ["v", "m", "circular", "zbv"], lambda name: name != "zbv")
+@slow_but("name", ["v", "m", "circular", "zbv"], lambda name: name in ("v", "m"))
 def test_patterns_over_busy_links_repeat(name: str) -> None:
     workload = slow_shape(name, 3, 16, 130)
     problem, graph = OneMicrobatch.of(workload), task_graph(workload)

@@ -34,7 +34,7 @@ from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
-from support.marks import always, slow_but
+from support.marks import always, slow_but, some_of
 
 
 def unrolled(plan: Plan) -> Plan:
@@ -112,7 +112,7 @@ def test_classic_schedules_are_as_when_written_out(name: str, split: bool) -> No
     assert num_loops or name in ("nn", "zbv")
 
 
-@settings(max_examples=25)
+@settings(max_examples=some_of(25))
 @given(drawn=placed(parts=False) | placed(parts=False, links=True) | stage_graphs(sizes=True), data=st.data())
 def test_routes_sizes_replicas_and_links(drawn: Placed, data: st.DataObject) -> None:
     """Whatever has a loop is right, and one micro-batch after another always has one, unless stages are not joined."""
@@ -124,7 +124,7 @@ def test_routes_sizes_replicas_and_links(drawn: Placed, data: st.DataObject) -> 
         require_same(plan_with_loop(found))
 
 
-@settings(max_examples=20)
+@settings(max_examples=some_of(20))
 @given(drawn=placed_chains())
 def test_forwards_in_parts_are_before_the_loop(drawn: Placed) -> None:
     workload = drawn.workload.with_microbatches(12)
@@ -141,7 +141,7 @@ def test_forwards_in_parts_are_before_the_loop(drawn: Placed) -> None:
             require_same(plan_with_loop(run))
 
 
-@settings(max_examples=20)
+@settings(max_examples=some_of(20))
 @given(drawn=placed(parts=False) | stage_graphs(sizes=True), data=st.data())
 def test_whole_runs_in_a_row_are_right(drawn: Placed, data: st.DataObject) -> None:
     """Whatever repeats: group after group, what is left of the micro-batches first, with a group's memory at most."""
@@ -262,7 +262,7 @@ def test_a_round_after_which_sizes_do_not_begin_anew_together_is_refused() -> No
         assert ("loop.microbatches", said) in {(each.place, each.message) for each in check(changed).problems}
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(data=st.data())
 def test_what_a_changed_loop_says_is_true_or_refused(data: st.DataObject, plan: Plan, gpipe: Plan) -> None:
     """A loop that stands elsewhere is accepted only where its plan written out is right, too."""

@@ -53,6 +53,7 @@ from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.workload.elements import ONCE
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
 from pipeplan.workload.tail import tail_at
+from support.marks import slow_but
 
 pytestmark = pytest.mark.counted
 
@@ -541,7 +542,7 @@ EIGHT = profile_of([1000] * 8)
 """By level 1 a replica of all of it keeps 72,000 bytes, by level 2 48,000, by level 3 36,000."""
 
 
-@pytest.mark.parametrize(("memory", "level"), [(80_000, 1), (60_000, 2), (52_000, 3)])
+@slow_but("memory, level", [(80_000, 1), (60_000, 2), (52_000, 3)], lambda case: case[1] > 1)
 def test_search_divides_as_much_as_it_must(memory: int, level: int) -> None:
     """Beside state there are a micro-batch's 800 bytes; gradients of two blocks, 8,000; copies of two, 4,000.
 
@@ -734,6 +735,7 @@ def test_frontiers_of_plans_divide_too() -> None:
         frontier_request(LARGE, devices=[4], zero=1, splitting=_api.Splitting())
 
 
+@pytest.mark.slow
 def test_frontiers_of_plans_choose_the_level() -> None:
     """Where links are quick, replicas that divide gradients, too, take no more time and less memory."""
     words = {

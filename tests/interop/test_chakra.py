@@ -42,6 +42,7 @@ from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.astra_sim import Replay, links_of_plans, one_port, replay
 from support.commands import pipeplan
+from support.marks import some_of
 from support.paths import ROOT
 
 Ranks = list[list[TraceNode]]
@@ -295,7 +296,7 @@ def _accepted(plan: Plan) -> Plan:
     return plan
 
 
-@settings(max_examples=25)
+@settings(max_examples=some_of(25))
 @given(placed(links=True), st.integers(0, 99))
 def test_any_stages_in_any_order(drawn: Any, seed: int) -> None:
     """Groups, replicas, routes, unequal sizes, parts, sums: on a free network they take their time."""
@@ -345,7 +346,7 @@ def plans_own(node: TraceNode) -> int:
     return 1000 * node.micros
 
 
-@settings(max_examples=15)
+@settings(max_examples=some_of(15))
 @given(placed_chains(), st.integers(0, 99))
 def test_on_links_as_the_plan_has_them_it_takes_as_long(drawn: Any, seed: int) -> None:
     """Between single devices the times of messages are all that a trace does not say."""

@@ -135,6 +135,7 @@ def require_read(given: Plan, paths: list[str]) -> None:
     assert {each.kind: each.count for each in found.measured.kinds} == Counter(action.kind for action in actions)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch's own, where it copies a traced model
 def test_module_lists_are_split_points_of_a_traced_model() -> None:
     """``torch.distributed.pipelining.pipeline`` cuts where the lists do."""

@@ -25,6 +25,7 @@ from pipeplan.partition.problem import PartitionProblem, Pricing, Way, free
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.workload import Workload
 from references.replay import replay
+from support.marks import some_of
 
 TIMES = st.integers(1, 12)
 BLOCKS = st.lists(st.tuples(TIMES, TIMES), min_size=2, max_size=9)
@@ -160,7 +161,7 @@ def test_iteration_is_shorter_the_earlier_the_master_is() -> None:
     assert times[0] < times[3]
 
 
-@settings(max_examples=300)
+@settings(max_examples=some_of(300))
 @given(STAGES, TRANSFER, st.integers(1, 90))
 def test_a_steady_phase_that_repeats_itself_need_not_be_run(
     times: list[tuple[int, int]], transfer: int, num_microbatches: int
@@ -332,7 +333,7 @@ BALANCED = st.integers(2, 7).flatmap(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=some_of(200))
 @given(BALANCED, st.integers(0, 4), st.integers(0, 2))
 def test_algorithm_2_is_near_the_best_on_nearly_balanced_stages(
     times: list[tuple[int, int]], more: int, transfer: int

@@ -17,6 +17,7 @@ from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
 from pipeplan.partition.mapping import GroupLinks, GroupMemory, LayoutSearch, LinkTime, link_time, mapped
+from support.marks import some_of
 
 Devices = tuple[int, ...]
 Memory = tuple[tuple[int, int | None], ...]  # (devices, bytes of each)
@@ -195,7 +196,7 @@ def test_is_nearly_always_as_good_as_every_assignment() -> None:
     assert max(losses, default=0) <= 0.25
 
 
-@settings(max_examples=10)
+@settings(max_examples=some_of(10))
 @given(st.integers(1_000, 10**9), st.integers(8, 24))
 def test_what_holds_for_all(seed: int, most_devices: int) -> None:
     question = random_question(seed, most_devices=most_devices)

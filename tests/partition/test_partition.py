@@ -23,7 +23,7 @@ from pipeplan.partition.chain.rebalance import least_short, levelled, shortest_r
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
 from references.split import slow_split
-from support.marks import slow_but
+from support.marks import slow_but, some_of
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])
 SIZES = st.integers(0, 6)
@@ -216,7 +216,7 @@ def test_four_hundred_blocks_in_32_stages() -> None:
 
 @slow_but("strategy, num_devices, chunks", CROWDED, lambda case: case != ("circular", 3, 2))
 @given(times=st.lists(TIMES, min_size=6, max_size=10))
-@settings(max_examples=20)
+@settings(max_examples=some_of(20))
 def test_run_is_shortest(strategy: str, num_devices: int, chunks: int, times: list[int]) -> None:
     devices = STRATEGIES[strategy].routes(num_devices, chunks)[0]
     assume(len(times) >= len(devices))
@@ -230,7 +230,7 @@ def test_run_is_shortest(strategy: str, num_devices: int, chunks: int, times: li
     blocks=st.lists(st.tuples(TIMES, SIZES, SIZES, SIZES), min_size=6, max_size=9),
     limits=st.lists(st.integers(5, 80) | st.none(), min_size=3, max_size=3),
 )
-@settings(max_examples=20)
+@settings(max_examples=some_of(20))
 def test_run_is_shortest_under_memory(
     strategy: str,
     num_devices: int,
@@ -261,7 +261,7 @@ def test_run_is_shortest_under_memory(
 
 @slow_but("strategy, num_devices, chunks", CROWDED, lambda case: case != ("circular", 3, 2))
 @given(times=st.lists(TIMES, min_size=6, max_size=14))
-@settings(max_examples=15)
+@settings(max_examples=some_of(15))
 def test_levelling_never_makes_a_run_longer(strategy: str, num_devices: int, chunks: int, times: list[int]) -> None:
     devices = STRATEGIES[strategy].routes(num_devices, chunks)[0]
     assume(len(times) >= len(devices))
@@ -482,7 +482,7 @@ def test_many_blocks_on_many_devices(strategy: str) -> None:
 # ---------------------------------------------------------------- routes, replicas, shared blocks
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(
     st.lists(st.integers(1, 50), min_size=4, max_size=12),
     st.sampled_from(list(STRATEGIES)),

@@ -19,6 +19,7 @@ from pipeplan.planning import decode_choice
 from pipeplan.planning.decode_choice import DecodeChoice, DecodeSearch, max_requests
 from pipeplan.planning.decoding import ServingAsked
 from pipeplan.search_constants import GROUPS_PER_STAGE
+from support.marks import slow_but
 
 pytestmark = pytest.mark.counted
 
@@ -173,8 +174,7 @@ def test_what_is_named_is_the_quickest_of_its_kind(kv: Any, seed: int) -> None:
     assert found.token_ns == best_of(search)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@slow_but("seed", range(12), lambda _: False, lambda seed: seed >= 5)
 @pytest.mark.parametrize("limited", [False, True])
 def test_no_choice_is_quicker_on_four_devices(seed: int, limited: bool) -> None:
     profile = drawn_decoder(seed, device="RTX-A5000-24GB" if seed % 2 else "", core_ns=0.01 * 4 ** (seed % 5))
@@ -230,9 +230,10 @@ def with_rows_of_one(profile: Profile) -> Profile:
     return profile.model_copy(update={"blocks": tuple(map(more, profile.blocks))})
 
 
-@pytest.mark.parametrize(
-    ("batches", "devices", "kv"),
+@slow_but(
+    "batches, devices, kv",
     [((1, 3, 8), 2, None), ((1, 3, 8), 2, "cp"), ((3, 8), 2, None), ((3, 8), 3, None), ((8,), 2, None)],
+    lambda case: case[1] == 2,
 )
 def test_what_does_not_fit_says_how_many_requests_would(batches: Sequence[int], devices: int, kv: Any) -> None:
     """By plain enumeration; where the profile has no rows of so few, it says that, too."""
@@ -326,7 +327,9 @@ def with_prompts_ns(search: DecodeSearch) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
-@pytest.mark.parametrize(("tokens", "devices"), [(100, 2), (400, 2), pytest.param(100, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("tokens", "devices"), [(100, 2), *(pytest.param(*each, marks=pytest.mark.long) for each in ((400, 2), (100, 3)))]
+)
 def test_no_choice_is_quicker_with_prompts(seed: int, tokens: int, devices: int) -> None:
     """What is proved holds, and what is found is that of these, each of whose blocks is shared in one or two ways."""
     profile = with_prompts(drawn_decoder(seed, 3, shards=(1,)))

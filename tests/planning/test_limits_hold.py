@@ -92,6 +92,7 @@ from pipeplan.workload.samples import carried
 from pipeplan.workload.slices import num_sliced
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import task_graph
+from support.marks import slow_but
 
 pytestmark = pytest.mark.counted
 
@@ -192,7 +193,7 @@ PLANNERS: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@slow_but("name", PLANNERS, lambda name: name != "circular")
 def test_planners_ask_for_the_time(name: str) -> None:
     for num_blocks in (60, 90, 2000):
         chain(num_blocks)
@@ -680,7 +681,7 @@ def test_what_is_found_once_more_stays_what_its_plan_was_made_of(monkeypatch: py
     assert trial.best.notes == ("once more",)
 
 
-@pytest.mark.parametrize(("blocks", "memory_bytes"), [(1_000, 10**9), (12, 10**6)], ids=["large", "small"])
+@slow_but("blocks, memory_bytes", [(1_000, 10**9), (12, 10**6)], lambda case: case[0] == 12, ids=["large", "small"])
 def test_where_work_is_counted_the_answer_is_that_of_a_search_that_keeps_no_plan(
     blocks: int, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1342,6 +1343,7 @@ def test_a_large_request_has_an_even_cut_first_and_says_where_none_fits() -> Non
     assert found.timed_out
 
 
+@pytest.mark.slow
 def test_of_very_many_stages_a_shorter_pipeline_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fits; the longest one is looked at all the same, and what is asked for is not made shorter."""
     monkeypatch.setattr(candidates_module, "FIRST_STAGES", 40)
@@ -1764,7 +1766,7 @@ def test_a_planner_that_has_no_time_leaves_an_even_cut_that_says_so(
     assert check(found.plan, asked.profile, asked.cluster).valid
 
 
-@pytest.mark.parametrize("explain", [False, True])
+@slow_but("explain", [False, True], lambda explain: not explain)
 def test_a_planner_s_own_plan_is_the_answer_however_much_longer_it_is(
     explain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,7 +102,7 @@ def test_a_frontier_s_shortest_point_is_the_plan_of_a_search(seed: int) -> None:
     compare(of_seed(seed, 3))
 
 
-@slow_but("seed", range(100, 124), lambda _: False, lambda seed: seed >= 106)
+@slow_but("seed", range(100, 124), lambda _: False, lambda seed: seed >= 103)
 def test_larger_frontiers_shortest_points_are_the_plans_of_searches(seed: int) -> None:
     compare(of_seed(seed, 5))
 

@@ -45,13 +45,12 @@ def compare(seed: int, most_blocks: int, most_devices: int) -> None:
         check(require_best(request, best), request.profile, request.cluster).require()
 
 
-@slow_but("seed", range(10), lambda seed: seed < 6)
+@slow_but("seed", range(10), lambda seed: seed < 4, lambda seed: seed >= 6)
 def test_search_finds_the_best_of_all_layouts(seed: int) -> None:
     compare(seed, 4, 3)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 116))
+@slow_but("seed", range(100, 116), lambda _: False, lambda seed: seed >= 106)
 def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
     compare(seed, 5, 4)
 

@@ -289,8 +289,8 @@ OTHERS = [
 @slow_but(
     "verb, asked, says",
     OTHERS,
-    lambda each: "--plans" not in each[1] or each[1].endswith("all"),
-    lambda each: each[1].endswith(("min-time", "min-devices")),
+    lambda each: "--plans" not in each[1],
+    lambda each: each[1].endswith(("min-time", "min-devices", "profile")),
     ids=[f"{verb} {asked}" for verb, asked, _ in OTHERS],
 )
 def test_what_tuner_compare_and_frontier_advise_does(

@@ -18,6 +18,7 @@ from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.request import SUBMODULES, Batch, choose_placement
 from pipeplan.planning.steps import search_plan
 from pipeplan.schedule.rules import CustomOp, Rules, SubmoduleRules
+from support.marks import some_of
 
 BATCH = Batch(8, 2)
 
@@ -130,7 +131,7 @@ def test_memory_is_that_of_their_sizes() -> None:
     assert held["text"].peak_bytes == 2 * (4 * 4 * 2) + 2 * 4
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some_of(40), deadline=None)
 @given(st.integers(0, 1 << 20), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_bounds_hold_for_their_sizes(seed: int, image: int, text: int, size: int) -> None:
     """Larger ones take less per sample, so that the plan's own size would bound too high (``planned`` compares)."""

@@ -88,8 +88,12 @@ def require_inside(plan: Plan, profile: Profile, target: str) -> None:
     face.export(plan, target)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@slow_but("seed", range(25), (0).__eq__, lambda seed: seed > 3)
+@slow_but(
+    "target, seed",
+    [(target, seed) for target in TARGETS for seed in range(25)],
+    lambda case: case[1] == 0 and case[0] != "galvatron",
+    lambda case: case[1] > 1,
+)
 def test_every_plan_for_a_target_is_exported(target: str, seed: int) -> None:
     draw = random.Random(f"{target} {seed}")
     profile, asked = random_request(draw)
@@ -254,7 +258,7 @@ def found_of(profile: Profile, cell: Cell, mini_batch: int) -> tuple[int, int]:
     return found.iteration_ns, found.most_bytes
 
 
-@slow_but("seed", range(12), (1).__eq__, lambda seed: seed > 2)
+@slow_but("seed", range(12), lambda _: False, (1).__ne__)
 def test_no_uniform_layout_that_megatron_runs_is_quicker(seed: int) -> None:
     """Neither with everything kept nor with any number of first layers that recompute on each stage."""
     draw = random.Random(seed)
@@ -328,8 +332,12 @@ def test_frontiers_of_plans_keep_together_what_a_search_does() -> None:
 # From what there is --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@slow_but("seed", range(8), (0).__eq__, lambda seed: seed > 1)
+@slow_but(
+    "target, seed",
+    [(target, seed) for target in TARGETS for seed in range(8)],
+    lambda case: case[1] == 0 and case[0] not in ("automodel", "torchtitan"),
+    lambda case: case[1] > 0,
+)
 def test_a_plan_to_start_from_is_never_worse_within_a_tool_s_limits(target: str, seed: int) -> None:
     """With hardly any time, from a plan for which there was more: it comes back, or something shorter does."""
     draw = random.Random(f"{target} {seed} start")

@@ -51,7 +51,7 @@ from pipeplan.planning.trials import Trial, unfit_by_state
 from pipeplan.planning.uniform_space import Blocks, Choice, longest_stages
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.workload import Workload
-from support.marks import slow_but
+from support.marks import slow_but, some_of
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
 SIZES, SHARDS, MINI_BATCH = (1, 2), (1, 2), 8
@@ -726,7 +726,7 @@ def test_what_would_do_is_the_least_of_all_layouts(profile: Profile, num_devices
     assert not list(iterations(profile, num_devices, less, recompute))
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=some_of(30), suppress_health_check=list(HealthCheck), deadline=None)
 @given(
     chains(4, experts=EXPERT_WAYS),
     st.sampled_from([1, 2]),

@@ -253,6 +253,7 @@ class TestEveryClassic:
         "scheduler, num_devices",
         [(name, devices) for name in sorted(CLASSIC) for devices in (1, 2, 4, 6)],
         lambda case: case[1] in (1, 4) and (case[1] < 4 or case[0] not in ("gpipe", "greedy")),
+        lambda case: case[1] == 6 and case[0] in ("gpipe", "greedy"),
     )
     def test_complete_and_free_of_deadlock(self, scheduler: str, num_devices: int) -> None:
         for name in WHERE[scheduler]:

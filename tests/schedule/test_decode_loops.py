@@ -35,7 +35,7 @@ from pipeplan.workload.kinds import PREFILL
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.workload import Workload
 from references.decode_loops import least_repetend, least_repetend_in_memory
-from support.marks import slow_but
+from support.marks import slow_but, some_of
 
 pytestmark = pytest.mark.counted
 
@@ -171,7 +171,7 @@ def test_a_pattern_without_waiting_is_one(workload: Workload) -> None:
         assert starts[target][u] == max(ends, default=starts[0][u])
 
 
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(small_loops())
 def test_the_repetend_is_the_least_of_all_starts(workload: Workload) -> None:
     require_least(workload)
@@ -210,7 +210,7 @@ def require_least_in_memory(workload: Workload) -> None:
         assert plan_of(workload).token_ns == least
 
 
-@settings(max_examples=15)
+@settings(max_examples=some_of(15))
 @given(loops_in_memory())
 def test_the_repetend_in_tight_memory_is_the_least_of_all_orders(workload: Workload) -> None:
     require_least_in_memory(workload)

@@ -33,7 +33,7 @@ from references.stage_graphs import (
     samples_held,
     words_of,
 )
-from support.marks import slow_but
+from support.marks import slow_but, some_of
 
 CHAIN, FORK, JOIN, DIAMOND, UNEVEN = (
     ((0, 1), (1, 2), (2, 3)),
@@ -114,7 +114,7 @@ def test_greedy_is_best_on_graphs_of_up_to_five_stages(case: StageGraph) -> None
 
 
 @given(graphs(most_stages=3, mini_batches=(4,)))
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 def test_greedy_is_near_the_best_for_any_times(case: StageGraph) -> None:
     """Of some 2,000 drawn graphs two were more than 10 % above the best, the farthest 15 %."""
     time = makespan(case, greedy(case))
@@ -143,7 +143,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @given(workloads())
-@settings(max_examples=100)
+@settings(max_examples=some_of(100))
 def test_greedy_runs_everything_on_any_placement(workload: Workload) -> None:
     graph = task_graph(workload)
     orders = greedy_orders(workload, graph)
@@ -160,7 +160,7 @@ def test_greedy_runs_everything_on_any_placement(workload: Workload) -> None:
 
 
 @given(graphs(most_stages=5, mini_batches=(8, 16)), st.data())
-@settings(max_examples=100)
+@settings(max_examples=some_of(100))
 def test_kfkb_ends_for_any_k(case: StageGraph, data: st.DataObject) -> None:
     """Also where Table 3.2 alone lets stages wait for each other."""
     ks = [data.draw(st.integers(1, count)) for count in case.counts]

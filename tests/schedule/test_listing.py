@@ -19,6 +19,7 @@ from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
+from support.marks import some_of
 
 STEP = ListScheduling()
 SETTINGS = STEP.swept, STEP.kept, STEP.shares
@@ -71,7 +72,7 @@ def require_whole(problem: OneMicrobatch, orders: list[list[int]]) -> None:
     assert fits(graph, orders)
 
 
-@settings(max_examples=150)
+@settings(max_examples=some_of(150))
 @given(st.data())
 def test_what_is_returned_is_complete_and_within_memory(data: st.DataObject) -> None:
     problem = data.draw(st.one_of(chains(), problems()))
@@ -80,7 +81,7 @@ def test_what_is_returned_is_complete_and_within_memory(data: st.DataObject) -> 
         require_whole(problem, orders)
 
 
-@settings(max_examples=150)
+@settings(max_examples=some_of(150))
 @given(st.data())
 def test_never_stuck_on_a_chain_that_one_micro_batch_fits(data: st.DataObject) -> None:
     """One stage per device: wherever one micro-batch after another fits, every policy finds an order."""
@@ -90,7 +91,7 @@ def test_never_stuck_on_a_chain_that_one_micro_batch_fits(data: st.DataObject) -
     require_whole(problem, orders)
 
 
-@settings(max_examples=100)
+@settings(max_examples=some_of(100))
 @given(st.data())
 def test_never_stuck_without_limits(data: st.DataObject) -> None:
     """Several stages per device, any memory that holds everything."""
@@ -99,7 +100,7 @@ def test_never_stuck_without_limits(data: st.DataObject) -> None:
     assert list_schedule(problem, task_graph(problem.workload), data.draw(rules(problem.num_devices))) is not None
 
 
-@settings(max_examples=100)
+@settings(max_examples=some_of(100))
 @given(st.data())
 def test_kinds_stay_in_the_order_of_micro_batches(data: st.DataObject) -> None:
     problem = data.draw(chains())
@@ -169,7 +170,7 @@ class TestPolicy:
         require_whole(problem, orders)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some_of(60), deadline=None)
 @given(st.data())
 def test_blocks_of_all_devices_in_slots_and_at_a_pace(data: st.DataObject) -> None:
     """Complete and within memory, whatever the policy."""
@@ -353,11 +354,11 @@ def proposed(problem: OneMicrobatch, seed: int, tries: int) -> list[tuple[Policy
 class TestTuning:
     def test_a_seed_gives_the_same_sequence(self) -> None:
         problem = chain(4, 8, room=3)
-        assert proposed(problem, 7, 250) == proposed(problem, 7, 250)
+        assert proposed(problem, 7, 100) == proposed(problem, 7, 100)
 
     def test_another_seed_gives_another_once_it_changes_the_best(self) -> None:
         problem = chain(4, 8, room=3)
-        assert proposed(problem, 1, 250) != proposed(problem, 2, 250)
+        assert proposed(problem, 1, 100) != proposed(problem, 2, 100)
 
     def test_every_limit_is_tried_first(self) -> None:
         problem = chain(4, 8, room=3)

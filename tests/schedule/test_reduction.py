@@ -25,6 +25,7 @@ from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.one_microbatch import IDLE, OneMicrobatch, Reduction
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
+from support.marks import some_of
 
 SIZES = (1, 2, 4)
 
@@ -83,7 +84,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 @given(workloads())
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 def test_orders_mean_the_same_in_both(workload: Workload) -> None:
     found = first_look(workload)
     assert found is not None

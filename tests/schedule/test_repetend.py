@@ -25,6 +25,7 @@ from pipeplan.workload.bounds import period_bound, work_bound
 from pipeplan.workload.memory import overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
+from support.marks import some_of
 
 pytestmark = pytest.mark.counted
 
@@ -82,7 +83,7 @@ def replay_faults(problem: OneMicrobatch, pattern: Pattern, repetitions: int) ->
     return faults
 
 
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(15), suppress_health_check=list(HealthCheck))
 @given(problems(num_microbatches=7), st.integers(1, 3))
 def test_patterns_are_valid_and_compose(problem: OneMicrobatch, unroll: int) -> None:
     """Replayed as it is and composed for any N: nothing overlaps, nothing is early, everything fits."""

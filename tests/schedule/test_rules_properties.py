@@ -28,6 +28,7 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.rules import Reference
+from support.marks import some_of
 
 number = st.sampled_from([1, 2, 3, "D", "D - d", "max(1, S - s)", "C * N"])
 types = st.builds(
@@ -77,7 +78,7 @@ def orders_of(graph: TaskGraph, rules: Rules) -> list[list[int]] | None:
         return None
 
 
-@settings(max_examples=12)
+@settings(max_examples=some_of(12))
 @given(workloads(), rules)
 def test_every_choice_is_that_of_the_plain_algorithm(workload: Workload, rules: Rules) -> None:
     graph = task_graph(workload)
@@ -119,7 +120,7 @@ def test_who_asks_for_a_shared_forward_is_heard_at_once(groups: tuple[tuple[int,
     assert orders_of(graph, rules) == Reference(graph, rules).run()
 
 
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(placed(links=True, parts=False) | placed_chains(), rules)
 def test_orders_are_complete_and_their_plans_pass_check(drawn: Placed, rules: Rules) -> None:
     graph = task_graph(drawn.workload)
@@ -134,7 +135,7 @@ def test_orders_are_complete_and_their_plans_pass_check(drawn: Placed, rules: Ru
 
 
 @pytest.mark.parametrize("time", ["unit", "true"])
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(placed(links=True), st.integers(1, 3))
 def test_limits_hold(time: str, drawn: Placed, most: int) -> None:
     graph = task_graph(drawn.workload)
@@ -149,7 +150,7 @@ def test_limits_hold(time: str, drawn: Placed, most: int) -> None:
             assert flight[operation.stage] <= most
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(problems(), rules.map(lambda each: each.but(fit_memory=True, devices=())))
 def test_memory_is_kept(problem: OneMicrobatch, rules: Rules) -> None:
     graph = task_graph(problem.workload)
@@ -158,7 +159,7 @@ def test_memory_is_kept(problem: OneMicrobatch, rules: Rules) -> None:
         assert fits(graph, orders)
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(placed_chains(), st.sampled_from(["bwd-first", "fwd-first", "interleaved"]), st.none() | st.just("D - d"))
 def test_true_time_is_that_of_the_simulation(drawn: Placed, first: First, most: str | None) -> None:
     """Chains over busy links: what starts when in the rules' own time is what the simulation says of their orders."""

@@ -34,6 +34,7 @@ from pipeplan.workload.workload import Workload
 from references.memory import followed
 from references.replay import replay
 from references.steps import inputs_of, most_given, step_before
+from support.marks import some_of
 
 SEEDS = st.integers(0, 2**20)
 ALL_KINDS = workloads() | placed().map(lambda drawn: drawn.workload)
@@ -43,7 +44,7 @@ ALL_KINDS = workloads() | placed().map(lambda drawn: drawn.workload)
 
 
 @given(ALL_KINDS | (placed(links=True) | placed_chains() | stage_graphs()).map(lambda drawn: drawn.workload), SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 def test_what_let_tasks_start_is_what_one_looks_up(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))

@@ -15,6 +15,7 @@ from pipeplan.files import Plan, read_plan
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.simulator.waits import CAUSES, waits_of
 from pipeplan.workload.memory import memory_curves
+from support.marks import some_of
 from support.paths import ROOT
 
 PLANS = sorted((ROOT / "plans").glob("*.json"))
@@ -75,7 +76,7 @@ def test_curves_of_memory_follow_orders_where_these_tell_memory(monkeypatch: pyt
     st.sampled_from([one_f_one_b, gpipe_orders]),
     st.sampled_from([None, (9, 11)]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=some_of(60), deadline=None)
 def test_causes_add_up_whatever_the_plan(
     num_devices: int, num_microbatches: int, lag: int, memory: int | None, orders: object, split: tuple[int, int] | None
 ) -> None:

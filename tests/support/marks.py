@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import settings
 
 Case = TypeVar("Case")
 
@@ -27,6 +28,11 @@ def slow_but(
 
     found = [pytest.param(*(value if several else (value,)), marks=marks(value)) for value in values]
     return pytest.mark.parametrize(names, found, **options)
+
+
+def some_of(examples: int) -> int:
+    """How many of so many examples are drawn: half, but all where they are to be others than usual."""
+    return examples if settings.get_current_profile_name() == "random" else examples // 2
 
 
 def always(value: object) -> bool:

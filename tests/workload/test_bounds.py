@@ -16,6 +16,7 @@ from pipeplan.schedule.search import search_schedule
 from pipeplan.workload.bounds import period_bound, strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from references.best_makespan import best_makespan
+from support.marks import some_of
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_littles_law_over_the_whole_run(memory: float, bound: int) -> None:
     assert strong_iteration_bound(zero_bubble("v", 8, 32, memory)) >= bound
 
 
-@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(50), suppress_health_check=list(HealthCheck))
 @given(problems(max_stages=2, num_microbatches=2))
 def test_bounds_and_search_against_every_schedule(problem: OneMicrobatch) -> None:
     best = best_makespan(problem)

@@ -430,6 +430,7 @@ def test_what_is_reduced_once_an_iteration_slows_what_is_computed_beside_it(cont
     assert simulation.iteration_ns == plan.predicted.iteration_ns
 
 
+@pytest.mark.slow
 def test_searches_have_late_inputs_beside_exchanges() -> None:
     """The last stage waits inside for the second's output: shorter, and chosen where both ways are open."""
     profile = chain_of([20] * 4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)])

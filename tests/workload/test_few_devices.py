@@ -30,6 +30,7 @@ from references.best_makespan import best_makespan
 from references.least_period import least_period_by_enumeration
 from references.solved_iteration import solved_iteration
 from references.tails import best_iteration
+from support.marks import some_of
 
 
 def least(problem: OneMicrobatch, devices: Sequence[int], more: Sequence[int] = ()) -> int:
@@ -295,14 +296,14 @@ def test_compiled_loops_make_room() -> None:
     assert part.num_labels < whole.num_labels
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(40), suppress_health_check=list(HealthCheck))
 @given(problems(max_stages=3, num_microbatches=2))
 def test_random_stages_against_every_schedule(problem: OneMicrobatch) -> None:
     never_above(problem)
 
 
 @pytest.mark.slow
-@settings(max_examples=50, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(50), suppress_health_check=list(HealthCheck))
 @given(with_tails(max_stages=2, num_microbatches=2))
 def test_what_follows_counts(problem: OneMicrobatch) -> None:
     """The found schedule ends no sooner than any devices say, sums and steps included."""
@@ -408,6 +409,7 @@ def test_what_holds_memory_is_not_hoisted() -> None:
     assert Outermost.of(unit_problem("k", 4, 8, 3)) is None
 
 
+@pytest.mark.slow
 def test_a_closed_cell_ends_the_search() -> None:
     found = search_schedule(zero_bubble("v", 8, 32, 1).workload, Budget(60, deterministic=True))
     assert found.makespan_ns == found.bound_ns == 10_580

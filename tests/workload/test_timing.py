@@ -24,13 +24,14 @@ from pipeplan.workload.one_microbatch import Reduction
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload, lasting
 from references.replay import replay
+from support.marks import some_of
 
 SEEDS = st.integers(0, 2**20)
 ALL_KINDS = workloads() | placed().map(lambda drawn: drawn.workload)
 
 
 @given(ALL_KINDS, SEEDS)
-@settings(max_examples=120)
+@settings(max_examples=some_of(120))
 def test_starts_are_those_of_a_naive_replay(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))

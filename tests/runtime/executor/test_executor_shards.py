@@ -366,7 +366,7 @@ COUNTED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["full", "split", "recomputed"])
+@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.long), "split", "recomputed"])
 def test_bytes_that_shards_move_are_the_plans(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models of the zoo and of Hugging Face, with their tables of words, experts and losses.
 

@@ -204,7 +204,7 @@ IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "llama4_text")
 """Whose rotations transformers computes in float32 whatever the format, as of sums of parts."""
 
 
-@slow_but("name", FAMILIES, lambda _: False, lambda name: name not in ("mixtral", "deepseek_v3", "llama4_text"))
+@slow_but("name", FAMILIES, lambda _: False, lambda name: name not in ("mixtral", "deepseek_v3"))
 def test_transformers_mixtures_share_experts(name: str) -> None:
     """Over replicas, and over replicas and shards, between which all else is split."""
     tolerance = 1e-7 if name in IN_FLOAT32 else 1e-10
@@ -427,12 +427,12 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
         {"expert": 4},
         {"expert": 2, "context": 2, "split": True},
         {"expert": 4, "shards": 2},
-        {"expert": 4, "shards": 2, "split": True},
-        {"expert": 4, "expert_shards": 2},
+        pytest.param({"expert": 4, "shards": 2, "split": True}, marks=pytest.mark.long),
+        pytest.param({"expert": 4, "expert_shards": 2}, marks=pytest.mark.long),
         {"expert": 4, "expert_shards": 2, "shards": 2},
-        {"expert": 1, "shards": 2},
-        {"expert": 1, "shards": 2, "split": True},
-        {"expert": 1, "shards": 2, "context": 2},
+        pytest.param({"expert": 1, "shards": 2}, marks=pytest.mark.long),
+        pytest.param({"expert": 1, "shards": 2, "split": True}, marks=pytest.mark.long),
+        pytest.param({"expert": 1, "shards": 2, "context": 2}, marks=pytest.mark.long),
         {"expert": 4, "shards": 2, "context": 2},
         {"expert": 1, "shards": 2, "name": "odd"},
         {"pipeline": True},

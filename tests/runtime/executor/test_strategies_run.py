@@ -23,7 +23,7 @@ from support.commands import pipeplan
 from support.marks import slow_but
 
 
-@slow_but("name", PAPERS, "candle-uno-tiny".__eq__)
+@slow_but("name", PAPERS, "candle-uno-tiny".__eq__, lambda name: name.startswith(("vgg16", "wide-resnet")))
 def test_points_of_frontiers_train_as_an_unsplit_run(name: str) -> None:
     request, found = frontier_of(name)
     for index in set(chosen(name).values()):

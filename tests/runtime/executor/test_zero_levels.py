@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -118,23 +119,36 @@ def reports(request: pytest.FixtureRequest) -> Reports:
 
 
 QUICK = (
-    *("zero 1", "zero 1 split", "zero 1 tied unlike", "zero 2 by actions split", "zero 2 groups", "zero 3 split"),
-    *("zero 3 by actions", "zero 3 groups", "zero 3 shards", "zero 3 branches by actions"),
-    *("buckets split", "buckets zero 1 tied", "buckets shards"),
+    *("zero 1", "zero 1 tied unlike", "zero 2 by actions split", "zero 3 by actions", "zero 3 groups", "zero 3 shards"),
+    *("zero 3 branches by actions", "buckets zero 1 tied", "buckets shards"),
 )
+SLOW = (
+    *(
+        "zero 1 split",
+        "zero 1 shards",
+        "zero 1 tied",
+        "zero 1 tied once",
+        "zero 2 split",
+        "zero 2 groups",
+        "zero 3 split",
+    ),
+    *("zero 3 branches", "zero 3 two stages by actions", "buckets split", "buckets zero 1 two stages split"),
+)
+"""The others are long: what these show, by the other levels and with the other backward."""
 
 
-def is_quick(name: str) -> bool:
-    return name in QUICK
+def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    """A test of the cases of some names."""
+    return slow_but("name", names, QUICK.__contains__, lambda name: name not in SLOW)
 
 
-@slow_but("name", [*NAMES, *BUCKETED], is_quick)
+@each_of([*NAMES, *BUCKETED])
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     _, options = (cases() | bucketed())[name]
     assert_as_unsplit(load_model(options.model), options, reports[name])
 
 
-@slow_but("name", BUCKETED, is_quick)
+@each_of(BUCKETED)
 def test_sums_begin_inside_of_the_last_action(name: str, reports: Reports) -> None:
     """Each bucket's, in every step: in the last action that adds to its stage's gradients, the first before its end."""
     plan, options = bucketed()[name]
@@ -151,7 +165,7 @@ def test_sums_begin_inside_of_the_last_action(name: str, reports: Reports) -> No
             assert early[text] > 0, "or sums overlap nothing"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if "once" not in name])
+@each_of(name for name in NAMES if "once" not in name)
 def test_ranks_hold_what_the_plan_says(name: str, reports: Reports) -> None:
     """To the byte, in float64, where the plan is of float32: twice as many.
 
@@ -175,7 +189,7 @@ UNEVEN = ("shards", "tied once")
 """Plans of parameters whose rows ranks cannot divide evenly: they send as if each had the most."""
 
 
-@slow_but("name", [*NAMES, *BUCKETED], is_quick)
+@each_of([*NAMES, *BUCKETED])
 def test_ranks_move_what_the_plan_says(name: str, reports: Reports) -> None:
     """Gradients and updated parameters of all steps, to the byte, in float64, where the plan is of float32."""
     plan, options = (cases() | bucketed())[name]

@@ -37,6 +37,7 @@ from support.marks import slow_but
     [(name, "half") for name in NAMES]
     + [(name, grain) for name in ("gpt2", "mixtral", "t5", "flava") for grain in ("layer", "operator")],
     lambda case: case[0] == "gpt2" or (case[1] == "half" and case[0] not in ALIKE),
+    lambda case: case[1] == "layer",
 )
 def test_blocks_run_in_one_piece_are_the_model(name: str, grain: Grain) -> None:
     """Output and the gradients of all parameters, for a number of samples that was not exported."""

@@ -222,9 +222,11 @@ def no_grad(work: Callable[[nn.Module], Tensor], share: nn.Module) -> Tensor:
 
 
 UNLIKE = [name for name in SPLIT if name not in ALIKE]
+KINDS = ("bert", "t5", "clip", "qwen2_moe", "deepseek_v3", "gemma3_text")
+"""One family of each kind of blocks; all of them compute the same in shares, and the others' blocks are long tests."""
 
 
-@slow_but("name", UNLIKE, lambda name: name in ("gpt2", "llama"))
+@slow_but("name", UNLIKE, lambda name: name in ("gpt2", "llama"), lambda name: name not in KINDS)
 def test_a_share_has_the_same_blocks_and_edges(name: str) -> None:
     model, share = captured(name, "half"), captured(name, "half", 2)
     assert [block.id for block in share.blocks] == [block.id for block in model.blocks]
@@ -261,7 +263,7 @@ DIVIDED = (
 ONE_LENGTH = [each for each in UNLIKE if each not in (*TOWERS, *SEEING, "vit", "whisper")]
 
 
-@slow_but("name", ONE_LENGTH, lambda name: name in ("gpt2", "llama"))
+@slow_but("name", ONE_LENGTH, lambda name: name in ("gpt2", "llama"), lambda name: name not in KINDS)
 def test_collectives_of_half_layers(name: str) -> None:
     divides = FAMILIES[name].divides
     words = ("all_gather", "F", SEQUENCE * 2 * 2 * 4)  # two numbers of each word, of two devices

@@ -44,6 +44,10 @@ BLOCKS = {
 }
 
 
+UNLIKE = ("llama4_text", "gpt_neox", "gemma3", "vit", "whisper")
+"""Of the slow ones those that are unlike the quick ones: layers in one piece, images, sounds; the others are long."""
+
+
 def captured(name: str) -> tuple[LoadedModel, Model]:
     sequence = None if name == "vit" else SEQUENCE
     found = load(text(name), sequence=sequence)
@@ -51,7 +55,9 @@ def captured(name: str) -> tuple[LoadedModel, Model]:
     return found, load_configuration(text(name), sequence=sequence)
 
 
-@slow_but("name", list(FURTHER), lambda name: name in ("deepseek_v3", "gemma2", "falcon"))
+@slow_but(
+    "name", list(FURTHER), lambda name: name in ("deepseek_v3", "gemma2", "falcon"), lambda name: name not in UNLIKE
+)
 def test_blocks_are_the_model(name: str) -> None:
     """What kinds they are, that they have all parameters once, and that they give the model's loss."""
     found, model = captured(name)
@@ -65,7 +71,7 @@ def test_blocks_are_the_model(name: str) -> None:
         assert replay(model, modules, batch).item() == pytest.approx(found.module(**batch).item(), rel=1e-6)
 
 
-@slow_but("name", list(FURTHER), lambda name: name in ("gemma2", "llama4_text"))
+@slow_but("name", list(FURTHER), lambda name: name in ("gemma2", "llama4_text"), lambda name: name not in UNLIKE)
 def test_the_loss_is_that_of_transformers(name: str) -> None:
     """With its own attention and experts, and images where it puts them itself."""
     if name == "llama4" and transformers.__version__ == "5.24.0":

@@ -148,7 +148,11 @@ def sums_of(parameters: Sequence[nn.Parameter], format_: torch.dtype) -> list[Te
     return sums
 
 
-@pytest.fixture(scope="module", params=[*SIX[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in SIX[2:])])
+SLOW, LONG = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.long]
+MARKS = {"mixtral": SLOW, "t5": SLOW, "bert": LONG, "clip": LONG}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS.get(name, ())) for name in SIX])
 def loaded(request: pytest.FixtureRequest) -> tuple[Profile, LoadedModel]:
     """A model's profile without times, and the module as transformers makes it."""
     model = captured(request.param, "half")

@@ -35,7 +35,7 @@ from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.profiling.flops import ProductCounter
 from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
-from support.marks import always, slow_but
+from support.marks import slow_but
 from support.paths import ROOT
 
 A100 = device_preset("a100-80gb")
@@ -112,7 +112,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 @slow_but(
     "name, dtype",
     [(name, torch.float32) for name in MODELS] + [(name, torch.bfloat16) for name in MODELS if name != "mt5"],
-    lambda case: case in (("chain", torch.float32), ("images", torch.bfloat16)),
+    ("chain", torch.float32).__eq__,
     lambda case: case[0] == "mt5",
     ids=lambda value: str(value).removeprefix("torch."),
 )
@@ -327,8 +327,8 @@ T5 = "T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_s
 @slow_but(
     "name, sequence",
     [(name, sequence) for name in ("tessel-gpt-tiny", LLAMA, T5) for sequence in (16, 10)],
-    lambda case: case not in ((LLAMA, 16), ("tessel-gpt-tiny", 10), (T5, 10)),
-    always,
+    lambda case: case in (("tessel-gpt-tiny", 16), (LLAMA, 10)),
+    (T5, 16).__ne__,
 )
 def test_shards_hold_their_part_of_all_activations(name: str, sequence: int) -> None:
     """But where they cannot divide the sequence: rows say which it is."""
