@@ -159,6 +159,10 @@ class InfeasibleError(PipeplanError):
         self.would_do = tuple(would_do)
         super().__init__(message)
 
+    def figures(self) -> dict[str, object]:
+        """What ``--json`` has where nothing fits: ``error``, and ``would_do``."""
+        return {"error": str(self), "would_do": [dict(each) for each in self.would_do]}
+
 
 class InvalidPlanError(PipeplanError):
     """A plan that breaks its own rules; ``problems`` has one line per broken rule, naming the place."""

@@ -834,6 +834,9 @@ SHORTAGE_LEAST_SECONDS = 0.5
 SHORTAGE_SEARCH_SHARE = 0.25
 """Part of the time for it that one search has. Not measured."""
 
+SHORTAGE_FEWER = 0.5
+"""Part of that time for fewer devices, where several numbers of them are asked for. Not measured."""
+
 SHORTAGE_KEPT = 0.05
 """Part of its time that a search without a plan keeps for that. Not measured."""
 
@@ -929,11 +932,8 @@ FRONTIER_SPLIT = 0.9
 FRONTIER_EXPLAINING = 0.5
 """Seconds at least for what would do where nothing fits. Not measured."""
 
-FRONTIER_TRYING = 1.0
-"""Seconds that one such change may take. Not measured."""
-
-FRONTIER_ABLE_PART = 3
-"""One part in so many of the time for finding out whether anything does without a limit. Not measured."""
+FRONTIER_KEPT = 0.5
+"""Part of what its searches leave, where none has a plan, that is kept for saying what would do. Not measured."""
 
 FRONTIER_COUNTING = 0.05
 """Part for counting what was not tried. Not measured."""

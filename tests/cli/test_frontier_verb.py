@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeplan import _api
 from pipeplan.checker import check
 from pipeplan.cli.main import cli
 from pipeplan.costs.clusters import named_cluster
@@ -198,6 +200,10 @@ def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("pipeplan.planning.too_large.TOO_LARGE_SECONDS", 0.2)  # what else would do is not tried here
     with_little = run(profile_path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
     assert all(said in str(with_little.exception) for said in ("on 2 devices", "4 samples", "raise --memory to 645MB"))
+    assert isinstance(with_little.exception, InfeasibleError)
+    assert [(each["num_devices"], each["memory_bytes"]) for each in with_little.exception.would_do] == [
+        (2, 645 * 10**6)
+    ]
     assert "--devices" in str(run(profile_path, fails=UsageError).exception)
     every = json.loads(run(profile_path, "--devices", "1,2,4", "--mini-batch", 4, "--json").stdout)["points"]
     least = [min(each["memory_bytes"] for each in every if each["num_devices"] == count) for count in (1, 2, 4)]
@@ -380,6 +386,14 @@ def test_what_cannot_be_written_is_said_and_the_rest_is_written(profile_path: Pa
 def test_one_point_has_no_turning_point(profile_path: Path) -> None:
     summary = json.loads(run(profile_path, "--devices", 1, "--json").stdout)
     assert not any(point["turning_point"] for point in summary["points"])
+
+
+def test_a_frontier_that_a_signal_ended_says_so(profile_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = _api.frontier
+    for stopped in (False, True):
+        monkeypatch.setattr(_api, "frontier", lambda *given, s=stopped, **how: replace(own(*given, **how), stopped=s))
+        said = run(profile_path, "--devices", 1, "--json").stderr
+        assert ("pipeplan: interrupted; these are the best points so far" in said) == stopped
 
 
 @pytest.mark.counted(1e-5)  # what has to be there takes many questions

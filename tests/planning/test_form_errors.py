@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +13,7 @@ from builders.profiles import joined
 from pipeplan.files import Block, CostRow
 from pipeplan.partition.placement import place
 from pipeplan.planning import trials
+from pipeplan.planning.build_plan import CandidateCounts
 from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate
 from pipeplan.planning.form_errors import FormErrors
 from pipeplan.planning.request import Batch, Request
@@ -20,6 +22,7 @@ from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice, UsualParts
 from pipeplan.planning.usual import USUAL
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.time_limit import checkpoint
 
 _ROWS = CostRow(microbatch_size=1, forward_ns=40, backward_ns=80, input_grad_ns=40, weight_grad_ns=40)
 _PROFILE = joined([Block(id=f"b{index}", operator="ffn", parameter_bytes=8, costs=(_ROWS,)) for index in range(8)])
@@ -29,6 +32,30 @@ def _row(name: str, usual_ns: float, usual_bytes: float) -> BoundedChoice:
     usual = next(each for each in USUAL if each.name == name)
     choice = Choice(usual.strategy, 1, Batch(8, 1), False, False, positions=2, usual=usual)
     return BoundedChoice(choice, 1, usual_ns, usual_bytes, 0.0, UsualParts(0.0, 0.0, 0.0, 0.0, 0.0))
+
+
+def test_where_there_is_no_time_to_count_what_is_left_at_least_so_many_are() -> None:
+    now = 0.0
+    request = Request(_PROFILE, 2, Batch(8, 1))
+    search = PlanSearch(request, Budget(10.0, clock=lambda: now), None, STEPS)
+
+    def proposals() -> Iterator[BoundedProposal]:
+        nonlocal now
+        for number in range(3):
+            now += 10.0 * (number == 2)
+            checkpoint()
+            yield BoundedProposal(partial(str, number), 1, _row("1f1b", 1.0, 0.0))
+
+    search.open = proposals()
+    assert num_left(search) == (2, False)
+    search.open = iter([*proposals()])
+    assert num_left(search) == (3, True)
+    for left, words in (((2, True), "2 placements not tried"), ((2, False), "at least 2 placements not tried")):
+        counts = CandidateCounts(5, 1, left[0], at_least=not left[1])
+        assert counts.not_tried == words
+        assert ("at_least" in counts.figures()) == (not left[1])
+    together = CandidateCounts.of_all([CandidateCounts(5, 1, 2), CandidateCounts(1, 0, 1, at_least=True)])
+    assert together == CandidateCounts(6, 1, 3, at_least=True)
 
 
 def test_a_kind_is_as_far_off_as_the_best_of_its_rows() -> None:
@@ -89,7 +116,7 @@ def test_rows_that_should_take_longer_come_last_and_none_is_lost(monkeypatch: py
     search.open, search.all_seen = iter(proposals()), False
     while not search.put_off:
         search.take()
-    assert num_left(search) == 3, "those that are put off were not tried either"
+    assert num_left(search) == (3, True), "those that are put off were not tried either"
     search.put_off.clear()
     assert all_taken() == ["near", "off", "far"], "what is put off comes last, in its order"
     search.forms = None

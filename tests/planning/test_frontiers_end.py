@@ -389,6 +389,24 @@ def test_plans_of_strategies_that_are_written_are_made_before_the_limit(
     assert clock.now == pytest.approx(60.0 - 0.75 - left, abs=0.25)
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_frontier_says_whether_a_signal_or_the_time_limit_ended_it(stopped: bool) -> None:
+    """At the first plan that is heard of."""
+    clock = Hand()
+    within = Limit(60.0, clock=clock)
+    asked = Request.of(chain_profile(4, placed=False), devices=2, mini_batch=64, device_counts=(1, 2), time_limit=60.0)
+
+    def end(*_: object) -> None:
+        if stopped:
+            within.interrupt()
+        clock.now = 100.0
+
+    found = frontiers.search_frontier(asked, within=within, progress=end)
+    assert (found.interrupted, found.stopped) == (True, stopped)
+    (note,) = (note for note in found.notes if "partitions tried" in note)
+    assert ("; interrupted (" in note, "; time ran out (" in note) == (stopped, not stopped)
+
+
 def test_a_frontier_that_ran_out_of_time_says_what_the_leanest_layout_needs() -> None:
     """By its closed form, where that is more than the limit; else only that there was no time."""
     profile = model("gpt2-124m", microbatch_sizes=(1, 2), shards=(1, 2))

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from builders.profiles import profile_of
+from builders.profiles import joined, profile_of
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.files import CostRow, Edge, Profile, read_profile
+from pipeplan.files import Block, CostRow, Edge, Profile, read_profile
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.comparison import OURS, compare
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Request
-from pipeplan.planning.steps import search_plan
+from pipeplan.planning.steps import STEPS, EvenCut, search_plan
+from pipeplan.planning.trials import PlanSearch
 from pipeplan.planning.tuning import tune
 from pipeplan.reporting.answer import print_answer
 from pipeplan.reporting.terminal import print_simulation
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules.language import named_rules, parse_rules, shipped_rules, to_toml
 from pipeplan.schedule.rules.sweep import built_in_rules
 from pipeplan.simulator.simulation import simulate
@@ -298,3 +301,18 @@ def test_memory_is_not_blamed_where_it_is_not_what_is_short() -> None:
     assert not ask(microbatch_size=8)
     assert not ask(microbatch_size=8, memory_bytes=10_000)
     assert ask(memory_bytes=10) == ["no even cut with GPipe or 1F1B was found that fits: the search goes on"]
+
+
+def test_no_even_cut_is_blamed_where_there_was_none_to_try() -> None:
+    """Where blocks may be split the table may have no row of 1F1B: then nothing was found out."""
+    rows = tuple(
+        CostRow(microbatch_size=1, shards=shards, forward_ns=40, backward_ns=80, input_grad_ns=40, weight_grad_ns=40)
+        for shards in (1, 2, 4)
+    )
+    chain = joined([Block(id=f"b{index}", operator="ffn", parameter_bytes=8, costs=rows) for index in range(4)])
+    asked = Request.of(chain, devices=8, positions=2, mini_batch=8, memory_bytes=10**9, time_limit=5.0)
+    heard: list[str] = []
+    search = PlanSearch(asked, Budget(math.inf), lambda what, *_: heard.append(what), STEPS)
+    EvenCut(seconds=math.inf).run(search)
+    assert search.best is None
+    assert not heard

@@ -27,6 +27,7 @@ from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import piper
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem
+from pipeplan.planning.candidates import uniform_choices
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
@@ -191,6 +192,26 @@ def test_sizes_that_are_fixed_are_advised_to_be_opened(split_path: str, asked: s
     require_advice_to_do("search", split_path, (*QUICK, *asked.split(), *more), says)
 
 
+def test_that_rows_do_not_fit_goes_before_what_others_could_not_be() -> None:
+    """On 6 devices a mini-batch of 4 is none for the 3 replicas of whole blocks; 2 devices that split blocks fit it."""
+    asked: dict[str, Any] = {"devices": 6, "positions": 2, "mini_batch": 4, "deterministic": True, "time_limit": 1.0}
+    chain = split_chain(2)
+    chain = chain.model_copy(
+        update={
+            "blocks": tuple(
+                block.model_copy(update={"costs": tuple(row for row in block.costs if row.context == 1)})
+                for block in chain.blocks
+            )
+        }
+    )
+    request = Request.of(chain, memory_bytes=170 * 10**6, **asked)
+    assert uniform_choices(request.within(None))
+    assert not uniform_choices(request)
+    with pytest.raises(InfeasibleError, match=r"6 devices of 170MB: .* would do.*; raise --memory to") as told:
+        search_plan(request)
+    assert told.value.would_do
+
+
 def test_a_schedule_for_shared_stages_names_the_flag_that_makes_them(tmp_path: Path) -> None:
     profile = split_chain(3)
     first, *others = profile.blocks
@@ -281,7 +302,7 @@ OTHERS = [
         ("frontier", f"--plans --devices 1,2 --memory 1GB --time-limit 8s --mode {mode}", ["raise --memory to "])
         for mode in ("all", "min-time", "min-devices", "profile")
     ),
-    ("frontier", "--plans --devices 2 --memory 1GB --time-limit 8s", ["give --devices 4 --mini-batch "]),
+    ("frontier", "--plans --devices 2 --memory 1GB --time-limit 8s", ["raise --devices to "]),
 ]
 
 

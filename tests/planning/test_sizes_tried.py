@@ -120,7 +120,8 @@ def test_what_was_not_tried_is_said() -> None:
     assert found.plan.microbatch_size == 4
     assert found.candidates.left
     left = found.candidates.left
-    assert found.not_tried.startswith(f"{left} placement{'s' * (left > 1)} not tried")
+    least = "at least " * found.candidates.at_least
+    assert found.not_tried.startswith(f"{least}{left} placement{'s' * (left > 1)} not tried")
     assert all(size not in found.sizes_left for size in (found.plan.microbatch_size,))
 
 

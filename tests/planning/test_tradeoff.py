@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -23,7 +22,6 @@ from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import split_frontier
 from pipeplan.planning.trials import Trial
 from pipeplan.simulator.simulation import simulate
-from pipeplan.units import parse_bytes
 from support.marks import always, slow_but
 
 DEVICES = (1, 2, 4)
@@ -169,10 +167,11 @@ def test_what_fits_nowhere_is_said_with_what_would_do() -> None:
     request = replace(request, memory_bytes=1000, device_counts=(1, 2))
     with pytest.raises(InfeasibleError, match=r"for 1, 2 devices of 1kB: .* would do") as told:
         plan_frontier(request)
-    enough = re.findall(r"([12]) devices? of ([0-9.]+GB)", str(told.value).split(":")[1])
-    assert enough
-    for count, memory in enough:
-        assert plan_frontier(replace(request, memory_bytes=parse_bytes(memory), device_counts=(int(count),))).points
+    enough = [each for each in told.value.would_do if int(each["num_devices"]) <= 2]
+    assert {int(each["num_devices"]) for each in enough} == {1, 2}
+    for each in enough:
+        count, memory = int(each["num_devices"]), int(each["memory_bytes"])
+        assert plan_frontier(replace(request, memory_bytes=memory, num_devices=count, device_counts=(count,))).points
 
 
 def test_stages_take_points_of_their_own_frontiers() -> None:

@@ -195,10 +195,13 @@ def test_alike_stages_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 # The answer -------------------------------------------------------------------------------------------------------
 
 
-def result_of(plan: Plan, bound_ns: int, *, timed_out: bool = False) -> Result:
+def result_of(
+    plan: Plan, bound_ns: int, *, timed_out: bool = False, candidates: CandidateCounts | None = None
+) -> Result:
     own = plan.predicted.lower_bound_ns
     none = cast("Schedule", None)  # whose figures are not shown
-    return Result(plan, none, 1.0, None, False, bound_ns, own, CandidateCounts(3, 1, 4), timed_out)
+    counts = candidates or CandidateCounts(3, 1, 4)
+    return Result(plan, none, 1.0, None, False, bound_ns, own, counts, timed_out)
 
 
 def answer(plan: Plan, width: int, monkeypatch: pytest.MonkeyPatch, bound_ns: int = 300, **how: Any) -> list[str]:
@@ -247,6 +250,10 @@ def test_the_answer_says_what_is_asked_first(monkeypatch: pytest.MonkeyPatch) ->
     assert "27.3% of device time, filling and draining" in text
     assert "next    --microbatches 16: 15.8% more samples/s, idle 27.3% -> 15.8%" in text
     assert "--time-limit 60s: 4 placements not tried" in text
+    uncounted = CandidateCounts(3, 1, 4, at_least=True)
+    text = "\n".join(answer(PLANS["chain"](), 140, monkeypatch, timed_out=True, candidates=uncounted))
+    assert "330ns on this placement (reached); at least 4 placements not tried" in text
+    assert "--time-limit 60s: at least 4 placements not tried" in text
     whole = "\n".join(answer(PLANS["chain"](), 140, monkeypatch, bound_ns=330))
     assert "optimal for 4 devices" in whole
     assert "330ns, reached: nothing that was left open is faster" in whole

@@ -10,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.output import Outputs, say, say_notes
+from pipeplan.cli.output import Outputs, failure_as_json, say, say_notes
 from pipeplan.cli.shared import (
     BYTES,
     DETERMINISTIC,
@@ -220,8 +220,10 @@ def frontier_command(
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
     with outputs, limited(request.time_limit, "frontier") as limit:
-        with Status() as progress:
+        with failure_as_json(as_json), Status() as progress:
             found = _api.frontier(request, progress=progress, within=limit, **how)
+        if found.stopped:
+            say("pipeplan: interrupted; these are the best points so far", err=True)
         # signals are still heard: one that comes now takes no file away
         if as_json or outputs.on_stdout:
             say_notes(_api.frontier_notes(request))

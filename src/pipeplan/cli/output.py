@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import click
 
 from pipeplan import _api
-from pipeplan.errors import FileError, UsageError
+from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.texts import on_one_line, printable, shortened, with_short_lines
 
 if TYPE_CHECKING:
@@ -61,6 +62,17 @@ def say_notes(notes: Iterable[str]) -> None:
     """Say on stderr what a reader must know, where stdout is for a file or for JSON."""
     for note in notes:
         say(f"pipeplan: {note}", err=True, wrap=True)
+
+
+@contextmanager
+def failure_as_json(as_json: bool) -> Iterator[None]:
+    """Print that nothing fits, and what would do, as one object where figures are printed so; it is raised further."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if as_json:
+            say(json.dumps(error.figures()))
+        raise
 
 
 class Outputs:

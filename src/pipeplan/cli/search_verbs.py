@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.output import Outputs, say, say_notes
+from pipeplan.cli.output import Outputs, failure_as_json, say, say_notes
 from pipeplan.cli.shared import (
     EXECUTOR,
     FILE,
@@ -33,7 +33,7 @@ from pipeplan.cli.shared import (
     require_one_kind_of_workers,
     seldom_collected,
 )
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
     from pipeplan._api import Plan, Request, Result, Tuning
@@ -182,18 +182,13 @@ def search_command(
     with Outputs(files, as_json=as_json, renews=("--start",)) as outputs:
         tuning: Tuning | None = None
         with limited(request.time_limit, "tune" if tunes else "search") as limit:
-            with Status() as progress:
+            with failure_as_json(as_json), Status() as progress:
                 if tunes:
                     tuning = _api.tune(request, workers=workers, cache=cache, progress=progress, within=limit)
                     result = tuning.result
                 else:
                     how: Any = {"progress": progress, "within": limit, "explain": explain, "workers": workers or 1}
-                    try:
-                        result = _api.search(request, executor=executor, **how)
-                    except InfeasibleError as error:
-                        if as_json:  # and it is said on stderr
-                            say(json.dumps({"error": str(error), "would_do": error.would_do}))
-                        raise
+                    result = _api.search(request, executor=executor, **how)
             # signals are still heard: one that comes now takes no file away
             if output is not None:
                 outputs.write_plan(result.plan, output)
@@ -325,7 +320,7 @@ def compare_command(as_json: bool, **flags: Any) -> None:
 
     request, rules = comparison_request(flags)
     with limited(request.time_limit, "compare") as limit:
-        with Status() as progress:
+        with failure_as_json(as_json), Status() as progress:
             found = _api.compare(request, rules=rules, progress=progress, within=limit)
         if found.interrupted:
             say("pipeplan: interrupted; these are the best plans so far", err=True)

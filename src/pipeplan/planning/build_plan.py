@@ -337,11 +337,37 @@ def _usual_level_said(request: Request, workload: Workload) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class CandidateCounts:
-    """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not all looked at."""
+    """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not all looked at.
+
+    ``at_least``: there was no time to count all that are ``left``, and there may be more.
+    """
 
     looked_at: int
     refuted: int
     left: int
+    at_least: bool = False
+
+    @property
+    def not_tried(self) -> str:
+        """How many are left, in words; empty where none is."""
+        return f"{'at least ' * self.at_least}{counted(self.left, 'placement')} not tried" if self.left else ""
+
+    def figures(self) -> dict[str, object]:
+        """As in ``search --json``, which says ``at_least`` where it is so."""
+        found = asdict(self)
+        if not self.at_least:
+            del found["at_least"]
+        return found
+
+    @classmethod
+    def of_all(cls, counts: Sequence[CandidateCounts]) -> CandidateCounts:
+        """Those of several searches together."""
+        return cls(
+            sum(each.looked_at for each in counts),
+            sum(each.refuted for each in counts),
+            sum(each.left for each in counts),
+            any(each.at_least for each in counts),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -513,9 +539,8 @@ class Result(Displayed):
     @property
     def not_tried(self) -> str:
         """What was not tried for lack of time, as ``6 placements not tried, nor micro-batches of 2 or 4``; or empty."""
-        left = self.candidates.left
         sizes = f", nor micro-batches of {_any_of(self.sizes_left)}" if self.sizes_left else ""
-        return f"{counted(left, 'placement')} not tried{sizes}" if left else ""
+        return self.candidates.not_tried and f"{self.candidates.not_tried}{sizes}"
 
     @property
     def throughput(self) -> Throughput:
@@ -544,7 +569,7 @@ class Result(Displayed):
             "gap": self.gap,
             "placement_lower_bound_ns": self.placement_lower_bound_ns,
             "placement_gap": self.placement_gap,
-            "candidates": asdict(self.candidates),
+            "candidates": self.candidates.figures(),
             "timed_out": self.timed_out,
             "period_ns": predicted.period_ns,
             "period_lower_bound_ns": predicted.period_lower_bound_ns,

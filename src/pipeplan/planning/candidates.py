@@ -74,6 +74,7 @@ from pipeplan.search_constants import (
 )
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
+from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.elements import Again, ContextExchange, recompute_of
 from pipeplan.workload.workload import Workload
 
@@ -855,6 +856,8 @@ def _chains(request: Request) -> Iterator[Proposal]:
             yield BoundedProposal(partial(_autopipe, request, each.choice), each.least_ns, each)
     if some:
         return
+    if has_table(request) and request.least_memory is not None:
+        yield partial(_unfit_rows, request)
     for _, alike in groupby(_choices(request), lambda choice: choice.replicas if isinstance(choice, Choice) else None):
         choices = list(alike)
         yield from (partial(_as_is, choice) for choice in choices if isinstance(choice, UsageError))
@@ -862,6 +865,22 @@ def _chains(request: Request) -> Iterator[Proposal]:
             yield partial(_tried, _chain, request, choice, "balanced", None)
             if _is_for_autopipe(request, choice):
                 yield partial(_autopipe, request, choice)
+
+
+def _unfit_rows(request: Request) -> InfeasibleError | None:
+    """That rows of the table are left out for want of memory, where there are some with enough of it.
+
+    It is said before what others that were asked for could not be: those are no reason.
+    """
+    least = min((each.least_bytes for each in likely_choices(request.within(MAX_BYTES))), default=None)
+    if least is None:
+        return None
+    devices, memory = named_devices(request.num_devices), format_bytes(request.least_memory or 0)
+    needed = format_bytes(rounded_up(math.ceil(least)))
+    return InfeasibleError(
+        f"no plan was found for {devices} of {memory}: by closed form every layout needs more, {needed} at least; "
+        f"raise --memory beyond that"
+    )
 
 
 def _likely_first(request: Request) -> Iterator[BoundedChoice]:

@@ -178,6 +178,13 @@ class Comparison(Displayed):
         """The throughput of a row's iteration."""
         return self.yardstick.throughput(self.mini_batch, row.iteration_ns, self.full_devices or self.num_devices)
 
+    @property
+    def _shortage_figures(self) -> dict[str, object]:
+        """Where no row fits, why, and what would do, as a search has it."""
+        if isinstance(self.shortage, InfeasibleError):
+            return self.shortage.figures()
+        return {} if self.shortage is None else {"error": str(self.shortage), "would_do": []}
+
     def figures(self) -> dict[str, object]:
         """The object of ``compare --json``."""
         return {
@@ -203,6 +210,7 @@ class Comparison(Displayed):
             ],
             "enough_seconds": self.enough_seconds,
             "interrupted": self.interrupted,
+            **self._shortage_figures,
             **({} if self.spares is None else {"spares": self.spares.figures()}),
             "notes": list(self.notes),
         }
@@ -448,7 +456,7 @@ class _RowsSoFar:
     def comparison(self) -> Comparison:
         """All of it, best first; without any row, the first reason raised."""
         if not self._rows:
-            raise KeyboardInterrupt if self.limit.interrupted else self._failures[0]
+            raise KeyboardInterrupt if self.limit.interrupted else self._first_failure
         request = self._request
         rows: dict[Hashable, ComparisonRow] = {}
         for row in sorted(_never_longer(self._rows), key=_rank):
@@ -471,6 +479,12 @@ class _RowsSoFar:
             tuple(request.reserve),
             sum(request.speeds),
         )
+
+    @property
+    def _first_failure(self) -> PipeplanError:
+        """That nothing fits goes before what could not be asked of other placements."""
+        short = (error for error in self._failures if isinstance(error, InfeasibleError))
+        return next(short, self._failures[0])
 
     @property
     def _enough_seconds(self) -> float | None:

@@ -115,7 +115,7 @@ class FrontierResult(Displayed):
     strategies at sizes that were profiled; others were compared by the nearest size in proportion. Partitions
     ``tried``, and the fewest that were ``untried`` when it was ``interrupted``, are those of whole plans. Where blocks
     are split operator by operator there are no plans to write, and ``makes_plans`` is false. ``spares`` say what spare
-    devices cost.
+    devices cost. Whole plans ``stopped`` where a signal ended the search, not the time limit.
     """
 
     name: str
@@ -136,6 +136,7 @@ class FrontierResult(Displayed):
     untried: int | None = None
     makes_plans: bool = True
     spares: Spares | None = None
+    stopped: bool = False
     yardstick: Yardstick = field(kw_only=True)
 
     def __repr__(self) -> str:
@@ -720,6 +721,7 @@ def _of_plans(request: Request, within: Limit | None, progress: Progress | None,
         found.interrupted,
         tried=found.num_tried,
         untried=found.num_untried,
+        stopped=found.stopped,
         yardstick=Yardstick.of(request.profile),
     )
 
@@ -753,7 +755,7 @@ def _plan_notes(found: PlanFrontier) -> Iterator[str]:
     )
     if found.interrupted:
         left = f"at least {found.num_untried} not tried" if found.num_untried else "it is not known how many are left"
-        note += f"; time ran out ({left}): raise --time-limit for more"
+        note += f"; interrupted ({left})" if found.stopped else f"; time ran out ({left}): raise --time-limit for more"
     if found.rough:
         note += (
             f"; on {', '.join(map(str, found.rough))} devices there was no time to track all strategies of one stage"

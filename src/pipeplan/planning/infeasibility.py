@@ -45,6 +45,7 @@ from pipeplan.search_constants import (
     SECONDS_PER_LOOK,
     SECONDS_PER_QUESTION,
     SHORTAGE_ABOVE,
+    SHORTAGE_FEWER,
     SHORTAGE_KEPT,
     SHORTAGE_LEAST_SECONDS,
     SHORTAGE_MOST_WORKING,
@@ -56,7 +57,7 @@ from pipeplan.search_constants import (
 )
 from pipeplan.texts import counted
 from pipeplan.time_limit import TimeUpError
-from pipeplan.units import MAX_BYTES, format_bytes, rounded_up
+from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.elements import MAX_DEVICES
 from pipeplan.workload.memory import peak_memory
 
@@ -134,22 +135,28 @@ def most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:
     return next(error for kind in kinds for error in failures if isinstance(error, kind))
 
 
-def shortage(request: Request, error: InfeasibleError, seconds: float, step: ExplainShortage) -> InfeasibleError:
+def shortage(
+    request: Request, error: InfeasibleError, seconds: float, step: ExplainShortage, fewer: Sequence[Request] = ()
+) -> InfeasibleError:
     """The error that says by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
 
     What would do is looked for with known schedules, for at most about ``seconds``; what is said was found to fit, and
-    where time has run out it is said that less may do.
+    where time has run out it is said that less may do. On ``fewer`` devices, where nothing fits either, it is looked
+    for in half of the time how much memory of each would.
     """
     limit = request.least_memory
     if limit is None:
         return error
-    # with its limit, since without one nothing would recompute
-    asked = replace(
-        _weighing_levels(request.within(limit).unlinked), time_limit=max(1.0, SHORTAGE_SEARCH_SHARE * seconds)
-    )
-    least = _Least(asked, limit, step, request.time_limit, request.unit if request.knows_links else None)
-    least.find(seconds)
-    if least.memory is None and least.about is not None:
+    whole = Budget(seconds, request.seed, request.deterministic)
+    least = _least(request, limit, (1 - SHORTAGE_FEWER) * seconds if fewer else seconds, step)
+    below: list[_Least] = []
+    for index, asked in enumerate(fewer):
+        left = SHORTAGE_FEWER * seconds if request.deterministic else whole.remaining
+        if left > 0:
+            below.append(_least(asked, limit, left / (len(fewer) - index), step, of_memory=True))
+    in_time = least.in_time and len(below) == len(fewer) and all(each.in_time for each in below)
+    known = [each for each in (least, *below) if each.memory is not None]
+    if not known and least.about is not None:
         needs, what = rounded_up(int(least.about.least_bytes)), choice_words(least.about.choice)
         untried: dict[str, int | str] = {
             "num_devices": request.num_devices,
@@ -162,9 +169,22 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
             f"least of all layouts alike in all stages: there was no time to try it{others}",
             would_do=[*_with_devices(limit, least), untried],
         )
-    if least.memory is None or least.enough <= rounded_up(limit):
+    if not known or min(each.enough for each in known) <= rounded_up(limit):
         return error
-    return InfeasibleError(_text(request, limit, least), least.enough, tuple(_remedies(request, limit, least)))
+    counts = [request.num_devices, *(asked.num_devices for asked in fewer)]
+    text = _text(counts, limit, least, known, in_time=in_time)
+    return InfeasibleError(text, min(each.enough for each in known), tuple(_remedies(limit, least, known)))
+
+
+def _least(request: Request, limit: int, seconds: float, step: ExplainShortage, *, of_memory: bool = False) -> _Least:
+    """What would do on a request's devices, or only how much memory of each."""
+    # with its limit, since without one nothing would recompute
+    asked = replace(
+        _weighing_levels(request.within(limit).unlinked), time_limit=max(1.0, SHORTAGE_SEARCH_SHARE * seconds)
+    )
+    least = _Least(asked, limit, step, request.time_limit, request.unit if request.knows_links else None)
+    least.find(seconds, of_memory=of_memory)
+    return least
 
 
 def _weighing_levels(request: Request) -> Request:
@@ -205,13 +225,24 @@ class _Least:
         self.others: dict[str, int] = {}
         self.in_time = True
 
-    def find(self, seconds: float) -> None:
-        """Find both, and other changes, each in a part of the time."""
+    @property
+    def num_devices(self) -> int:
+        """Devices of the request, on which nothing fits."""
+        return self._request.num_devices
+
+    @property
+    def number_is_given(self) -> bool:
+        """Whether a placement or sizes say how many devices there are."""
+        return _is_number_given(self._request)
+
+    def find(self, seconds: float, *, of_memory: bool = False) -> None:
+        """Find both, and other changes, each in a part of the time; or memory alone."""
         whole = Budget(seconds, self._request.seed, self._request.deterministic)
         parts = [self._find_memory]
-        if not _is_number_given(self._request):
+        if not of_memory and not self.number_is_given:
             parts.append(self._find_devices)
-        parts.append(self._find_others)
+        if not of_memory:
+            parts.append(self._find_others)
         for number, part in enumerate(parts, 1):
             with whole.share(number * seconds / len(parts) - whole.used) as self._time:
                 if part != self._find_others:
@@ -484,19 +515,24 @@ def _layout_words(candidate: PlacementCandidate, schedule: Schedule) -> str:
     return ", ".join(filter(None, (layout_words(candidate.placement.stages, schedule.workload), recomputed)))
 
 
-def _text(request: Request, limit: int, least: _Least) -> str:
-    assert least.memory is not None
-    count, memory = request.num_devices, format_bytes(least.enough)
-    enough, remedies = f"{count} devices of {memory} would do", [f"raise --memory to {memory} ({least.memory.what})"]
-    remedies += _other_remedies(least)
+def _text(counts: Sequence[int], limit: int, least: _Least, known: Sequence[_Least], *, in_time: bool) -> str:
+    """In words; ``known`` are those of which it was found how much memory would do, ``least`` or on fewer devices."""
+    best = min(known, key=lambda each: each.enough)
+    assert best.memory is not None
+    memory = format_bytes(best.enough)
+    each_on = {each.num_devices: format_bytes(each.enough) for each in known}
+    on = [f"{named_devices(count)} of {each_on[count]}" for count in sorted(each_on)]
+    enough = f"{' or '.join(on)} would do"
+    remedies = [f"raise --memory to {memory} ({best.memory.what})", *_other_remedies(least)]
     if least.on_devices is not None:
-        enough = f"{least.devices} devices of this size would do, or {count} of {memory}"
-    elif least.in_time and not _is_number_given(request):
+        others = f"{best.num_devices} of {memory}" if len(on) == 1 else " or ".join(on)
+        enough = f"{named_devices(least.devices or 0)} of this size would do, or {others}"
+    elif in_time and not least.number_is_given:
         enough += f", and with {format_bytes(limit)} each, all else as asked, no number of devices was found that does"
     return (
-        f"no plan was found for {count} devices of {format_bytes(limit)}: in the one found that needs least, "
-        f"{least.memory.place} needs {memory}, {format_bytes(least.enough - limit)} too much; {enough}; "
-        f"{unproved(in_time=least.in_time)}; " + ", or ".join(remedies)
+        f"no plan was found for {named_devices(*sorted(counts))} of {format_bytes(limit)}: in the one found that needs "
+        f"least, {best.memory.place} needs {memory}, {format_bytes(best.enough - limit)} too much; {enough}; "
+        f"{unproved(in_time=in_time)}; " + ", or ".join(remedies)
     )
 
 
@@ -516,11 +552,12 @@ def _with_devices(limit: int, least: _Least) -> Iterator[dict[str, int | str]]:
         yield {"num_devices": least.devices, "memory_bytes": limit, "what": least.on_devices.what}
 
 
-def _remedies(request: Request, limit: int, least: _Least) -> Iterator[dict[str, int | str]]:
+def _remedies(limit: int, least: _Least, known: Sequence[_Least]) -> Iterator[dict[str, int | str]]:
     """The same as figures: devices, bytes that a plan may use of each, and the layout that was found to fit."""
     yield from _with_devices(limit, least)
-    if least.memory is not None:
-        yield {"num_devices": request.num_devices, "memory_bytes": least.enough, "what": least.memory.what}
+    for each in known:
+        if each.memory is not None:
+            yield {"num_devices": each.num_devices, "memory_bytes": each.enough, "what": each.memory.what}
     for other, count in least.others.items():
         yield {"num_devices": count, "memory_bytes": limit, "what": other}
 

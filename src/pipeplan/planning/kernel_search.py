@@ -349,11 +349,7 @@ def _answer(
         plan=plan.model_copy(update={"provenance": provenance}),
         seconds=search.parts.spent,
         lower_bound_ns=bound,
-        candidates=CandidateCounts(
-            sum(each.looked_at for each in counts) + search.looked,
-            sum(each.refuted for each in counts),
-            sum(each.left for each in counts),
-        ),
+        candidates=CandidateCounts.of_all([*counts, CandidateCounts(search.looked, 0, 0)]),
         interrupted=search.parts.interrupted,
         notes=(*best.notes, _said(best, eager)),
         request=request,

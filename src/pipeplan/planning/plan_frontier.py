@@ -35,7 +35,7 @@ from pipeplan.planning.candidates import (
     uniform_layouts,
 )
 from pipeplan.planning.expanding import of_blocks
-from pipeplan.planning.infeasibility import ExplainShortage, most_telling, unproved
+from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.partition_trials import (
     HOW,
     PartitionTrial,
@@ -55,12 +55,12 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress, noted
 from pipeplan.search_constants import (
     FIRST_SECONDS,
-    FRONTIER_ABLE_PART,
     FRONTIER_CHAINS,
     FRONTIER_COUNTING,
     FRONTIER_EACH,
     FRONTIER_EXPLAINING,
     FRONTIER_FIRST,
+    FRONTIER_KEPT,
     FRONTIER_MAKING,
     FRONTIER_MOST_COUNTING,
     FRONTIER_MOST_DEVICES,
@@ -69,8 +69,8 @@ from pipeplan.search_constants import (
     FRONTIER_ROUGHLY,
     FRONTIER_SEARCHING,
     FRONTIER_SPLIT,
-    FRONTIER_TRYING,
     MOST_TIMES_DEVICES,
+    SHORTAGE_KEPT,
 )
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
@@ -90,8 +90,8 @@ class _Constants:
     of a large model may take all of it. After a part ``one_stage`` these are only tracked to within ``rough`` of the
     frontier, after ``roughly`` no further; after ``chains`` partitions of the chain make way for what else there is,
     after ``split`` split stages.
-    What would do where nothing fits gets what is left, ``explaining`` seconds at least, of which one change may take
-    ``trying``; counting what was not tried gets ``counting``, but no more than ``most_counting`` seconds.
+    What would do where nothing fits gets what is left, ``explaining`` seconds at least; counting what was not tried
+    gets ``counting``, but no more than ``most_counting`` seconds.
     """
 
     searching: float = FRONTIER_SEARCHING
@@ -102,7 +102,6 @@ class _Constants:
     chains: float = FRONTIER_CHAINS
     split: float = FRONTIER_SPLIT
     explaining: float = FRONTIER_EXPLAINING
-    trying: float = FRONTIER_TRYING
     counting: float = FRONTIER_COUNTING
     most_counting: float = FRONTIER_MOST_COUNTING
 
@@ -152,7 +151,7 @@ class PlanFrontier:
 
     ``interrupted`` if there was more to try: at least ``num_untried`` partitions of the chain. ``rough`` are the
     numbers of devices for which there was no time to track all strategies of one stage, ``failures`` those without a
-    point, and why, ``notes`` what went wrong in searches.
+    point, and why, ``notes`` what went wrong in searches. ``stopped`` if a signal, as of Ctrl-C, ended it early.
     """
 
     points: tuple[PlanPoint, ...]
@@ -163,6 +162,7 @@ class PlanFrontier:
     rough: tuple[int, ...] = ()
     failures: Mapping[int, PipeplanError] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    stopped: bool = False
 
 
 def plan_frontier(
@@ -194,7 +194,7 @@ def plan_frontier(
         limit = Budget(math.inf, deterministic=True, whole=within)  # which only an interruption ends
     limit.wait(0.0, FIRST_SECONDS)
     with workers_of(workers, executor) as by:
-        found = _searched(request, limit, quickest, progress, searches=True, workers=by, written=written)
+        found = _searched(request, limit, quickest, progress, workers=by, written=written)
     if not found.best:
         raise KeyboardInterrupt if limit.interrupted else _why(request, found)
     untried = _counted(found, min(_HOW.counting * request.time_limit, _HOW.most_counting)) if found.interrupted else 0
@@ -202,7 +202,8 @@ def plan_frontier(
     seconds, counts = found.limit.elapsed, {point.num_devices for point in points}
     failures = {count: error for count, error in found.failures.items() if count not in counts}
     how = found.num_tried, seconds, found.interrupted, untried, tuple(found.rough)
-    return PlanFrontier(tuple(points), *how, failures, tuple(dict.fromkeys(found.notes)))
+    notes = tuple(dict.fromkeys(found.notes))
+    return PlanFrontier(tuple(points), *how, failures, notes, stopped=found.interrupted and limit.interrupted)
 
 
 def _searched(
@@ -211,7 +212,6 @@ def _searched(
     quickest: bool,
     progress: Progress | None = None,
     *,
-    searches: bool = False,
     workers: CandidateWorkers | None = None,
     written: float = 0,
 ) -> _FrontierSearch:
@@ -226,9 +226,12 @@ def _searched(
     rough = [asked.num_devices for asked in whole]
     search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress, rough=rough, written=written)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
+    if request.least_memory is not None:  # until there is a point, as a search keeps it
+        limit.reserved = min(_HOW.explaining, SHORTAGE_KEPT * limit.seconds)
     with limit.hearing_interrupts(), limit.ended():
-        if searches:
-            search.search_all(requests, workers)
+        search.search_all(requests, workers)
+        if request.least_memory is not None and not search.best and not request.deterministic:
+            limit.reserved += FRONTIER_KEPT * max(0.0, limit.left())
         search.try_all(chain.from_iterable(islice(each, 1) for each in streams[0]), _HOW.first)
         for asked in whole:
             with search.noting("strategies of one stage"):
@@ -255,43 +258,32 @@ def _any_partition(request: Request) -> bool:
 
 
 def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
-    """Why there is nothing; where memory is short, with what the same search finds on every number of devices."""
-    limit = request.least_memory
-    devices = named_devices(*(each.num_devices for each in request.by_devices))
-    nothing: PipeplanError = InfeasibleError(f"no plan was found for {devices}")
+    """Why there is nothing; where memory is short, with what would do, as a search says it."""
+    limit, requests = request.least_memory, request.by_devices
+    nothing: PipeplanError = InfeasibleError(f"no plan was found for {_all_devices(request)}")
     if found.interrupted:
         nothing = SearchTimeoutError(
             f"no plan was found in {found.limit.elapsed:.1f} s, but there may be one; raise --time-limit"
         )
     error = next(iter(found.failures.values()), nothing)
+    short = {count: each for count, each in found.failures.items() if isinstance(each, InfeasibleError)}
     if limit is None:
         return error
-    if found.interrupted:
-        return _with_closed_form(request, limit, error, Limit(_HOW.explaining, clock=found.limit.clock))
-    time = Limit(max(_HOW.explaining, found.limit.left()), clock=found.limit.clock)
-    with time.hearing_interrupts():
-        able = _searched(
-            request.within(MAX_BYTES), Limit.part_of(time, time.seconds / FRONTIER_ABLE_PART), quickest=False
-        )
-        if not able.best:
+    if not short:
+        if not found.interrupted:
             return error
+        return _with_closed_form(request, limit, error, Limit(_HOW.explaining, clock=found.limit.clock))
+    found.limit.reserved = 0.0
+    seconds = request.time_limit if request.deterministic else max(_HOW.explaining, found.limit.left())
+    most, *fewer = sorted((each for each in requests if each.num_devices in short), key=lambda each: -each.num_devices)
+    unbounded = Limit(math.inf, clock=found.limit.clock)  # it keeps to its seconds; this hears interruptions
+    with unbounded.hearing_interrupts(), unbounded.ended():
+        error = shortage(most, short[most.num_devices], seconds, ExplainShortage(), fewer)
+    return error
 
-        def fits(asked: Request) -> bool:
-            return bool(_searched(asked, Limit.part_of(time, _HOW.trying), quickest=False).best)
 
-        changes = changes_that_do(request, fits, time)
-    least: dict[int, int] = {}
-    for count, memory, _ in sorted(tried.place for tried in able.best):
-        least.setdefault(count, memory)
-    *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
-    enough = [", ".join(enough), last] if enough else [last]
-    raised = rounded_up(min(least.values()))
-    ways = [f"raise --memory to {format_bytes(raised)}", *changes]
-    return InfeasibleError(
-        f"no plan was found for {devices} of {format_bytes(limit)}: {' or '.join(enough)} would do; "
-        f"{unproved(in_time=not able.interrupted)}; " + ", or ".join(ways),
-        raised,
-    )
+def _all_devices(request: Request) -> str:
+    return named_devices(*(each.num_devices for each in request.by_devices))
 
 
 def _with_closed_form(request: Request, limit: int, error: PipeplanError, time: Limit) -> PipeplanError:
@@ -434,7 +426,7 @@ class _FrontierSearch:
             self.notes += search.notes
             self._keep_trials(search)
         self.num_tried += search.looked_at
-        self.unsearched |= num_left(search) > 0
+        self.unsearched |= num_left(search)[0] > 0
         if search.answer is None and search.failures:
             self.failures.setdefault(request.num_devices, most_telling(search.failures))
 

@@ -62,7 +62,6 @@ from pipeplan.planning.candidates import (
     num_actions,
     placed,
     shorter_cuts,
-    strategy_choices,
 )
 from pipeplan.planning.choices import takes_long
 from pipeplan.planning.device_orders import DeviceOrders
@@ -739,10 +738,13 @@ class EvenCut(PlanStep):
         Returns whether others do not fit, of those that there are sizes and a place in the schedule for.
         """
         self._look_shorter(search, request, begin)
-        unsuited, most, short = set[str](), math.inf, False
+        unsuited, most, short, asked = set[str](), math.inf, False, 0
 
         def wanted(choice: Choice) -> bool:
-            return choice.strategy not in unsuited and num_actions(request, choice) <= most
+            nonlocal asked
+            suits = choice.strategy not in unsuited and num_actions(request, choice) <= most
+            asked += suits
+            return suits
 
         cuts, instead = even_cuts(request, begin, wanted), takes_long(request) != takes_long(search.request)
         for candidate in cuts:
@@ -760,6 +762,8 @@ class EvenCut(PlanStep):
             except NotApplicableError:
                 unsuited.add(candidate.placement.strategy)
                 continue
+            except SearchTimeoutError:  # which says nothing of what fits
+                continue
             except PipeplanError:
                 short = True
                 continue
@@ -770,7 +774,7 @@ class EvenCut(PlanStep):
                     self._other_sizes(search, candidate, cuts)
                 return short
             short = True
-        return short or (not unsuited and request.least_memory is not None and bool(strategy_choices(request)))
+        return short or (asked > 0 and not unsuited and request.least_memory is not None)
 
     @staticmethod
     def _look_shorter(search: PlanSearch, request: Request, begin: Callable[[], None]) -> None:
@@ -1103,10 +1107,12 @@ def search_plan(
     schedule, plan = last.schedule, last.plan
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
+    left, all_counted = num_left(search)
     counts = CandidateCounts(
         search.looked_at,
         search.refuted + refuted,
-        search.unfinished + num_left(search),
+        search.unfinished + left,
+        at_least=not all_counted,
     )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
@@ -1218,14 +1224,16 @@ def _looking_ahead(search: PlanSearch, workers: CandidateWorkers | None) -> Iter
         search.ahead.end()
 
 
-def num_left(search: PlanSearch) -> int:
-    """How many candidates there was no time for, as far as that is known without making them, which takes long."""
+def num_left(search: PlanSearch) -> tuple[int, bool]:
+    """How many candidates there was no time for, as far as that is known without making them, which takes long; and
+    whether these are all, or there was no time to count them: then there is at least one.
+    """
     found, all_seen = 0, False
     with search.budget.moment(COUNTING_SECONDS):
         for propose in checked(chain(search.put_off, search.open)):
             found += not search.refutes(propose)
         all_seen = True
-    return found if all_seen else found + 1
+    return (found, True) if all_seen else (max(1, found), False)
 
 
 def _sizes_left(search: PlanSearch) -> tuple[int, ...]:

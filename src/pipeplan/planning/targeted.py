@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeplan.catalog import export_target
@@ -159,7 +159,7 @@ def _merged(request: Request, best: Result, parts: TimeParts, failures: Sequence
         seconds=parts.spent,
         interrupted=parts.interrupted,
         lower_bound_ns=min(*bounds, best.lower_bound_ns),
-        candidates=CandidateCounts(*map(sum, zip(*map(astuple, counts), strict=True))),
+        candidates=CandidateCounts.of_all(counts),
         timed_out=any(each.timed_out for each in parts.results),
         notes=(
             *best.notes,

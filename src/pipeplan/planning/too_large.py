@@ -75,6 +75,10 @@ def nothing_fits(
         f"too little: with {request.batch.mini_batch} samples per iteration each needs at least {needs}; "
         f"{', or '.join(ways)}",
         enough,
+        [
+            {"num_devices": count, "memory_bytes": rounded_up(found[count]), "what": "one stage, split block by block"}
+            for count in sorted(found, reverse=True)
+        ],
     )
 
 

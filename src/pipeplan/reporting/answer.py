@@ -201,7 +201,7 @@ def _bound(request: Request, result: Result) -> list[Clause]:
     ]
     return [
         (", ".join(found), 0),
-        (f"; {counted(left, 'placement')} not tried" if (left := result.candidates.left) else "", 0),
+        (f"; {result.candidates.not_tried}" if result.candidates.left else "", 0),
     ]
 
 

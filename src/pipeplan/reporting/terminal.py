@@ -130,7 +130,8 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
         lines = ["proved optimal: nothing that was left open is faster"]
     ended = "the time limit ended the search" if result.timed_out else "none is left to try"
     lines.append(
-        f"placements: {counts.looked_at} tried, {counts.refuted} of them ruled out by bounds, {counts.left} not tried; "
+        f"placements: {counts.looked_at} tried, {counts.refuted} of them ruled out by bounds, "
+        f"{'at least ' * counts.at_least}{counts.left} not tried; "
         f"{'the search was interrupted' if result.interrupted else ended}"
     )
     console = console_for(file)
