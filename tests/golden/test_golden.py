@@ -47,8 +47,11 @@ FAST = {
 }
 """Searches of a moment; all the others are slow together."""
 
-LONG = ("flava/auto", "gpt2-1.3b/cluster", "mmt/cluster", "mmt/greedy", "mt5/auto", "mt5/spread", "tessel-nn/memory")
-"""Of these the dearest, beside which the same profiles are searched in three other ways."""
+LONG = (
+    *("flava/auto", "gpt2-1.3b/auto", "gpt2-1.3b/cluster", "mmt/cluster", "mmt/greedy", "mt5/auto", "mt5/spread"),
+    *("tessel-nn/memory", "tessel-x/repetend"),
+)
+"""Of these the dearest, beside which the same profiles are searched in two other ways and more."""
 
 
 @pytest.fixture(scope="module", autouse=True)

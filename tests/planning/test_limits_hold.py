@@ -1882,7 +1882,7 @@ def taking_long(scheduler: str) -> Request:
 @pytest.mark.parametrize(
     ("scheduler", "flag", "interrupted"),
     [
-        ("repetend", "--scheduler repetend", True),
+        pytest.param("repetend", "--scheduler repetend", True, marks=pytest.mark.long),
         ("rules", "--rules 1f1b", False),
         pytest.param("repetend", "--scheduler repetend", False, marks=pytest.mark.long),
         pytest.param("rules", "--rules 1f1b", True, marks=pytest.mark.long),

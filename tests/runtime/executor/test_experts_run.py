@@ -433,7 +433,7 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
         pytest.param({"expert": 1, "shards": 2}, marks=pytest.mark.long),
         pytest.param({"expert": 1, "shards": 2, "split": True}, marks=pytest.mark.long),
         pytest.param({"expert": 1, "shards": 2, "context": 2}, marks=pytest.mark.long),
-        {"expert": 4, "shards": 2, "context": 2},
+        pytest.param({"expert": 4, "shards": 2, "context": 2}, marks=pytest.mark.long),
         {"expert": 1, "shards": 2, "name": "odd"},
         {"pipeline": True},
     ],

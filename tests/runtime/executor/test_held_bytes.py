@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -66,9 +65,20 @@ CASES = [
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
-            *product(("gpt2-tiny", "mmt-tiny"), (torch.float32, torch.bfloat16), (None,), (None,)),
+            ("gpt2-tiny", torch.float32, None, None),
+            ("mmt-tiny", torch.bfloat16, None, None),
             ("gpt2-tiny-operators", torch.bfloat16, None, None),
-            *product((LLAMA,), (torch.float32, torch.bfloat16), (16,), ("layer", "half")),
+            (LLAMA, torch.float32, 16, "layer"),
+            (LLAMA, torch.bfloat16, 16, "half"),
+        ]
+    ),
+    *(
+        pytest.param(*case, marks=[pytest.mark.slow, pytest.mark.long])
+        for case in [
+            ("gpt2-tiny", torch.bfloat16, None, None),
+            ("mmt-tiny", torch.float32, None, None),
+            (LLAMA, torch.float32, 16, "half"),
+            (LLAMA, torch.bfloat16, 16, "layer"),
         ]
     ),
 ]
