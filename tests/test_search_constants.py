@@ -15,8 +15,6 @@ CONSTANTS = PACKAGE / "search_constants.py"
 SEARCHING = ("planning", "schedule", "partition", "sharding", "workload/steady_state")
 BOUNDING = ("workload/bounds.py", "workload/few_device_bounds.py")
 STEP = "SearchStep"
-IN_FUNCTIONS = ("planning/", "schedule/", "partition/")
-"""Rooms in which numbers inside functions are looked at, too."""
 BOUNDING_CALLS = ("choice", "log", "max", "min", "randint", "range")
 """Functions whose arguments choose or bound."""
 NEUTRAL = (0, 1, -1)
@@ -66,19 +64,30 @@ ELSEWHERE = {
     "schedule/rules/values.py _LONGEST": "the format of rules",
     "schedule/stage_graph.py 4": "quarters of one",
     "schedule/stage_graph.py _RANKS": "an order of roles",
+    "sharding/bounds.py / 2": "halving",
+    "sharding/bounds.py 60": "halvings until floats do not change",
     "sharding/bounds.py RELAXED": "what floats are off by",
+    "sharding/compiled.py / 2": "room below the largest float",
+    "sharding/compiled.py 8": "what floats are off by",
     "sharding/compiled.py _COSTS": "a place in a tuple",
     "sharding/compiled.py _NOTHING": "an empty array",
     "sharding/compiled.py _PIECES": "how threads share work that is the same",
+    "sharding/cost_model.py 3": "places in a tuple",
     "sharding/decode_graph.py TOKEN_BYTES": "bytes of a number format",
+    "sharding/expansion.py 3": "queries, keys and values",
+    "sharding/expansion.py 4": "half as wide and half as high",
     "sharding/graph.py _NO_WAY": "a code",
     "sharding/graph.py _ONE_PAIR": "where a proof applies",
     "sharding/graph.py _UNSURE_USERS": "where a proof applies",
+    "sharding/held_bounds.py / 2": "half for each end of a pair",
+    "sharding/kernels.py 4": "how often something is made anew whose result is the same",
+    "sharding/kernels.py 8": "runs with which a sort begins",
     "sharding/kernels.py _BLOCK": "memory of a sort whose result is the same",
     "sharding/kernels.py _MANY_BUCKETS": "memory of a sort whose result is the same",
     "sharding/kernels.py _MOST_BUCKETS": "memory of a sort whose result is the same",
     "sharding/kernels.py _NEVER": "more than there can be",
     "sharding/kernels.py _SUMS": "memory of a sort whose result is the same",
+    "sharding/operator_kinds.py 3": "numbers of each token that a loss exchanges",
     "sharding/operator_kinds.py Attention.head_size": "what a model has, by default",
     "sharding/operator_kinds.py Convolution.kernel": "what a model has, by default",
     "sharding/operator_kinds.py CrossAttention.head_size": "what a model has, by default",
@@ -86,8 +95,11 @@ ELSEWHERE = {
     "sharding/operator_kinds.py _INT64": "bytes of a number format",
     "sharding/operators.py MOST_DIMENSIONS": "what is asked, by default",
     "sharding/operators.py _WAYS_PER_QUESTION": "how often the time is looked at",
+    "sharding/table.py 8": "what floats are off by",
     "sharding/table.py _PACKED_BITS": "bits of an integer",
     "sharding/threads.py _LOOK_SECONDS": "how often the time is looked at",
+    "workload/steady_state/repetend.py 3": "the middle half of a run",
+    "workload/steady_state/repetend.py 4": "the middle half of a run",
 }
 """Numbers that are none of the search's, and why."""
 
@@ -142,8 +154,7 @@ def constants_of(path: Path, tree: ast.Module, of_steps: set[str]) -> Iterator[s
                     numeric = numbers(field.value) if node.name in of_steps - {STEP} else chosen_default(field.value)
                     if numeric:
                         yield f"{where} {node.name}.{field.target.id}"
-    if where.startswith(IN_FUNCTIONS):
-        yield from (f"{where} {number}" for number in in_functions(tree))
+    yield from (f"{where} {number}" for number in in_functions(tree))
 
 
 def in_functions(tree: ast.Module) -> Iterator[str]:
@@ -268,5 +279,6 @@ def test_each_is_used() -> None:
 )
 def test_another_constant_is_found(text: str, name: str) -> None:
     tree = ast.parse(text)
-    path = PACKAGE / "planning" / "some.py"
-    assert f"planning/some.py {name}" in set(constants_of(path, tree, steps({path: tree})))
+    for room in SEARCHING:
+        path = PACKAGE / room / "some.py"
+        assert f"{room}/some.py {name}" in set(constants_of(path, tree, steps({path: tree})))

@@ -438,6 +438,9 @@ SHORTEST_ROUNDS = 4
 LOOPED_MORE = 4
 """Times the actions of a shorter run that is repeated whole, after which it must repeat itself. Not measured."""
 
+ROUNDS_APART = 4
+"""Looking back from the end, rounds are tried so far apart that a distance grows by one in so many. Not measured."""
+
 THOROUGH_TASKS = 5_000
 """Actions up to which a first look makes slow schedules, too. Not measured."""
 
@@ -1140,6 +1143,12 @@ MAX_WRITTEN = 200_000
 SWEPT_UNROLL = 8
 """Unrolls looked for at every moment of a run; larger ones where samples show them. Not measured."""
 
+LASTING_PART = 4
+"""A repetend that lasts for one in so many of all micro-batches is the steady state. Not measured."""
+
+AS_LONG_AS_ANY = 0.5
+"""The share of the longest that a repetend lasts which is as good as lasting longest. Not measured."""
+
 REPETEND_SAMPLES = 16
 """Moments of a run at which larger ones are looked for. Not measured."""
 
@@ -1190,6 +1199,9 @@ LABELS_MORE = 4
 
 LABEL_ROUNDS = 8
 """Rounds, at most. Not measured."""
+
+LEAST_GROUPS = 3
+"""Groups of devices of a size that a round of bounds looks at, at least. Not measured."""
 
 SMALL_GROUP = 4
 """Devices up to which all are looked at together. Not measured."""

@@ -32,6 +32,7 @@ from pipeplan.search_constants import (
     LABELS_ALONE,
     LABELS_AT_ONCE,
     LABELS_MORE,
+    LEAST_GROUPS,
     MOST_ALONE,
     MOST_KNOWN,
     MOST_SEARCHED,
@@ -258,7 +259,7 @@ class FewDeviceBounds:
             larger = [chosen._replace(more=tuple(sorted((*chosen.more, device)))) for device in others]
             left = [each for each in larger if each not in self._searches or not self._searches[each].done]
             left.sort(key=lambda each: (everything[-2] not in each.more, -self._proved.get(each, 0)))
-            yield from left[: max(3, len(larger) >> number)]
+            yield from left[: max(LEAST_GROUPS, len(larger) >> number)]
             chosen = max(larger, key=lambda each: self._proved.get(each, 0))
             if chosen not in self._searches or not self._searches[chosen].done:
                 return

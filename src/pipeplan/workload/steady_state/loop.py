@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
 from pipeplan.errors import InvalidPlanError
-from pipeplan.search_constants import FEW_ROUNDS, MAX_WRITTEN
+from pipeplan.search_constants import FEW_ROUNDS, MAX_WRITTEN, ROUNDS_APART
 from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.exchanges import Snapshot, exchanges_come_out, snapshots
@@ -156,7 +156,7 @@ def _places(low: int, high: int) -> Iterator[int]:
     back = FEW_ROUNDS
     while high - back > low:
         yield high - back
-        back += back // 4
+        back += back // ROUNDS_APART
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeplan.search_constants import PACE_RAMP
+from pipeplan.search_constants import LOOPED_MORE, PACE_RAMP
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.steady_state.loop import LoopedOrders, counts_of, looped
 from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
@@ -88,7 +88,7 @@ def paced_run(workload: Workload, phases: Sequence[int], most_written: int) -> L
         for order, firsts in zip(orders, here, strict=True):
             order += [first + m for m in range(count) for first in firsts]
     rounds = phases[: len(workload.operations)]
-    return looped(graph, orders, [1] * len(rounds), 1, workload.num_microbatches, 4 * graph.num_tasks, rounds)
+    return looped(graph, orders, [1] * len(rounds), 1, workload.num_microbatches, LOOPED_MORE * graph.num_tasks, rounds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,14 @@ from itertools import islice, takewhile
 from operator import eq
 
 from pipeplan.errors import UsageError
-from pipeplan.search_constants import MAX_REPLAYED, MOST_SWEPT, REPETEND_SAMPLES, SWEPT_UNROLL
+from pipeplan.search_constants import (
+    AS_LONG_AS_ANY,
+    LASTING_PART,
+    MAX_REPLAYED,
+    MOST_SWEPT,
+    REPETEND_SAMPLES,
+    SWEPT_UNROLL,
+)
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import MAX_COUNT, Repetend
@@ -63,7 +70,7 @@ def find_repetend(
     best, best_time = None, 0
     step = graph.workload.step_microbatches  # a repetend of a decoding loop is a step of all requests
     unrolls = search.unrolls(limit) if step == 1 else list(range(step, limit + 1, step))[:1]
-    least = search.longest_reach(unrolls) / 2 if repeated else 0.0
+    least = search.longest_reach(unrolls) * AS_LONG_AS_ANY if repeated else 0.0
     for unroll in unrolls:
         for cut in checked(search.cuts(unroll), 1):
             if repeated and search.reach(cut) < max(2 * unroll, least):
@@ -284,7 +291,7 @@ class _RepetendFinder:
                 smaller.append((unroll, reach))
                 if not least or reach >= max(2 * unroll, least):
                     yield unroll
-                if reach >= max(2 * unroll, self.workload.num_microbatches // 4):
+                if reach >= max(2 * unroll, self.workload.num_microbatches // LASTING_PART):
                     return
 
     def cuts(self, unroll: int) -> Iterator[_RepetendStart]:
