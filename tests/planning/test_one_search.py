@@ -117,6 +117,20 @@ def test_both_verbs_understand_flags_alike(flags: dict[str, Any]) -> None:
     assert best.iteration_ns == search_plan(same).plan.predicted.iteration_ns
 
 
+def test_positions_alone_leave_the_replicas_open() -> None:
+    """Of six devices two positions have three replicas at most, which cannot share four samples: two can, or one."""
+    profile = drawn(random.Random(5), 3)
+
+    def best_ns(devices: int, **said: Any) -> int:
+        asked = {"mini_batch": 4, "positions": 2, "shards": 1, **said, **TO_THE_END}
+        points = plan_frontier(frontier_request(profile, devices=(devices,), **asked)).points
+        found = search_plan(Request.of(profile, devices=devices, **asked)).plan.predicted.iteration_ns
+        assert found == min(point.iteration_ns for point in points)
+        return found
+
+    assert best_ns(6) == min(best_ns(4, replicas=2), best_ns(2, replicas=1))
+
+
 def test_one_stage_of_a_frontier_runs_what_is_profiled() -> None:
     """Six samples at once on a device are none of the four that there are rows for at most, and would be shorter."""
     how: dict[str, Any] = {"recompute": False, "time_limit": 0.1, "deterministic": True}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
@@ -28,7 +29,10 @@ from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import piper
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem
 from pipeplan.planning.candidates import uniform_choices
+from pipeplan.planning.comparison import compare
+from pipeplan.planning.frontier import frontier_request
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
+from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.time_limit import Limit
@@ -247,7 +251,7 @@ def test_a_clusters_limit_is_refused_as_one_that_is_given(profile_path: str) -> 
     wanted, found = (shortage(each, InfeasibleError("no"), 60, ExplainShortage()) for each in (given, cluster))
     assert "needs 2.51GB, 1.51GB too much" in str(wanted)
     assert "; that was found, and that less would not is not proved; raise" in str(wanted)
-    assert str(found) == str(wanted)
+    assert str(found) == str(wanted).replace("raise --devices to 6", "give a cluster of 6 devices") != str(wanted)
 
 
 def test_devices_without_any_memory_are_refused_as_others(profile_path: str) -> None:
@@ -283,6 +287,60 @@ def test_copies_that_must_divide_all_they_keep_are_advised() -> None:
     with pytest.raises(InfeasibleError, match=r"ZeRO 3 pp 1.*raise --devices to 4 \(tp 1 dp 4 ZeRO 3 pp 1"):
         search_plan(Request.of(chain, devices=2, positions=1, **how))
     assert {stage.zero for stage in search_plan(Request.of(chain, devices=4, positions=1, **how)).plan.stages} == {3}
+
+
+@pytest.mark.parametrize("verb", ["search", "compare", "frontier --plans"])
+def test_no_more_devices_than_the_cluster_has_are_planned_for(verb: str, profile_path: str, tmp_path: Path) -> None:
+    write_file(cluster_of(4), str(tmp_path / "c.json"))
+    said = [*verb.split(), profile_path, "--cluster", str(tmp_path / "c.json"), "--time-limit", "100ms"]
+    refused = CliRunner().invoke(cli, [*said, "--devices", "8"])
+    assert isinstance(refused.exception, UsageError)
+    assert "has 4 devices, not 8; lower --devices to 4, or give a larger --cluster" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--placement one-to-one --vp 3", "--chunks 3 does not apply to one-to-one; choose a --placement of circular"),
+        ("--vp 4 --pp 2", "--chunks 4 x --pp 2 are 8 stages, and profile 'chain' has 6 blocks; lower --chunks to 3"),
+        ("--vp 7", "--chunks 7 are 7 stages, and profile 'chain' has 6 blocks; lower --chunks to 6"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["search", "frontier --plans", "compare"])
+def test_stages_that_positions_cannot_have_are_refused(verb: str, flags: str, why: str, profile_path: str) -> None:
+    if "--placement" in flags and verb.startswith("frontier"):
+        return  # it has all placements
+    said = [*verb.split(), profile_path, "--devices", "4", *flags.split(), "--time-limit", "100ms"]
+    refused = CliRunner().invoke(cli, said)
+    assert isinstance(refused.exception, UsageError)
+    assert why in str(refused.exception)
+
+
+def test_stages_that_are_said_are_those_of_every_plan(profile_path: str) -> None:
+    """Though all devices as copies of one stage would be quicker; placements with one stage each have no rows."""
+    how: dict[str, Any] = {"mini_batch": 8, "chunks": 3, "time_limit": 0.1, "deterministic": True}
+    profile = read_profile(profile_path)
+    request, several = Request.of(profile, devices=4, **how), frontier_request(profile, devices=(4,), **how)
+    (shortest, *_) = sorted(plan_frontier(several).points, key=lambda point: point.iteration_ns)
+    for plan in (search_plan(request).plan, shortest.plan):
+        assert {Counter(stage.devices for stage in plan.stages)[each.devices] for each in plan.stages} == {3}
+    found = compare(request)
+    assert {row.placement for row in found.rows} == {"circular"}
+    others = {each.placement: each.why for each in found.missing if each.schedule is None}
+    assert others["one-to-one"].startswith("--chunks 3 does not apply to one-to-one")
+
+
+def test_a_larger_cluster_is_advised_where_it_has_too_few_devices() -> None:
+    """As a flag cannot say more than there are: where nothing fits, and where sizes do not divide them."""
+    how: dict[str, Any] = {"mini_batch": 8, "memory_bytes": 80_000, "time_limit": 0.1, "deterministic": True}
+    chain = profile_of([1000] * 12)
+    with pytest.raises(InfeasibleError, match=r"or give a cluster of 4 devices \(tp 1 dp 4 ZeRO 3 pp 1"):
+        search_plan(Request.of(chain, cluster=cluster_of(2), positions=1, **how))
+    assert search_plan(Request.of(chain, cluster=cluster_of(4), positions=1, **how)).plan.num_devices == 4
+    with pytest.raises(UsageError, match=r"--pp 3 does not divide 4 devices; .* or give a cluster of 6 devices"):
+        Request.of(chain, cluster=cluster_of(4), positions=3, **how)
+    with pytest.raises(UsageError, match="or give --devices 6"):
+        Request.of(chain, cluster=cluster_of(8), devices=4, positions=3, **how)
 
 
 FIXED = "--devices 2 --placement one-to-one --microbatch-size 2 --microbatches 4"

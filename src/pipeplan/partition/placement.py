@@ -190,6 +190,12 @@ def undivided(num_devices: int, replicas: int) -> UsageError:
     return UsageError(f"{num_devices} devices cannot be shared by {replicas} replicas; choose --replicas of {able}")
 
 
+def not_chunked(strategy: str, chunks: int | None) -> UsageError:
+    """The error of so many stages per device where a strategy has one on each route."""
+    chunked = ", ".join(name for name, other in STRATEGIES.items() if other.chunked)
+    return UsageError(f"--chunks {chunks} does not apply to {strategy}; choose a --placement of {chunked}")
+
+
 def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) -> Positions:
     if strategy not in STRATEGIES:
         meant = choose_from(strategy, ("auto", *STRATEGIES))
@@ -199,8 +205,7 @@ def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) 
     if num_devices % replicas:
         raise undivided(num_devices, replicas)
     if not STRATEGIES[strategy].chunked and chunks not in (None, 1):
-        chunked = ", ".join(name for name, other in STRATEGIES.items() if other.chunked)
-        raise UsageError(f"--chunks {chunks} does not apply to {strategy}; choose a --placement of {chunked}")
+        raise not_chunked(strategy, chunks)
     if chunks is not None and chunks < 1:
         raise UsageError(f"--chunks must be at least 1, not {chunks}")
     return STRATEGIES[strategy].routes(num_devices // replicas, 2 if chunks is None else chunks)

@@ -145,7 +145,7 @@ def candidates(
     chains = _chains(request)
     if is_large(request):
         yield from islice(chains, chains_first)
-    if any_stages(request):
+    if any_form(request):
         found = in_turns([step.candidates(request) for step in steps if isinstance(step, CandidateStep)])
         if open_splits(request) == (SplitSizes(1, 1),):
             yield from islice(found, 1)
@@ -423,8 +423,8 @@ def _uniform(request: Request, split: SplitSizes, length: _Length) -> Iterator[C
     width, blocks, uneven = split.width, len(request.profile.blocks), request.uneven
     rest, units = split.rest, len(neighbours(request.cluster, request.num_devices, width))
     every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
-    if request.positions is not None and request.replicas is None:  # all devices
-        every = (units // request.positions,) if units >= request.positions else ()
+    if request.positions is not None and request.replicas is None:
+        every = range(units // request.positions, 0, -1)  # as samples may not divide among all that there is room for
     known = _profiled(request, 1, False, split)
     for replicas in checked(every if request.replicas is None else (request.replicas,), 1):
         batches = list(_batches(request, replicas, False, split, known))
@@ -437,7 +437,7 @@ def _uniform(request: Request, split: SplitSizes, length: _Length) -> Iterator[C
         for zero, batch, strategy in checked(product(shared, batches, strategies), 1):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
-                continue
+                continue  # a target's may be of both kinds
             for chunks in _chunks(request, strategy, units)[: 1 if longest else None]:
                 most = min(units // replicas, blocks // (chunks or 1))
                 lengths = _lengths(request, units, most)[0 if length is _Length.ANY else -1 :]
@@ -623,7 +623,7 @@ def _plain(request: Request) -> Iterator[Choice]:
             if suits and each.choice not in seen:
                 seen.add(each.choice)
                 yield each.choice
-    elif name != "auto" or request.placement not in ("auto", "one-to-one"):
+    elif name != "auto" or request.chunks not in (None, 1) or request.placement not in ("auto", "one-to-one"):
         groups = [list(alike) for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas)]
         if is_large(request) and request.placement != SUBMODULES:
             groups.sort(key=lambda alike: min(_written(request, each) for each in alike))
@@ -819,7 +819,8 @@ def _strategies(request: Request) -> Iterable[str]:
         return (request.placement,)
     if request.only is not None:
         return request.only.placements
-    return ("one-to-one",) if request.num_parted else SEARCHED
+    every = ("one-to-one",) if request.num_parted else SEARCHED
+    return [each for each in every if STRATEGIES[each].chunked or request.chunks in (None, 1)]
 
 
 def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bool:
@@ -829,20 +830,23 @@ def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bo
 
 def _by_name(request: Request) -> list[str]:
     """Those for which the schedule is that is asked for, or else all; where devices have several stages that may."""
-    several = request.chunks not in (None, 1)
-    every = [each for each in _strategies(request) if STRATEGIES[each].chunked or not several]
-    known = CLASSIC.get(request.scheduler)
+    every, known = list(_strategies(request)), CLASSIC.get(request.scheduler)
     return [each for each in every if known is not None and each in known.strategies] or every
 
 
 def any_stages(request: Request) -> bool:
-    """Whether stages may be of any form.
+    """Whether stages may be of any form, one on each group of devices."""
+    return any_form(request) and request.chunks in (None, 1)
+
+
+def any_form(request: Request) -> bool:
+    """Whether stages may be of any form, with as many on each group of devices as is said.
 
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
-    any_form = request.placement == "auto" and request.only is None and not request.num_parted and not request.spread
+    free = request.placement == "auto" and request.only is None and not request.num_parted and not request.spread
     whole = {request.shards, request.context, request.expert, request.expert_shards} <= {None, 1}
-    return any_form and request.replicas is request.positions is None and whole
+    return free and request.replicas is request.positions is None and whole
 
 
 def _chains(request: Request) -> Iterator[Proposal]:
@@ -1141,7 +1145,8 @@ def _replicas(request: Request) -> Sequence[int]:
     if request.replicas is not None:
         return (request.replicas,)
     if request.positions is not None:
-        return (max(1, request.num_devices // (_width(request) * request.positions)),)
+        most = max(1, request.num_devices // (_width(request) * request.positions))
+        return [count for count in range(most, 0, -1) if request.batch.mini_batch % count == 0]
     if request.placement != "auto":
         return (1,)
     counts = [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]
@@ -1328,11 +1333,11 @@ class StageGraphs(CandidateStep):
     of = "the limit, each; with any sizes 0.3"
 
     def candidates(self, request: Request) -> Iterator[Proposal]:
-        if not any_stages(request):
+        if not any_form(request):
             return
         sizes_of_stages = open_sizes(request)
         choices = [sizes_of_stages, *([size] for size in sizes_of_stages if len(sizes_of_stages) > 1)]
-        for sizes in choices:
+        for sizes in choices if any_stages(request) else ():
             yield partial(_tried, self._graph, request, sizes)
         if request.chunks is not None or _branches(request.profile):
             for sizes in choices:
@@ -1487,7 +1492,7 @@ class PublishedPlanners(CandidateStep):
     when = f"{CandidateStep.when}; at most {{most}} blocks x devices"
 
     def candidates(self, request: Request) -> Iterator[Proposal]:
-        if request.num_devices * len(request.profile.blocks) > self.most:
+        if not any_stages(request) or request.num_devices * len(request.profile.blocks) > self.most:
             return
         planners: dict[str, Partitioner] = {
             "PipeDream": partial(pipedream, beside=False),

@@ -278,10 +278,8 @@ def compare_on(
             if rows.limit.interrupted or (rows.waited and rows.limit.over):
                 rows.add_failure(name, SearchTimeoutError(_NO_TIME))
                 continue
-            chunked = isinstance(wanted, str) and wanted != "auto" and STRATEGIES[wanted].chunked
-            chosen = len(placements) == 1 or wanted == "auto" or chunked
-            asked = replace(request, placement=wanted, chunks=request.chunks if chosen else None)
             try:
+                asked = replace(request, placement=wanted)
                 if isinstance(wanted, str) and wanted in STRATEGIES and len(placements) > 1:
                     with rows.limit.ended():
                         asked = _laid_out(request, asked)

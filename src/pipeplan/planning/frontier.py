@@ -30,6 +30,7 @@ from pipeplan.planning.request import (
     Splitting,
     input_notes,
     planned_for,
+    require_devices,
     require_sizes,
 )
 from pipeplan.planning.sharding_frontier import (
@@ -305,7 +306,7 @@ def frontier_request(
     planned = planned_for(cluster, devices, spares) if spares else 0
     counts = _counts(devices, cluster.first(planned) if cluster and planned else cluster, mode, splitting)
     if splitting is None:
-        counts = _shared_out(profile, counts, sizes | {"zero": zero}, given=devices is not None)
+        counts = _shared_out(profile, cluster, counts, sizes | {"zero": zero}, given=devices is not None)
     if splitting is not None and (zero, zero_group) != (None, None):
         raise UsageError("--zero is for plans with replicas, and one stage has none; add --plans, or leave it out")
     common: dict[str, Any] = {
@@ -345,7 +346,9 @@ def frontier_request(
     return request
 
 
-def _shared_out(profile: Profile, counts: tuple[int, ...], said: Mapping[str, Any], *, given: bool) -> tuple[int, ...]:
+def _shared_out(
+    profile: Profile, cluster: Cluster | None, counts: tuple[int, ...], said: Mapping[str, Any], *, given: bool
+) -> tuple[int, ...]:
     """The numbers of devices that can be shared out as is said; all of them must be where they are given.
 
     Raises:
@@ -354,7 +357,7 @@ def _shared_out(profile: Profile, counts: tuple[int, ...], said: Mapping[str, An
     able: list[int] = []
     for count in counts:
         try:
-            require_sizes(profile, "auto", count, said)
+            require_sizes(profile, "auto", count, said, cluster)
         except UsageError:
             if given or (count == counts[-1] and not able):
                 raise
@@ -371,11 +374,7 @@ def _counts(
         raise UsageError("give --devices or a --cluster")
     available = 0 if cluster is None else cluster.num_devices
     most = max(devices) if devices is not None else available
-    if cluster is not None and most > available:
-        raise UsageError(
-            f"cluster {cluster.name!r} has {available} devices, not {most}; lower --devices to {available}, or give a "
-            "larger --cluster"
-        )
+    require_devices(cluster, most)
     if devices is not None and (len(devices) > 1 or mode != "min-devices"):
         return tuple(devices)
     if mode in ("min-devices", "profile") or (splitting is None and mode == "all"):

@@ -19,7 +19,7 @@ from pipeplan.errors import (
     SumError,
     UsageError,
 )
-from pipeplan.files import Placement
+from pipeplan.files import Cluster, Placement
 from pipeplan.partition.chain.rebalance import least_short
 from pipeplan.planning.alternatives import choice_words, layout_words
 from pipeplan.planning.bounds import least_state_bytes
@@ -182,7 +182,8 @@ def _least(request: Request, limit: int, seconds: float, step: ExplainShortage, 
     asked = replace(
         _weighing_levels(request.within(limit).unlinked), time_limit=max(1.0, SHORTAGE_SEARCH_SHARE * seconds)
     )
-    least = _Least(asked, limit, step, request.time_limit, request.unit if request.knows_links else None)
+    node = request.unit if request.knows_links else None
+    least = _Least(asked, limit, step, request.time_limit, node, request.cluster)
     least.find(seconds, of_memory=of_memory)
     return least
 
@@ -206,12 +207,20 @@ _FitOf = Callable[[Request], _Fit | None]
 class _Least:
     """The search for the least memory per device, then for the fewest devices; what it knows stands at any moment.
 
-    Strategies for chains come first, which are quick to ask; then stages as a graph, with less than those need.
+    Strategies for chains come first, which are quick to ask; then stages as a graph, with less than those need. Links
+    of ``cluster``, whose devices the request is for, cost nothing here.
     """
 
     def __init__(
-        self, request: Request, limit: int, step: ExplainShortage, whole_limit: float, node: int | None = None
+        self,
+        request: Request,
+        limit: int,
+        step: ExplainShortage,
+        whole_limit: float,
+        node: int | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
+        self.cluster = cluster
         self._request, self._step, self._node, self._unit = request, step, node, node or 1
         self._limit = max(1, limit)  # where a device has no memory at all, nothing fits that would not in one byte
         self._working = min(step.most_working, step.working * whole_limit)
@@ -307,7 +316,7 @@ class _Least:
                 other._time = self._time
                 other._find_devices()
                 if other.devices is not None and other.on_devices is not None:
-                    what = f"raise --devices to {other.devices} and {remedy} ({other.on_devices.what})"
+                    what = f"{_have(other.devices, self.cluster)} and {remedy} ({other.on_devices.what})"
                     self.others[what] = other.devices
 
     def _lower(self, fit: _FitOf) -> None:
@@ -536,13 +545,20 @@ def _text(counts: Sequence[int], limit: int, least: _Least, known: Sequence[_Lea
     )
 
 
+def _have(devices: int | None, cluster: Cluster | None) -> str:
+    """To plan for so many devices: by a flag where they are there."""
+    there = devices is None or cluster is None or devices <= cluster.num_devices
+    return f"raise --devices to {devices}" if there else f"give a cluster of {devices} devices"
+
+
 def _other_remedies(least: _Least) -> Iterator[str]:
     """What to do but to raise memory: more devices, or other changes."""
     if least.on_devices is not None:
-        yield f"raise --devices to {least.devices} ({least.on_devices.what})"
+        yield f"{_have(least.devices, least.cluster)} ({least.on_devices.what})"
     elif least.about_devices is not None:
         count, choice = least.about_devices
-        yield f"raise --devices to {count} ({choice_words(choice.choice)} by closed form, which was not tried)"
+        have = _have(count, least.cluster)
+        yield f"{have} ({choice_words(choice.choice)} by closed form, which was not tried)"
     yield from least.others
 
 

@@ -28,7 +28,7 @@ from pipeplan.planning.alternatives import choice_words
 from pipeplan.planning.block_splits import group_splits, split_stages
 from pipeplan.planning.candidates import (
     PlacementCandidate,
-    any_stages,
+    any_form,
     longest_choices,
     own_placement,
     placed,
@@ -243,7 +243,7 @@ def _searched(
         others = [
             stage_graphs(each, search.memories(each.num_devices))
             for each in levels
-            if any_stages(each) and _any_partition(each)
+            if any_form(each) and _any_partition(each)
         ]
         joined = search.try_all(in_turn(others), share[1])
         again = search.by_devices(requests) if free else []

@@ -29,7 +29,7 @@ from pipeplan.costs.wide_groups import with_best_places
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
 from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, read_placement
-from pipeplan.partition.placement import Submodule, follows
+from pipeplan.partition.placement import Submodule, follows, not_chunked
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.decoding import OPEN, ServingAsked, decoding_of
@@ -346,12 +346,27 @@ class Request:
                 f"--chunks {self.chunks} would do nothing: {own} of profile {self.profile.name!r} say how many stages "
                 "each device has; leave --chunks out, or choose a --placement strategy such as circular"
             )
+        if self.chunks not in (None, 1):
+            self._require_stages(self.chunks)
 
     def _forwards_alone(self) -> None:
         """Settle what inference does not have."""
         nothing = {"split_backward": False, "recompute": False, "zero": 0, "num_parted": 0, "late_inputs": False}
         for field, value in nothing.items():
             object.__setattr__(self, field, value)
+
+    def _require_stages(self, chunks: int) -> None:
+        """That a position may have so many stages: that its strategy is for several, and blocks are enough."""
+        only = "one-to-one" if self.num_parted and self.placement == "auto" else self.placement
+        if isinstance(only, str) and only in STRATEGIES and not STRATEGIES[only].chunked:
+            raise not_chunked(only, chunks)
+        positions, blocks = self.positions or 1, len(self.profile.blocks)
+        if positions * chunks > blocks:
+            beside = f"--chunks {chunks}" + (f" x --pp {positions}" if positions > 1 else "")
+            raise UsageError(
+                f"{beside} are {positions * chunks} stages, and profile {self.profile.name!r} has {blocks} blocks; "
+                f"lower --chunks to {max(1, blocks // positions)}"
+            )
 
     def _require_span(self, most: int) -> None:
         """That a repetend is searched, whose actions run whole."""
@@ -538,6 +553,7 @@ class Request:
         if devices is None and cluster is None and placement == "auto" and all(layout):
             devices = math.prod(each or 1 for each in layout)
         chosen, num_devices = choose_placement(profile, placement, devices, rules)
+        require_devices(cluster, num_devices)
         if spares and isinstance(chosen, Placement):
             planned_for(cluster, None, spares, placed=True)
         batch = resolve_batch(
@@ -579,7 +595,7 @@ class Request:
             start = None if start is None else _grouped(together, start)
         if for_ is not None and target is not None:
             require_ranks(for_, target, profile, num_devices, others)
-        require_sizes(profile, chosen, num_devices, others)
+        require_sizes(profile, chosen, num_devices, others, cluster)
         made = cls(
             profile,
             num_devices,
@@ -770,6 +786,15 @@ def _batch_said(size: int | None, count: int | None) -> Iterator[tuple[str, str]
         yield "microbatch", f"--microbatches {count}" if size is None else f"--microbatch-size {size}"
 
 
+def require_devices(cluster: Cluster | None, num_devices: int) -> None:
+    """Check that a cluster has as many. Raises UsageError."""
+    if cluster is not None and num_devices > cluster.num_devices:
+        raise UsageError(
+            f"cluster {cluster.name!r} has {cluster.num_devices} devices, not {num_devices}; lower --devices to "
+            f"{cluster.num_devices}, or give a larger --cluster"
+        )
+
+
 def planned_for(cluster: Cluster | None, devices: object, spares: int, *, placed: bool = False) -> int:
     """How many of a cluster's devices are left to plan for.
 
@@ -845,26 +870,44 @@ _CHOICE_FLAGS = {
 """Flags that choose something for a plan, by the field that they are."""
 
 
-def require_sizes(profile: Profile, placement: Placement | str, num_devices: int, said: Mapping[str, Any]) -> None:
+def require_sizes(
+    profile: Profile,
+    placement: Placement | str,
+    num_devices: int,
+    said: Mapping[str, Any],
+    cluster: Cluster | None = None,
+) -> None:
     """Check that devices can be shared out as ``said``, by the names of a request's fields. Raises UsageError."""
     asked = AskedSizes(*(said.get(name) for name in AskedSizes._fields))
+    there = num_devices, cluster
     if asked.context is not None:
-        _require_context(profile, placement, num_devices, asked, said.get("spread"))
+        _require_context(profile, placement, there, asked, said.get("spread"))
     if asked.shards is not None:
-        _require_shards(profile, placement, num_devices, asked, said.get("spread"))
+        _require_shards(profile, placement, there, asked, said.get("spread"))
     if asked.positions is not None:
-        _require_positions(profile, placement, num_devices, asked)
+        _require_positions(profile, placement, there, asked)
     if (expert := said.get("expert")) is not None:
         _require_experts(profile, placement, num_devices, asked, expert, said)
     if (expert_shards := said.get("expert_shards")) is not None:
         _require_expert_shards(profile, placement, expert, expert_shards)
 
 
+_There = tuple[int, Cluster | None]
+"""How many devices are planned for, and the cluster they are in."""
+
+
+def _more(used: int, there: _There) -> str:
+    """What to give for the next multiple of ``used`` devices: a flag, or a cluster that has them."""
+    num_devices, cluster = there
+    more = -(-num_devices // used) * used
+    return f"--devices {more}" if cluster is None or more <= cluster.num_devices else f"a cluster of {more} devices"
+
+
 def _require_context(
-    profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes, spread: bool | None
+    profile: Profile, placement: Placement | str, there: _There, asked: AskedSizes, spread: bool | None
 ) -> None:
     """Check that every block has costs for parts of sequences. Raises UsageError with the numbers it has costs for."""
-    context, flag = asked.context or 1, f"--cp {asked.context}"
+    context, flag, num_devices = asked.context or 1, f"--cp {asked.context}", there[0]
     if context == 1:
         return
     _require_strategy(profile, placement, flag, "how many devices share each sequence")
@@ -883,16 +926,16 @@ def _require_context(
     used = context * others
     if num_devices % used:
         fitting = [count for count in common if num_devices % (count * others) == 0]
-        more = f"--devices {-(-num_devices // used) * used}"
+        more = _more(used, there)
         other = f"choose --cp {_listed(fitting)}, or {more}" if fitting else f"choose {more}"
         raise UsageError(f"{flag}{also} does not divide {num_devices} devices; {other}")
 
 
 def _require_shards(
-    profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes, spread: bool | None
+    profile: Profile, placement: Placement | str, there: _There, asked: AskedSizes, spread: bool | None
 ) -> None:
     """Check that every block can be split over this many devices. Raises UsageError with the numbers that work."""
-    shards, context = asked.shards or 1, asked.context or 1
+    shards, context, num_devices = asked.shards or 1, asked.context or 1, there[0]
     if shards == 1:
         return
     flag = f"--tp {shards}"
@@ -915,8 +958,8 @@ def _require_shards(
     if num_devices % used:
         fitting = [count for count in common if num_devices % (count * others) == 0]
         also = also.replace("--dp", "--replicas")
-        more = -(-num_devices // used) * used
-        other = f"choose --tp {_listed(fitting)}, or --devices {more}" if fitting else f"choose --devices {more}"
+        more = _more(used, there)
+        other = f"choose --tp {_listed(fitting)}, or {more}" if fitting else f"choose {more}"
         raise UsageError(f"{flag}{also} does not divide {num_devices} devices; {other}")
 
 
@@ -1019,9 +1062,9 @@ def _require_strategy(profile: Profile, placement: Placement | str, flag: str, w
         )
 
 
-def _require_positions(profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes) -> None:
+def _require_positions(profile: Profile, placement: Placement | str, there: _There, asked: AskedSizes) -> None:
     """Check that a pipeline can be that long. Raises UsageError with the lengths that it can have."""
-    positions, flag = asked.positions or 1, f"--pp {asked.positions}"
+    positions, flag, num_devices = asked.positions or 1, f"--pp {asked.positions}", there[0]
     _require_strategy(profile, placement, flag, "which devices run each stage")
     others, _ = asked.beside("shards", "context", "replicas")
     said = [(flag, getattr(asked, name)) for name, flag in _SIZE_FLAGS.items() if name != "positions"]
@@ -1036,9 +1079,9 @@ def _require_positions(profile: Profile, placement: Placement | str, num_devices
         choose = choose or [f"choose --pp of at most {blocks}"]
         raise UsageError(f"{flag} needs a block for each: {profile.name!r} has only {blocks}; {choose[0]}")
     if num_devices % used or (every and used != num_devices):
-        more = used if every else -(-num_devices // used) * used
+        more = _more(used, (used, there[1]) if every else there)
         says = f"is {used} devices, not {num_devices}" if every else f"does not divide {num_devices} devices"
-        raise UsageError(f"{flag}{beside} {says}; " + ", or ".join([*choose, f"give --devices {more}"]))
+        raise UsageError(f"{flag}{beside} {says}; " + ", or ".join([*choose, f"give {more}"]))
 
 
 def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:
