@@ -216,20 +216,25 @@ def search(
 def _search_training(request: Request, executor: Executor | str | None, *, within: Limit | None, **how: Any) -> Result:
     """The search of a plan that is not of decode steps."""
     found = _search_of(request)
-    with _executor(executor, within) as known:
-        return found(request, executor=known, within=within, **how)
+    with _executor(executor, request, within) as (known, limit):
+        return found(request, executor=known, within=limit, **how)
 
 
 @contextmanager
-def _executor(named: Executor | str | None, within: Limit | None) -> Iterator[Executor | None]:
-    """The executor, which may be a name as on the command line."""
+def _executor(
+    named: Executor | str | None, request: Request, within: Limit | None
+) -> Iterator[tuple[Executor | None, Limit | None]]:
+    """The executor, which may be a name as on the command line, and the limit that waiting for it has begun."""
     if not isinstance(named, str):
-        yield named
+        yield named, within
         return
     from pipeplan.planning.workers import named_executor
+    from pipeplan.time_limit import Limit
 
+    if within is None and not request.deterministic:
+        within = Limit(request.time_limit)
     with named_executor(named, within) as found:
-        yield found
+        yield found, within
 
 
 def _search_of(request: Request) -> Callable[..., Result]:
@@ -304,13 +309,13 @@ def frontier(
     from pipeplan.planning.frontier import search_frontier
 
     how: Any = {"mode": mode, "point": point, "progress": progress, "workers": workers, "written": written}
-    with _executor(executor, within) as known:
+    with _executor(executor, request, within) as (known, limit):
         how["executor"] = known
         if request.spares:
             from pipeplan.planning.spares import frontier_spared
 
-            return frontier_spared(request, lambda asked, part: search_frontier(asked, within=part, **how), within)
-        return search_frontier(request, within=within, **how)
+            return frontier_spared(request, lambda asked, part: search_frontier(asked, within=part, **how), limit)
+        return search_frontier(request, within=limit, **how)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------

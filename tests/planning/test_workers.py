@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children, parent_process
@@ -19,10 +19,11 @@ from pathlib import Path
 from textwrap import indent
 from threading import Event
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+import pipeplan
 from builders.chains import chain_profile
 from pipeplan.checker import check
 from pipeplan.errors import UsageError
@@ -574,6 +575,34 @@ def test_a_cluster_that_does_not_answer_is_waited_for_no_longer_than_the_limit(m
             pass
         unheard.end.set()
         assert unheard.now < (1.5 if interrupted else 4.0)
+
+
+@pytest.mark.parametrize("plans", [False, True])
+def test_waiting_for_an_executor_spends_the_time_limit_in_python_too(
+    monkeypatch: pytest.MonkeyPatch, plans: bool
+) -> None:
+    """The limit of what follows is the one that waiting has begun; where time is counted nothing has begun."""
+    waited = list[Limit | None]()
+
+    @contextmanager
+    def named(name: str, within: Limit | None = None) -> Iterator[Executor]:
+        waited.append(within)
+        raise UsageError("nobody answers")
+        yield
+
+    monkeypatch.setattr(workers, "named_executor", named)
+    how: dict[str, Any] = {"devices": 2, "time_limit": "7s", "executor": "dask:tcp://nobody:1"}
+    asked: Callable[..., object] = partial(pipeplan.frontier, plans=True) if plans else pipeplan.search
+    for deterministic in (False, True):
+        with pytest.raises(UsageError, match="nobody answers"):
+            asked(profile(), deterministic=deterministic, **how)
+    assert waited[0] is not None
+    assert (waited[0].seconds, waited[1]) == (7.0, None)
+
+
+def test_what_is_no_executor_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"must be a concurrent.futures.Executor, or a name .* not object"):
+        pipeplan.search(profile(), devices=2, time_limit=0.1, executor=cast("Executor", object()))
 
 
 def test_names_of_executors() -> None:

@@ -293,8 +293,13 @@ def workers_of(count: int, executor: Executor | None) -> Iterator[CandidateWorke
     """So many processes for one search after another, or an executor; None for one process, which is this one.
 
     Raises:
-        UsageError: an executor of threads.
+        UsageError: an executor of threads, or something else that is none.
     """
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise UsageError(
+            f"executor must be a concurrent.futures.Executor, or a name such as 'dask:tcp://host:8786', not "
+            f"{type(executor).__name__}; leave it out, or give one"
+        )
     if isinstance(executor, ThreadPoolExecutor):
         raise UsageError(
             "--executor of threads would change what the search itself works on; give one of processes or machines"
