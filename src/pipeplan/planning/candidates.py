@@ -52,6 +52,7 @@ from pipeplan.search_constants import (
     FIRST_STAGES,
     LARGE,
     LOOKED_AT_MORE,
+    MANY_GROUPS,
     MANY_KINDS,
     MOST_ENTRIES,
     MOST_IN_TURN,
@@ -459,7 +460,7 @@ def _lengths(request: Request, units: int, most: int) -> Sequence[int]:
     """
     if request.positions is not None:
         return [request.positions] * (request.positions <= most)
-    return range(1 if units <= MOST_IN_TURN else most // 2 + 1, most + 1)
+    return range(1 if units <= MANY_GROUPS else most // 2 + 1, most + 1)
 
 
 def _ways_again(request: Request) -> list[tuple[Again, tuple[Again, ...]]]:
