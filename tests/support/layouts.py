@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from pipeplan.errors import InfeasibleError
 from pipeplan.files import Plan
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_layouts
@@ -30,6 +33,15 @@ def require_best(request: Request, best_ns: int) -> Plan:
     assert found.lower_bound_ns <= best_ns
     assert request_bound(request) <= best_ns
     return found.plan
+
+
+def require_best_or_none(request: Request, best_ns: int | None) -> None:
+    """The same; and where no layout fits (None) nothing is found."""
+    if best_ns is not None:
+        require_best(request, best_ns)
+        return
+    with pytest.raises(InfeasibleError):
+        search_plan(request)
 
 
 def require_rows_below_plans(request: Request) -> None:
