@@ -18,8 +18,8 @@ that make schedules ``schedule-steps``).
     python benchmarks/real_clusters.py --list
 
 It ends with 1, and says what, where a search or a command has failed, a plan is not valid, a bound does not hold, or a
-search is longer than ``frontier --plans`` or a cell of the grid; and on thousands of devices where it breaks one of
-:data:`LEAST_COUNTED`, :data:`MOST_PLAN_BYTES`, what is beside it and :data:`LATE`.
+search is longer than ``frontier --plans``, a cell of the grid or a published configuration; and on thousands of devices
+where it breaks one of :data:`LEAST_COUNTED`, :data:`MOST_PLAN_BYTES`, what is beside it and :data:`LATE`.
 
 With ``--processor`` seconds are those of the process's own work, so that a busy machine is as good as a quiet one.
 
@@ -1238,6 +1238,10 @@ def missed(state: State, cases: Iterable[Case]) -> Iterator[str]:
         for what, found in (("search", search), ("commands", command)):
             if (ns := found.get("iteration_ns")) is not None and grid_ns and ns > grid_ns:
                 yield f"{case.name}, {what}: {ns / 1e9:.3f} s, and a cell of the grid {grid_ns / 1e9:.3f} s"
+        for run in (state.known(case, "published") or {"runs": []})["runs"]:
+            if run["theirs_ns"] is not None and run["ours_ns"] > run["theirs_ns"]:
+                sides = f"{run['ours_ns'] / 1e9:.3f} s, and {run['run']} {run['theirs_ns'] / 1e9:.3f} s"
+                yield f"{case.name}, search: {sides} (`{run['flags']}`)"
         if case.devices < MANY:
             continue
         for what, found in (("search", search), ("commands", command)):

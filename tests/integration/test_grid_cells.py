@@ -81,19 +81,24 @@ def test_no_cell_is_below_what_its_blocks_have_room_for(seed: int) -> None:
 
 
 def test_what_is_missed_is_said(tmp_path: Path) -> None:
-    """A share of peak, a cell that is shorter, a bound, and sizes."""
+    """A share of peak, a cell or a published configuration that is shorter, a bound, and sizes."""
     case = next(case for case in CASES if case.devices == 4096)
     state = State(tmp_path, 60.0)
+    published = {"run": "a run", "flags": "--tp 8", "ours_ns": 2 * 10**9, "theirs_ns": 1_900_000_000}
     for part, found in (
         ("search", {"iteration_ns": 2 * 10**9}),
         ("grid", {"best_ns": 10**9, "wrong": ["tp 1"]}),
         ("commands", {"iteration_ns": 10**9, "plan_bytes": 600_000, "check": {"seconds": 5.5}}),
+        ("published", {"runs": [published, published | {"theirs_ns": 2 * 10**9}, published | {"theirs_ns": None}]}),
     ):
         (tmp_path / f"{case.stem}.{part}.json").write_text(json.dumps(found))
     said = "\n".join(missed(state, [case, replace(case, devices=8)]))
-    for each in ("bounds that do not hold: tp 1", "search: 2.000 s, and a cell", "6e+05 bytes", "5.5 seconds of check"):
+    for each in (
+        *("bounds that do not hold: tp 1", "search: 2.000 s, and a cell", "6e+05 bytes", "5.5 seconds of check"),
+        "search: 2.000 s, and a run 1.900 s (`--tp 8`)",
+    ):
         assert each in said
-    assert len(said.splitlines()) == 4
+    assert len(said.splitlines()) == 5
 
 
 def test_what_failed_or_ended_late_is_missed(tmp_path: Path) -> None:
