@@ -17,10 +17,20 @@ from pipeplan.files import Block, CostRow, Profile
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning import alternatives, trials
-from pipeplan.planning.alternatives import Alternative, DifferentPlans, _is_fsdp, _why, choice_words, explained
+from pipeplan.planning.alternatives import (
+    Alternative,
+    DifferentPlans,
+    _best,
+    _is_fsdp,
+    _why,
+    choice_words,
+    explained,
+    kept_alternatives,
+)
+from pipeplan.planning.bounds import bound_is_over, request_bound
 from pipeplan.planning.candidates import PlacementCandidate, placed, quick_first, uniform_choices
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.steps import STEPS, search_plan
+from pipeplan.planning.steps import STEPS, _made, run_search, search_of, search_plan
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice, UsualParts
 from pipeplan.planning.usual import USUAL, Usual, excess, usual_of
@@ -135,6 +145,33 @@ def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
     assert all(f"  {each.what}\n" in below for each in result.explanation.common)
 
 
+def test_the_plan_that_was_made_is_marked_where_another_is_shorter() -> None:
+    """There was no time to make the plan of the first: it is said below the table, and which row the plan is."""
+    request = Request.of(
+        chain(8, (1, 2)), devices=4, mini_batch=8, memory_bytes=2000, time_limit=0.5, deterministic=True
+    )
+    search = search_of(request, explain=True)
+    run_search(search)
+    first, *others = _best(search)
+    place, second = next((n, each) for n, each in enumerate(others, 1) if (each.value_ns or 0) > (first.value_ns or 0))
+    found = explained(search, _made(search, first))
+    assert (found.returned, found.not_first) == (0, "")
+    made = _made(search, second)
+    search.not_made = "there was no time to make its plan; raise --time-limit"
+    found = explained(search, made)
+    shorter = 1 - (first.value_ns or 0) / (second.value_ns or 0)
+    assert found.returned == place
+    assert found.not_first == f"the first is {shorter:.1%} shorter, and {search.not_made}"
+    figures = json.loads(json.dumps(found.figures()))
+    assert [n for n, each in enumerate(figures["alternatives"]) if each["returned"]] == [place]
+    assert next(kept_alternatives(search, made)).iteration_ns == second.value_ns
+    shown = io.StringIO()
+    print_explanation(found, shown)
+    (marked,) = (line for line in shown.getvalue().splitlines() if line.startswith("*  "))
+    assert marked[1:].split()[0] == format_ns(second.value_ns or 0)
+    assert "* the plan above is the row with *: the first is " in shown.getvalue()
+
+
 def test_explained_plans_are_as_full_as_what_they_may_use() -> None:
     """What is in reserve on a device is not theirs."""
     quick = cluster_of(2, memory_bytes=2000, latency_ns=1, bandwidth=10**13)
@@ -154,7 +191,9 @@ def test_ten_plans_are_explained_where_a_schedule_is_asked_for_too() -> None:
     assert len(shown) == len({each.what for each in shown}) == 10
     assert all(each.what.endswith("; 1f1b") for each in shown)
     assert [each.iteration_ns for each in shown] == sorted(each.iteration_ns for each in shown)
-    assert found.figures()["alternatives"] == [asdict(each) | {"limits": each.limits} for each in shown]
+    assert found.figures()["alternatives"] == [
+        asdict(each) | {"limits": each.limits, "returned": each is shown[0]} for each in shown
+    ]
     hurried = search_plan(Request.of(chain(8, (1, 2)), scheduler="1f1b", **(how | {"time_limit": 0.01})), explain=True)
     assert hurried.explanation is not None
     count = len(hurried.explanation.alternatives)
@@ -210,9 +249,13 @@ def test_what_is_looked_at_to_explain_the_best_becomes_it_where_it_is_shorter() 
     trial.look()
     search.trials.append(trial)
     assert search.best is trial
+    secured: list[Trial | None] = []
+    search.secure = lambda: secured.append(search.best)
     for _ in range(100):
         DifferentPlans().run(search)
-    shown = [each.iteration_ns for each in explained(search).alternatives]
+    assert secured, "its plan is made, or time is kept for it"
+    assert secured[-1] is search.best is not trial
+    shown = [each.iteration_ns for each in explained(search, _made(search, search.best)).alternatives]
     assert shown == sorted(shown)
     assert search.best is not None
     assert shown[0] == search.best.value_ns
@@ -352,3 +395,17 @@ def test_two_routes_are_looked_at_with_what_their_closed_form_says(
 
 def _refused(*_: Any) -> Any:
     raise AssertionError("orders that take long to make")
+
+
+def test_the_bound_goes_by_what_it_is_said_to_be_over() -> None:
+    """What is not named makes no difference to it; what is named does where it leaves less."""
+    request = Request.of(chain(8, (1, 2)), devices=4, mini_batch=8, memory_bytes=2000)
+    bound = request_bound(request)
+    assert bound_is_over(request) == []
+    for unnamed in ({"positions": 2}, {"replicas": 2}, {"chunks": 2}, {"zero": 1}):
+        assert bound_is_over(replace(request, **unnamed)) == []
+        assert request_bound(replace(request, **unnamed)) == bound
+    for named in ({"shards": 2}, {"recompute": True}, {"placement": "one-to-one", "positions": 2, "replicas": 2}):
+        assert len(bound_is_over(replace(request, **named))) == len(named)
+        assert request_bound(replace(request, **named)) >= bound
+    assert request_bound(replace(request, recompute=True)) > bound

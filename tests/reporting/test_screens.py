@@ -398,7 +398,14 @@ def test_a_named_strategy_says_what_it_leaves_out() -> None:
 def test_the_bound_says_which_sizes_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replicated(2)
     request = request_of(chain_profile(1), "auto", Batch(4, 2), 2)
-    for asked, said in ((request, "for any plan ("), (replace(request, replicas=2), "for any plan with --dp 2 (")):
+    rows: dict[str, Any] = {"shards": 1, "context": 1, "positions": 1, "replicas": 2, "chunks": 1}
+    for asked, said in (
+        (request, "for any plan ("),
+        (replace(request, replicas=2), "for any plan ("),  # of which it is as well
+        (replace(request, expert=2, recompute=True), "for any plan with --ep 2 --recompute all ("),
+        (replace(request, placement="one-to-one"), "for any plan with --placement one-to-one ("),
+        (replace(request, **rows), "for any plan with --tp 1 --cp 1 --pp 1 --vp 1 --dp 2 ("),
+    ):
         lines = lines_of(print_answer, asked, result_of(plan, 1), simulate(plan), width=100, monkeypatch=monkeypatch)
         assert said in "\n".join(lines)
 

@@ -25,7 +25,7 @@ from pipeplan.planning.candidates import (
 )
 from pipeplan.planning.planners import AUTO_PLANNER
 from pipeplan.planning.request import Request
-from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
+from pipeplan.planning.trials import MadePlan, PlanSearch, PlanStep, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Schedule, scheduler_words
@@ -118,7 +118,13 @@ class DifferentPlans(PlanStep):
             return
         if request.scheduler != "auto" and not request.dictates:
             return  # how it is searched is said, which takes long for each
-        search.unexplained = True
+        best = search.best
+        self._look_at_all(search)
+        if search.best is not best:
+            search.secure()  # its plan, or time for it
+
+    def _look_at_all(self, search: PlanSearch) -> None:
+        request, search.unexplained = search.request, True
         with search.budget.share(self.share * search.budget.remaining) as share, share.ended():
             every = [kept_choice(trial.candidate) for trial in (*search.done, *search.beside)]
             known = {_shape(own) for own in every if own is not None}
@@ -186,15 +192,24 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What :func:`explained` finds; ``common`` is None where there was no time for it."""
+    """What :func:`explained` finds; ``common`` is None where there was no time for it.
+
+    The plan that was made is of the layout ``returned``, counted from 0; None where it is none of these. ``not_first``
+    says why it is not the first, where that is shorter.
+    """
 
     alternatives: tuple[Alternative, ...]
     common: tuple[Common, ...] | None
+    returned: int | None = 0
+    not_first: str = ""
 
     def figures(self) -> dict[str, object]:
         """As in JSON."""
         return {
-            "alternatives": [asdict(each) | {"limits": each.limits} for each in self.alternatives],
+            "alternatives": [
+                asdict(each) | {"limits": each.limits, "returned": index == self.returned}
+                for index, each in enumerate(self.alternatives)
+            ],
             "common": [asdict(each) for each in self.common or ()],
         }
 
@@ -238,8 +253,9 @@ def tied_with(search: PlanSearch, best: Trial) -> EqualPlan | None:
     return EqualPlan(flags, longer, len(simplest.candidate.placement.stages), left)
 
 
-def explained(search: PlanSearch) -> Explanation:
-    """The best plans of a search that differ in more than their schedules, and common layouts beside them.
+def explained(search: PlanSearch, made: MadePlan) -> Explanation:
+    """The best plans of a search that differ in more than their schedules, and common layouts beside them; which of
+    them was ``made``.
 
     As many of them as there is time for, the best first.
 
@@ -247,15 +263,29 @@ def explained(search: PlanSearch) -> Explanation:
         TimeUpError: there was none for the best.
     """
     shown, found = _best(search), list[Alternative]()
+    returned = next((index for index, trial in enumerate(shown) if _layout(trial) == made.layout), None)
+    which = returned, _not_first(search, shown, made)
     try:
         for trial in shown:
             found.append(_alternative(trial))
         known = dict(zip(map(id, shown), found, strict=True))
-        return Explanation(tuple(found), tuple(_common(search, found[0], known)))
+        return Explanation(tuple(found), tuple(_common(search, found[0], known)), *which)
     except TimeUpError:
         if not found:
             raise
-        return Explanation(tuple(found), None)
+        return Explanation(tuple(found), None, *which)
+
+
+def _not_first(search: PlanSearch, shown: Sequence[Trial], made: MadePlan) -> str:
+    """Why what was made is longer than the first that is shown; empty where it is not."""
+    own, least = made.plan.predicted.iteration_ns, shown[0].value_ns or 0
+    if own <= least:
+        return ""
+    why = search.not_made or "no plan was made of it"
+    if search.request.planner != AUTO_PLANNER:
+        why = f"--planner {search.request.planner} was asked for"
+    same = " with another schedule" * (made.layout == _layout(shown[0]))
+    return f"the first is {1 - least / own:.1%} shorter{same}, and {why}"
 
 
 def unexplained(explanation: Explanation, *, ended: bool) -> list[str]:
@@ -270,13 +300,14 @@ def unexplained(explanation: Explanation, *, ended: bool) -> list[str]:
     return said
 
 
-def kept_alternatives(search: PlanSearch) -> Iterator[AlternativeFigures]:
-    """The same plans as figures for the plan's file, as many as ``MOST_KEPT_BYTES`` of JSON have room for.
+def kept_alternatives(search: PlanSearch, made: MadePlan) -> Iterator[AlternativeFigures]:
+    """The same plans as figures for the plan's file, what was ``made`` first, as many as ``MOST_KEPT_BYTES`` of JSON
+    have room for.
 
     Unlike :class:`Alternative` it does not say what of the waiting is messages, which would be timed again.
     """
     size = 0
-    for trial in _best(search):
+    for trial in sorted(_best(search), key=lambda trial: _layout(trial) != made.layout):
         each = _kept(trial)
         size += len(each.model_dump_json()) + LAYOUT_BYTES
         if size > MOST_KEPT_BYTES:
@@ -324,6 +355,11 @@ def _work(trial: Trial) -> tuple[int, int]:
 
 def _words(trial: Trial) -> str:
     return f"{_layout(trial)}; {scheduler_words(_settled(trial).scheduler)}"
+
+
+def trial_words(trial: Trial) -> str:
+    """A trial's layout in words, by which plans differ that are shown."""
+    return _layout(trial)
 
 
 def _layout(trial: Trial) -> str:

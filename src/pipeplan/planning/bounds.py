@@ -19,11 +19,12 @@ from pipeplan.costs.blocks import asked_again, block_costs
 from pipeplan.costs.context import exchanged_as, open_exchanges
 from pipeplan.costs.held_once import bytes_into, loose_edges
 from pipeplan.costs.speeds import at_speed, exactly
-from pipeplan.costs.zero import WHOLE, Experts
+from pipeplan.costs.zero import AUTO, WHOLE, Experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Plan, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.partition.recomputation import levels_of
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.candidates import shards_of, strategy_choices, uniform_choices
 from pipeplan.planning.held_bounds import HeldBound, back_ns, undominated, way_of
 from pipeplan.planning.request import SUBMODULES, Request, size_of
@@ -49,14 +50,41 @@ def request_bound(request: Request) -> int:
     return min((bound for bound in bounds if bound is not None), default=1)
 
 
+def bound_is_over(request: Request) -> list[str]:
+    """The flags that were given and that :func:`request_bound` goes by: it is of any plan with these, whatever else.
+
+    Of the placement left open neither replicas nor positions, levels of ZeRO or chunks make a difference to it, unless
+    they leave rows of the table alone.
+    """
+    names = {"shards": "tp", "context": "cp", "expert": "ep", "expert_shards": "etp"}
+    if request.placement != "auto" or _is_of_rows(request):
+        names |= {"positions": "pp", "chunks": "vp", "replicas": "dp", "zero": "zero"}
+    given = {flag: value for name, flag in names.items() if (value := getattr(request, name)) not in (None, AUTO)}
+    if not request.sizes and len(request.profile.microbatch_sizes) > 1:
+        given["microbatch-size"] = request.batch.microbatch_size
+    if request.recompute is not None:
+        given["recompute"] = request.recompute if isinstance(request.recompute, str) else _ALL[request.recompute]
+    strategy = [f"--placement {request.placement}"] if request.placement in STRATEGIES else []
+    return [*strategy, *(f"--{flag} {value}" for flag, value in given.items())]
+
+
+_ALL = {True: "all", False: "none"}
+"""What ``--recompute`` calls what blocks do alike."""
+
+
+def _is_of_rows(request: Request) -> bool:
+    """Whether every plan is cut as a row of the table of layouts says, so that their bounds are the request's, too."""
+    fixed = request.shards, request.context, request.positions, request.replicas
+    return not (None in fixed or request.chunks != 1 or request.only is not None or request.spread)
+
+
 def _of_rows(request: Request) -> int:
     """What no row of the table of layouts is below, where a request fixes all their sizes and one stage a position.
 
     Then every plan is one of its rows, cut somehow and in some order: of rows that go round in turn the table knows no
     more than the bounds above.
     """
-    fixed = request.shards, request.context, request.positions, request.replicas
-    if None in fixed or request.chunks != 1 or request.only is not None or request.spread:
+    if not _is_of_rows(request):
         return 0
     rows = uniform_choices(request)
     return min((each.least_ns for each in rows), default=0)

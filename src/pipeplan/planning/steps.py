@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, S
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 
 from pipeplan.costs.context import of_stages
@@ -43,6 +44,7 @@ from pipeplan.planning.alternatives import (
     explained,
     kept_alternatives,
     tied_with,
+    trial_words,
     unexplained,
 )
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
@@ -1116,7 +1118,7 @@ def search_plan(
     )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
-    beside = _BesidePlan.of(search, best, schedule.workload, explain=explain)
+    beside = _BesidePlan.of(search, best, last, explain=explain)
     if beside.explanation is not None:
         notes += unexplained(beside.explanation, ended=search.unexplained)
     return Result(
@@ -1153,12 +1155,12 @@ class _BesidePlan:
     explanation: Explanation | None = None
 
     @classmethod
-    def of(cls, search: PlanSearch, best: Trial, workload: Workload, *, explain: bool) -> _BesidePlan:
+    def of(cls, search: PlanSearch, best: Trial, made: MadePlan, *, explain: bool) -> _BesidePlan:
         """All of it that there is a moment for."""
-        found, request = cls(), search.request
+        found, request, workload = cls(), search.request, made.schedule.workload
         seconds = max(BESIDE_SECONDS, search.budget.remaining)
         with search.noting("plans beside the best"), search.budget.moment(seconds):
-            for each in kept_alternatives(search):
+            for each in kept_alternatives(search, made):
                 found.alternatives += (each,)
             found.tie = tied_with(search, best)
         with search.noting("what was asked of stages"):
@@ -1167,7 +1169,7 @@ class _BesidePlan:
             seconds = max(BESIDE_SECONDS, search.budget.remaining)
             with search.noting("what is explained"), search.budget.moment(seconds):
                 try:
-                    found.explanation = explained(search)
+                    found.explanation = explained(search, made)
                 except TimeUpError:
                     search.notes.append("there was no time to explain what was found; raise --time-limit")
         return found
@@ -1191,7 +1193,9 @@ def search_of(
     require_planner(request)
     if request.start is not None:
         require_start(request, request.start)
-    return PlanSearch(request, budget, progress, steps, explains=explain)
+    search = PlanSearch(request, budget, progress, steps, explains=explain)
+    search.secure = partial(_secure, search)
+    return search
 
 
 def run_search(search: PlanSearch, workers: CandidateWorkers | None = None) -> None:
@@ -1381,7 +1385,7 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
     assert trial.best is not None
     bound = own.bound_ns if search.request.joined is None else schedule.bound_ns
     orders = (trial.parted or trial.best).orders
-    search.made = MadePlan(schedule, plan, seconds, bound, orders, _stands_in(search, trial))
+    search.made = MadePlan(schedule, plan, seconds, bound, orders, _stands_in(search, trial), trial_words(trial))
     return search.made
 
 
@@ -1489,6 +1493,7 @@ def _made_before(search: PlanSearch, best: Trial, before: MadePlan, error: BaseE
     why, remedy = f"making its plan ended with {type(error).__name__}: {error}", ""
     if isinstance(error, KeyboardInterrupt | TimeUpError):
         why, remedy = "there was no time to make its plan", ": raise --time-limit"
+    search.not_made = f"{why}{remedy.replace(': ', '; ')}"
     known, value = before.plan.predicted.iteration_ns, best.value_ns or 0
     shorter = f"{format_ns(known - value)} shorter," if value < known else "as long and otherwise better,"
     search.notes.append(

@@ -496,7 +496,7 @@ class MadePlan:
     """The plan of a schedule, in how many seconds it was made, and ns that no iteration of its placement is below.
 
     ``orders`` are those of the trial that it was made of: of blocks where stages are of groups of blocks, too. That one
-    may be what ``stands_in`` for the plan of a planner by name.
+    may be what ``stands_in`` for the plan of a planner by name. ``layout`` says in words what it is of, as a trial.
     """
 
     schedule: Schedule
@@ -505,6 +505,7 @@ class MadePlan:
     bound_ns: int
     orders: Orders
     stands_in: bool = False
+    layout: str = ""
 
 
 @dataclass(slots=True)
@@ -523,6 +524,7 @@ class PlanSearch:
     the planner that was asked for has none. Where the search ``explains`` what it found, ``beside`` are trials that
     only stand beside the best; layouts that there was no time for are left ``unexplained``. Of a large request
     proposals are ``put_off`` whose ``row`` of the table should take long by what ``forms`` of its kind were off.
+    To ``secure`` is to make the best trial's plan, or to keep time for it; ``not_made`` says why it was not made.
     """
 
     request: Request
@@ -557,6 +559,8 @@ class PlanSearch:
     forms: FormErrors | None = field(default_factory=FormErrors)
     row: BoundedChoice | None = None
     put_off: list[Proposal] = field(default_factory=list)
+    not_made: str = ""
+    secure: Callable[[], None] = lambda: None
     _looked: LookedAt | None = None
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str, bool] | None = None

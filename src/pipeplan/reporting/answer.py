@@ -9,7 +9,7 @@ from rich.text import Text
 
 from pipeplan.costs.throughput import one_device_ns
 from pipeplan.files import Placement
-from pipeplan.planning.bounds import open_bound
+from pipeplan.planning.bounds import bound_is_over, open_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.choices import takes_long
 from pipeplan.planning.next_steps import cannot_train, next_steps
@@ -172,13 +172,9 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     ]
 
 
-_SIZES = (("tp", "shards"), ("cp", "context"), ("pp", "positions"), ("dp", "replicas"), ("zero", "zero"))
-
-
 def _any_plan(request: Request) -> str:
-    """What the bound is for: any plan, or any with the sizes that were asked for."""
-    sizes = [(flag, getattr(request, name)) for flag, name in _SIZES]
-    given = "".join(f" --{flag} {size}" for flag, size in sizes if isinstance(size, int))
+    """What the bound is for: any plan, or any with what was asked for and makes a difference to it."""
+    given = "".join(f" {flag}" for flag in bound_is_over(request))
     runs = "" if request.only is None else f" that {request.only.title} can run"
     return f"for any plan{runs}{f' with{given}' if given else ''}"
 

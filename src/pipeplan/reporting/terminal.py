@@ -144,15 +144,20 @@ def print_explanation(explanation: Explanation, file: TextIO | None = None) -> N
     console = console_for(file)
     console.print("the best different plans, and the parts of each iteration that are no work")
     console.print(_ALTERNATIVES.format("iteration", "longer", "uneven", "bubble", "messages", "sums, step", "memory"))
-    for each in explanation.alternatives:
+    for index, each in enumerate(explanation.alternatives):
         first = explanation.alternatives[0].iteration_ns
         parts = [each.uneven_ns, each.bubble_ns, each.messages_ns, each.ending_ns]
         shares = [f"{ns / each.iteration_ns:.1%}" if ns else "" for ns in parts]
         longer = f"{each.iteration_ns / first - 1:+.1%}" if each.iteration_ns > first else ""
         memory = "" if each.memory_bytes is None else f"{each.peak_bytes / each.memory_bytes:.0%}"
-        console.print(_ALTERNATIVES.format(format_ns(each.iteration_ns), longer, *shares, memory), markup=False)
+        row = _ALTERNATIVES.format(format_ns(each.iteration_ns), longer, *shares, memory)
+        mark = bool(explanation.not_first) and index == explanation.returned
+        console.print(f"*{row[1:]}" if mark else row, markup=False)
         again = f"; {counted(each.recomputed, 'stage')} recomputed" if each.recomputed else ""
         _print_below(console, f"{each.what}{again}")
+    if explanation.not_first:
+        marked = "none of these" if explanation.returned is None else "the row with *"
+        console.print(flowed(f"* the plan above is {marked}: {explanation.not_first}", console.width))
     if explanation.common:
         console.print("common layouts, and why they are not best")
     for common in explanation.common or ():
