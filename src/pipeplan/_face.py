@@ -538,6 +538,7 @@ def frontier(
     devices: Counts | None = None,
     cluster: Cluster | Path | None = None,
     spares: int | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -581,6 +582,7 @@ def frontier(
         devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's.
         cluster: devices, memory, links and prices, or the path of a cluster file.
         spares: devices of ``cluster`` to keep spare, in whole nodes; the result's ``spares`` say what that costs.
+        profile_for: with ``plans``: profiles of kinds of devices, as in :func:`search`.
         memory: memory limit of each device, as ``"16GB"`` or bytes; by default the cluster's.
         memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
         precision: number formats of weights, gradients and state, as ``"bf16-mixed"``; by default the profile's.

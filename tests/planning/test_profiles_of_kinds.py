@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,6 +97,34 @@ def test_cuts_suit_the_profiles() -> None:
         first = plan.stages[0]
         assert set(first.blocks) == slow
         assert first.kinds != (name,)
+
+
+@pytest.mark.slow
+def test_frontiers_of_plans_take_profiles_of_kinds(tmp_path: Path) -> None:
+    """The same in Python; on the first device alone, which is of one kind, too. A frontier of one stage has none."""
+    profile = uneven_chain(3, 3, (1, 2))
+    other, cluster = drawn(profile, 3, sizes=False), cluster_of_kinds(Kind(1, "1", None), Kind(1, "1", None))
+    path = {name: str(tmp_path / f"{name}.json") for name in ("p", "q", "c")}
+    for name, file in (("p", profile), ("q", other), ("c", cluster)):
+        Path(path[name]).write_text(to_json(file))
+    flags = ["frontier", path["p"], "--cluster", path["c"], "--profile-for", f"kind1={path['q']}", "--json"]
+    asked = ["--devices", "1,2", "--mini-batch", "2", "--time-limit", "100ms", "--deterministic", "--plans"]
+    done = CliRunner().invoke(cli, [*flags, *asked])
+    assert done.exit_code == 0, f"{done.output}{done.exception}"
+    points = json.loads(done.stdout)["points"]
+    assert {each["num_devices"] for each in points} == {1, 2}
+    how: dict[str, Any] = {"mini_batch": 2, "time_limit": 0.1, "deterministic": True}
+    found = pipeplan.frontier(profile, cluster=cluster, profile_for={"kind1": other}, devices=[1, 2], plans=True, **how)
+    assert [each.time_ns for each in found.points] == [each["time_ns"] for each in points]
+    for number, each in enumerate(found.points, 1):
+        plan = found.plan(number)
+        assert plan.num_devices == each.num_devices
+        assert pipeplan.check(plan, profile=profile, profile_for={"kind1": other}, cluster=cluster).valid
+    best = pipeplan.search(profile, cluster=cluster, profile_for={"kind1": other}, **how)
+    assert min(each.time_ns for each in found.points) <= best.plan.predicted.iteration_ns
+    alone = CliRunner().invoke(cli, flags)
+    assert isinstance(alone.exception, UsageError)
+    assert "--profile-for is for pipelines, not for a single stage; add --plans" in str(alone.exception)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from pipeplan.cli.shared import (
     FOLDER,
     LARGE_NUMBER,
     MEMORY_RESERVE,
+    PROFILE_FOR,
     SEED,
     SPARES,
     FiniteRange,
@@ -53,6 +54,7 @@ _ONLY_SPLITS = {
     "mesh_dimensions": "--mesh-dimensions",
 }
 _ONLY_PLANS = {
+    "profile_for": "--profile-for",
     "shards": "--tp",
     "positions": "--pp",
     "replicas": "--dp",
@@ -95,6 +97,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links, prices."
 )
 @SPARES
+@PROFILE_FOR
 @click.option("--memory", type=BYTES, help="Memory limit of each device, such as 16GB.  [default: the cluster's]")
 @MEMORY_RESERVE
 @recipe_options
@@ -261,10 +264,11 @@ def frontier_request(ctx: click.Context) -> Request:
         only=flags["only"],
         mesh_dimensions=flags["mesh_dimensions"],
     )
+    cluster = given_file("cluster", flags["cluster_path"])
     return _api.frontier_request(
-        asked_profile(flags),
+        asked_profile(flags, cluster),
         devices=flags["devices"],
-        cluster=given_file("cluster", flags["cluster_path"]),
+        cluster=cluster,
         spares=flags["spares"] or 0,
         memory_bytes=flags["memory"],
         reserve_bytes=flags["memory_reserve"],
