@@ -28,7 +28,7 @@ from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import piper
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem
-from pipeplan.planning.candidates import uniform_choices
+from pipeplan.planning.candidates import _chains, uniform_choices
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.frontier import frontier_request
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
@@ -211,6 +211,8 @@ def test_that_rows_do_not_fit_goes_before_what_others_could_not_be() -> None:
     request = Request.of(chain, memory_bytes=170 * 10**6, **asked)
     assert uniform_choices(request.within(None))
     assert not uniform_choices(request)
+    said = [str(each) for propose in _chains(request) if isinstance(each := propose(), InfeasibleError)]
+    assert any("by closed form every layout needs more" in each for each in said)
     with pytest.raises(InfeasibleError, match=r"6 devices of 170MB: .* would do.*; raise --memory to") as told:
         search_plan(request)
     assert told.value.would_do
