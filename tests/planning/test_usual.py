@@ -405,7 +405,8 @@ def test_the_bound_goes_by_what_it_is_said_to_be_over() -> None:
     for unnamed in ({"positions": 2}, {"replicas": 2}, {"chunks": 2}, {"zero": 1}):
         assert bound_is_over(replace(request, **unnamed)) == []
         assert request_bound(replace(request, **unnamed)) == bound
-    for named in ({"shards": 2}, {"recompute": True}, {"placement": "one-to-one", "positions": 2, "replicas": 2}):
+    placed = {"placement": "one-to-one", "positions": 2, "replicas": 2}
+    for named in ({"shards": 2}, {"recompute": True}, {"split_backward": False}, placed):
         assert len(bound_is_over(replace(request, **named))) == len(named)
         assert request_bound(replace(request, **named)) >= bound
     assert request_bound(replace(request, recompute=True)) > bound

@@ -263,7 +263,7 @@ def explained(search: PlanSearch, made: MadePlan) -> Explanation:
         TimeUpError: there was none for the best.
     """
     shown, found = _best(search), list[Alternative]()
-    returned = next((index for index, trial in enumerate(shown) if _layout(trial) == made.layout), None)
+    returned = next((index for index, trial in enumerate(shown) if trial_words(trial) == made.layout), None)
     which = returned, _not_first(search, shown, made)
     try:
         for trial in shown:
@@ -284,7 +284,7 @@ def _not_first(search: PlanSearch, shown: Sequence[Trial], made: MadePlan) -> st
     why = search.not_made or "no plan was made of it"
     if search.request.planner != AUTO_PLANNER:
         why = f"--planner {search.request.planner} was asked for"
-    same = " with another schedule" * (made.layout == _layout(shown[0]))
+    same = " with another schedule" * (made.layout == trial_words(shown[0]))
     return f"the first is {1 - least / own:.1%} shorter{same}, and {why}"
 
 
@@ -307,7 +307,7 @@ def kept_alternatives(search: PlanSearch, made: MadePlan) -> Iterator[Alternativ
     Unlike :class:`Alternative` it does not say what of the waiting is messages, which would be timed again.
     """
     size = 0
-    for trial in sorted(_best(search), key=lambda trial: _layout(trial) != made.layout):
+    for trial in sorted(_best(search), key=lambda trial: trial_words(trial) != made.layout):
         each = _kept(trial)
         size += len(each.model_dump_json()) + LAYOUT_BYTES
         if size > MOST_KEPT_BYTES:
@@ -335,7 +335,7 @@ def _best(search: PlanSearch) -> list[Trial]:
     best: dict[str, Trial] = {}
     known = [*search.done, *search.beside] or ([] if search.answer is None else [search.answer])
     for trial in sorted(known, key=lambda trial: trial.value_ns or 0):
-        best.setdefault(_layout(trial), trial)
+        best.setdefault(trial_words(trial), trial)
     return list(best.values())[:MOST_ALTERNATIVES]
 
 
@@ -354,16 +354,11 @@ def _work(trial: Trial) -> tuple[int, int]:
 
 
 def _words(trial: Trial) -> str:
-    return f"{_layout(trial)}; {scheduler_words(_settled(trial).scheduler)}"
+    return f"{trial_words(trial)}; {scheduler_words(_settled(trial).scheduler)}"
 
 
 def trial_words(trial: Trial) -> str:
     """A trial's layout in words, by which plans differ that are shown."""
-    return _layout(trial)
-
-
-def _layout(trial: Trial) -> str:
-    """A trial's layout in words."""
     placement, batch = trial.candidate.placement, trial.candidate.batch
     words = layout_words(placement.stages, trial.ways[0])
     return f"{words}, {placement.strategy}, {counted(batch.num_microbatches, 'micro-batch', 'es')}"

@@ -53,6 +53,8 @@ def request_bound(request: Request) -> int:
 def bound_is_over(request: Request) -> list[str]:
     """The flags that were given and that :func:`request_bound` goes by: it is of any plan with these, whatever else.
 
+    A schedule whose backward is whole says ``--split-backward no``.
+
     Of the placement left open neither replicas nor positions, levels of ZeRO or chunks make a difference to it, unless
     they leave rows of the table alone.
     """
@@ -64,6 +66,8 @@ def bound_is_over(request: Request) -> list[str]:
         given["microbatch-size"] = request.batch.microbatch_size
     if request.recompute is not None:
         given["recompute"] = request.recompute if isinstance(request.recompute, str) else _ALL[request.recompute]
+    if request.split_backward is False and can_split(request.profile):
+        given["split-backward"] = "no"
     strategy = [f"--placement {request.placement}"] if request.placement in STRATEGIES else []
     return [*strategy, *(f"--{flag} {value}" for flag, value in given.items())]
 
