@@ -14,6 +14,7 @@ from builders.profiles import joined
 from pipeplan.costs import stage_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
+from pipeplan.partition import stage_frontier
 from pipeplan.partition.problem import Way
 from pipeplan.partition.stage_frontier import StageFrontiers
 
@@ -97,6 +98,31 @@ def test_the_slowest_stage_is_as_quick_as_memory_allows(
                 ]
                 stated = [(stage.blocks, way) for stage, way in zip(cut.placement.stages, ways, strict=True)]
                 assert takes(profile, stated, num_microbatches) == (cut.memory_bytes, cut.slowest_ns)
+
+
+@settings(max_examples=15)
+@given(st.integers(0, 2**32 - 1), st.integers(4, 9), st.integers(1, 40), st.integers(1, 4))
+def test_the_quickest_are_those_of_all_numbers_of_stages(
+    seed: int, num_blocks: int, num_microbatches: int, most: int
+) -> None:
+    frontiers = StageFrontiers(chain_profile(seed, num_blocks), 4, num_microbatches, 8, (False, True))
+    largest = max(cut.memory_bytes for cut in frontiers.fastest(8, None))
+    for limit in (None, largest // 2, largest // 4, largest // 6):
+        every = frontiers.fastest(8, limit)
+        assert [cut.placement for cut in frontiers.fastest(8, limit, most)] == [cut.placement for cut in every[:most]]
+
+
+def test_stages_that_cannot_be_among_the_quickest_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, groups = list[int](), stage_frontier._Cuts._groups
+    monkeypatch.setattr(
+        stage_frontier._Cuts, "_groups", lambda cuts, place: looked.append(place) or groups(cuts, place)
+    )
+    frontiers = StageFrontiers(chain_profile(0, 12), 4, 2, 8, (False, True))
+    (cut,) = frontiers.fastest(8, None, most=1)
+    assert cut.num_stages <= max(looked) < 8
+    looked.clear()
+    frontiers.fastest(8, None)
+    assert max(looked) == 8
 
 
 def test_sizes_that_were_not_profiled_are_refused() -> None:

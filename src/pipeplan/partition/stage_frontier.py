@@ -30,7 +30,7 @@ from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import TooLargeError, UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, over_all
-from pipeplan.partition.chain.kernel import Programme, shortest_first
+from pipeplan.partition.chain.kernel import Layer, Programme, shortest_first
 from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunFrontiers, RunPoint
 from pipeplan.partition.problem import Way
 from pipeplan.search_constants import TABLED_BLOCKS
@@ -151,6 +151,9 @@ class StageFrontiers:
         search = _Cuts(self, num_devices, np.inf if memory_bytes is None else memory_bytes)
         while True:
             drafts = sorted(search.drafts(), key=lambda draft: draft.promised_ns(self.num_microbatches))[:most]
+            enough = most is not None and len(drafts) == most
+            if search.reach(drafts[-1].promised_ns(self.num_microbatches) if enough else math.inf):
+                continue
             if not search.settle(drafts):
                 return [search.cut(draft) for draft in drafts]
 
@@ -172,16 +175,37 @@ class _Draft:
 
 @dataclass(slots=True)
 class _Cuts:
-    """Partitions of all devices under one limit; ``groups`` are those of the k-th stage from the end, by size."""
+    """Partitions of all devices under one limit; ``groups`` are those of the k-th stage from the end, by size.
+
+    Looking at a stage's groups takes time, so that there are only as many as :meth:`reach` has found reason for. The
+    last stage holds least in flight: were all stages like it, none would be slower, which bounds what more of them
+    would take. ``least_ns`` [number of stages] says so, infinite where none fit.
+    """
 
     frontiers: StageFrontiers
     num_devices: int
     limit: float
     groups: list[dict[int, _GroupTimes]] = field(init=False)
+    least_ns: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        places = min(self.num_devices, len(self.frontiers.order))
-        self.groups = [{}, *(self._groups(place) for place in range(1, places + 1))]
+        self.groups = [{}, self._groups(1)]
+        last = len(self.frontiers.order)
+        alike = self._layers([self.groups[1]] * min(self.num_devices, last))
+        self.least_ns = [math.inf, *(float(layer.values[self.num_devices, last]) for layer in alike)]
+
+    def reach(self, promised_ns: float) -> bool:
+        """Look at the groups of more stages if some number of them may promise less; whether one does.
+
+        What more stages promise is not known; it is no less than were all like the last one. They are looked at up to
+        the first such number.
+        """
+        filling, known = self.frontiers.num_microbatches - 1, len(self.groups)
+        more = range(known, len(self.least_ns))
+        able = (place for place in more if self.least_ns[place] * (filling + place) < promised_ns)
+        last = next(able, 0)
+        self.groups += [self._groups(place) for place in range(known, last + 1)]
+        return last > 0
 
     def _groups(self, place: int) -> dict[int, _GroupTimes]:
         """What groups of every size take for every run of blocks."""
@@ -199,17 +223,31 @@ class _Cuts:
 
         The programme adds stages in front of the last ones, so its cuts are numbered from the end.
         """
-        last, sizes = len(self.frontiers.order), sorted(self.groups[1])
-        programme = Programme(last + 1, np.inf, devices=sizes, num_devices=self.num_devices, by_way=True)
-        candidates = shortest_first(np.zeros(last + 1, dtype=np.int64))
-        layers = [programme.start()]
-        for groups in self.groups[1:]:
-            checkpoint()
-            layers.append(programme.extended(layers[-1], _price(groups, sizes, last), candidates))
-            slowest = float(layers[-1].values[self.num_devices, last])
+        last, sizes, layers = len(self.frontiers.order), self._sizes, list[Layer]()
+        for layer in self._layers(self.groups[1:]):
+            layers.append(layer)
+            slowest = float(layer.values[self.num_devices, last])
             if np.isfinite(slowest):
-                traced = programme.traced(layers[1:], last)
+                traced = self._programme.traced(layers, last)
                 yield _Draft(int(slowest), tuple((last - end, last - begin, sizes[way]) for begin, end, way in traced))
+
+    def _layers(self, groups: Sequence[Mapping[int, _GroupTimes]]) -> Iterator[Layer]:
+        """Of one stage, of two and so on, the k-th from the end with the k-th ``groups``."""
+        last, layer = len(self.frontiers.order), self._programme.start()
+        candidates = shortest_first(np.zeros(last + 1, dtype=np.int64))
+        for each in groups:
+            checkpoint()
+            layer = self._programme.extended(layer, _price(each, self._sizes, last), candidates)
+            yield layer
+
+    @property
+    def _sizes(self) -> list[int]:
+        return sorted(self.groups[1])
+
+    @property
+    def _programme(self) -> Programme:
+        last = len(self.frontiers.order)
+        return Programme(last + 1, np.inf, devices=self._sizes, num_devices=self.num_devices, by_way=True)
 
     def settle(self, drafts: Sequence[_Draft]) -> bool:
         """Settle all runs of which only bounds are known; whether there were any."""

@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from heapq import merge
 from itertools import islice
 
-from pipeplan.errors import PipeplanError, UsageError
+from pipeplan.errors import PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.candidates import (
@@ -38,7 +38,11 @@ from pipeplan.search_constants import (
     LIMIT_SCHEDULED,
     LIMIT_STEP,
     STAGE_WAYS_MOST,
+    STAGE_WAYS_QUESTION,
+    STAGE_WAYS_SECONDS,
+    STAGE_WAYS_SHARE,
 )
+from pipeplan.time_limit import CountedClock, Limit, TimeUpError
 from pipeplan.workload.elements import Again
 
 
@@ -171,19 +175,24 @@ class StageWays(CandidateStep):
     """The chains of the frontier that promise most: each stage splits its blocks or its samples, and recomputes, in the
     way that takes least in the memory it has at its place, on a number of devices of its own.
 
-    Of each size of micro-batches the best of each number of stages, up to ``most``; not of large requests, for which
-    the programme takes longer than all else.
+    Of each size of micro-batches the best of each number of stages, up to ``most``; finding those of one may take a
+    ``share`` of the time, and at least ``seconds``. Not of large requests, for which the programme takes longer than
+    all else.
     """
 
     most: int = STAGE_WAYS_MOST
+    share: float = STAGE_WAYS_SHARE
+    seconds: float = STAGE_WAYS_SECONDS
     name = "stage ways"
     when = f"{CandidateStep.when}; up to 4,000 blocks x devices"
+    of = "the limit, each size"
 
     def candidates(self, request: Request) -> Iterator[Proposal]:
         """The best of each size, then the next best."""
         if request.num_devices == 1 or not any_stages(request) or says_sizes(request) or is_large(request):
             return
-        quickest = [_Quickest(request, size, self.most) for size in open_sizes(request)]
+        seconds = max(self.seconds, self.share * request.time_limit)
+        quickest = [_Quickest(request, size, self.most, seconds) for size in open_sizes(request)]
         for number in range(self.most):
             for own in quickest:
                 yield partial(own.at, number)
@@ -191,24 +200,35 @@ class StageWays(CandidateStep):
 
 @dataclass(frozen=True)
 class _Quickest:
-    """The ``most`` chains of a size of micro-batches that promise most within the request's memory."""
+    """The ``most`` chains of a size of micro-batches that promise most within the request's memory.
+
+    Finding them takes no more than so many ``seconds``; where work is counted these are, too.
+    """
 
     request: Request
     size: int
     most: int
+    seconds: float
 
     @cached_property
-    def _found(self) -> list[PlacementCandidate]:
+    def _found(self) -> list[CandidateOrError]:
         request = self.request
         batch = Batch(request.batch.mini_batch // self.size, self.size)
         given = request.profile, self.size, batch.num_microbatches, request.num_devices
         how = _recomputes(request), request.cluster, None, request.sharing
-        cuts = StageFrontiers(*given, *how).fastest(request.num_devices, request.least_memory, self.most)
+        counted = CountedClock(STAGE_WAYS_QUESTION)
+        limit = Limit(self.seconds, clock=counted) if request.deterministic else Limit(self.seconds)
+        try:
+            with limit.enforced():
+                cuts = StageFrontiers(*given, *how).fastest(request.num_devices, request.least_memory, self.most)
+        except UsageError:  # no way has costs for this size
+            return []
+        except TimeUpError as up:
+            if up.limit is not limit:
+                raise
+            return [SearchTimeoutError("partitioning took all the time it had; raise --time-limit")]
         return [PlacementCandidate(cut.placement, batch, False, "stage ways", given=cut.given or None) for cut in cuts]
 
     def at(self, number: int) -> CandidateOrError | None:
-        """The candidate with this number, if there is one."""
-        try:
-            return self._found[number] if number < len(self._found) else None
-        except UsageError:  # no way has costs for this size
-            return None
+        """The candidate with this number, if there is one; or, in place of the first, why there is none."""
+        return self._found[number] if number < len(self._found) else None
