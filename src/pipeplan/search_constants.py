@@ -275,6 +275,15 @@ STAGE_GRAPHS_CHUNKS = 2
 PLANNERS_MOST = 4_000
 """Blocks x devices beyond which published planners are left out. Measured: DAPPLE takes a second or two a size."""
 
+PLANNERS_SHARE = 0.03
+"""Part of the limit for each of these. Measured: on 64 devices DAPPLE took 41 s for eleven sizes of 50 blocks."""
+
+PLANNERS_SECONDS = 0.5
+"""Seconds for each, at least. Measured: 0.01 to 0.9 s each for 50 blocks on 8 devices."""
+
+PLANNERS_QUESTION = 1e-3
+"""Seconds between two questions for the time in that work, as counted. Measured: 0.2 to 1 ms, and DAPPLE's 2 to 4."""
+
 PLANNERS_DOWNSETS = 500
 """Sets of blocks that may come before a cut up to which Piper is asked. Not measured."""
 

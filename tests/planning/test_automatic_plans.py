@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from builders.requests import request_of
 from pipeplan.checker import check
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import shape
 from pipeplan.files import (
     Block,
@@ -29,8 +30,8 @@ from pipeplan.files import (
     to_json,
 )
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning import candidates as planning_candidates
-from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners
+from pipeplan.planning.candidates import CandidateStep, PlacementCandidate, PublishedPlanners
+from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
@@ -150,13 +151,13 @@ def test_searches_ask_published_planners(monkeypatch: pytest.MonkeyPatch) -> Non
     """For each size; and what they choose is looked at wherever there is something else, too."""
     asked, found = [], []
 
-    def noted(request: Request, name: str, planner: Any, size: int) -> PlacementCandidate:
+    def noted(step: PublishedPlanners, request: Request, name: str, planner: Any, size: int) -> PlacementCandidate:
         asked.append((name, size))
-        found.append(published(request, name, planner, size))
+        found.append(published(step, request, name, planner, size))
         return found[-1]
 
-    published = planning_candidates._one_published
-    monkeypatch.setattr(planning_candidates, "_one_published", noted)
+    published = PublishedPlanners._one
+    monkeypatch.setattr(PublishedPlanners, "_one", noted)
     request = request_of(shape("v", 4), "auto", Batch(4, 1), num_devices=2, time_limit=0.3, deterministic=True)
     assert request.sizes == ()
     search_plan(request)
@@ -167,3 +168,14 @@ def test_searches_ask_published_planners(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_pages_say_how_far_published_planners_are_asked() -> None:
     for page in (ROOT / "docs" / "algorithms" / "planner.md", ROOT / "README.md"):
         assert f"up to {PublishedPlanners().most:,} blocks times devices" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("step", [PublishedPlanners(seconds=1e-3), StageWays(seconds=1e-3)])
+def test_partitioning_ends_after_its_part_of_the_time_where_work_is_counted(step: CandidateStep) -> None:
+    """On 64 devices these took minutes of a search of four counted seconds."""
+    profile = read_profile(str(ROOT / "profiles" / "gpt2-345m-cpu.json"))
+    asked = request_of(profile, "auto", Batch(64, 2), num_devices=16, time_limit=0.01, deterministic=True)
+    failed = [error for each in step.candidates(asked) if isinstance(error := each(), SearchTimeoutError)]
+    assert failed
+    assert {str(error) for error in failed} == {"partitioning took all the time it had; raise --time-limit"}
+    assert not any(isinstance(each(), SearchTimeoutError) for each in replace(step, seconds=60.0).candidates(asked))

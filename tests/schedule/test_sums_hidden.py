@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -13,9 +14,11 @@ from builders.chains import chain_workload
 from builders.problems import with_tails
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.cpsat.windows import reschedule
+from pipeplan.schedule.list_scheduling import PolicySearch
 from pipeplan.schedule.search import first_look, search_schedule
 from pipeplan.schedule.state import SearchState
 from pipeplan.schedule.steps import LastWeightGradients
+from pipeplan.workload.elements import Bucket
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -34,6 +37,45 @@ def test_the_search_finds_the_best_of_all_orders(problem: OneMicrobatch) -> None
     assert fixed is None or found.iteration_ns <= fixed.iteration_ns
     ends = dict(zip([each.id for each in workload.operations], found.graph.last_ends(found.starts), strict=True))
     assert found.iteration_ns == iteration_by_hand(workload, ends, any_order=True)
+
+
+def interleaved(rows: list[list[int]]) -> Iterator[list[int]]:
+    """All ways to go through several rows at once."""
+    if not any(rows):
+        yield []
+    for number, row in enumerate(rows):
+        if row:
+            left = [*rows[:number], row[1:], *rows[number + 1 :]]
+            yield from ([row[0], *rest] for rest in interleaved(left))
+
+
+@SETTINGS
+@given(st.booleans(), st.booleans(), st.sampled_from([0.0, 0.5]), st.integers(1, 40), st.integers(1, 40))
+def test_a_stage_alone_takes_as_long_in_any_order(
+    split: bool, buckets: bool, contention: float, sync: int, ahead: int
+) -> None:
+    workload = chain_workload(1, 3, split=(10, 7) if split else None)
+    halves = (Bucket(blocks=1, bytes=0, sync_ns=sync, ahead_ns=ahead), Bucket(blocks=0, bytes=0, sync_ns=9))
+    stage = replace(workload.stages[0], sync_ns=sync + 9, step_ns=3, buckets=halves if buckets else ())
+    devices = tuple(replace(each, contention=contention) for each in workload.devices)
+    workload = replace(workload, stages=(stage,), devices=devices)
+    graph, state = task_graph(workload), SearchState.of(OneMicrobatch.of(workload), Budget(5), None)
+    orders = interleaved([[3 * kind + m for kind in range(len(workload.operations))] for m in range(3)])
+    assert len({graph.iteration(earliest_starts(graph, [order])) for order in orders}) == 1
+    assert state.in_any_order
+
+
+def test_orders_of_a_stage_alone_are_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were for as long as there was time, since contention is in no bound."""
+    monkeypatch.setattr(PolicySearch, "propose", lambda own: pytest.fail("a policy is tried"))
+    workload = chain_workload(1, 8)
+    devices = tuple(replace(each, contention=0.5) for each in workload.devices)
+    stages = (replace(workload.stages[0], sync_ns=15, buckets=(Bucket(blocks=1, bytes=0, sync_ns=15, ahead_ns=20),)),)
+    alone = replace(workload, stages=stages, devices=devices)
+    found = search_schedule(alone, Budget(5, deterministic=True))
+    assert found.bound_ns < found.iteration_ns
+    both = replace(shared(1, (10, 2), (20, 20), count=2), devices=devices)
+    assert not SearchState.of(OneMicrobatch.of(both), Budget(5), None).in_any_order
 
 
 def shared(num_devices: int, weights: tuple[int, ...], syncs: tuple[int, ...], count: int = 1) -> Workload:

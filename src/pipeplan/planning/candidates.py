@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
@@ -59,6 +60,9 @@ from pipeplan.search_constants import (
     PER_DEVICE,
     PLANNERS_DOWNSETS,
     PLANNERS_MOST,
+    PLANNERS_QUESTION,
+    PLANNERS_SECONDS,
+    PLANNERS_SHARE,
     QUICK_ROWS,
     RECOMPUTED_BLOCKS,
     RECOMPUTED_MOST,
@@ -74,7 +78,7 @@ from pipeplan.search_constants import (
     WRITTEN_MORE,
 )
 from pipeplan.texts import counted
-from pipeplan.time_limit import Limit, TimeUpError, checked
+from pipeplan.time_limit import CountedClock, Limit, TimeUpError, checked
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.elements import Again, ContextExchange, recompute_of
 from pipeplan.workload.workload import Workload
@@ -1316,6 +1320,28 @@ def _problem(
     )
 
 
+@contextmanager
+def in_part_of_time(request: Request, share: float, seconds: float, question: float | None = None) -> Iterator[None]:
+    """What finds stages inside has a ``share`` of the limit, and at least so many ``seconds``.
+
+    Where work is counted it is here, too: ``question`` seconds between two looks at the time; for ever without that.
+
+    Raises:
+        SearchTimeoutError: it has taken all of that.
+    """
+    most = max(seconds, share * request.time_limit)
+    limit = Limit(most)
+    if request.deterministic:
+        limit = Limit() if question is None else Limit(most, clock=CountedClock(question))
+    try:
+        with limit.enforced():
+            yield
+    except TimeUpError as up:
+        if up.limit is not limit:
+            raise
+        raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit") from None
+
+
 @dataclass(frozen=True)
 class StageGraphs(CandidateStep):
     """GraphPipe's stages: with any sizes, and with one size for all stages.
@@ -1358,15 +1384,8 @@ class StageGraphs(CandidateStep):
         stages, in turn.
         """
         problem = _problem(request, sizes, request.recomputes, chunks=chunks, replicas=request.replicas)
-        share = self.share if len(sizes) == 1 else self.any_share
-        limit = Limit(math.inf if request.deterministic else max(self.seconds, share * request.time_limit))
-        try:
-            with limit.enforced():
-                placement = next(graphpipe(problem, tolerance=self.tolerance, lines=lines)).placement
-        except TimeUpError as up:
-            if up.limit is not limit:
-                raise
-            raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit") from None
+        with in_part_of_time(request, self.share if len(sizes) == 1 else self.any_share, self.seconds):
+            placement = next(graphpipe(problem, tolerance=self.tolerance, lines=lines)).placement
         if max(stage.replicas for stage in placement.stages) > request.num_devices:
             raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
         size = max(stage.microbatch_size or 0 for stage in placement.stages)
@@ -1408,18 +1427,14 @@ class RecomputedBlocks(CandidateStep):
 
     def _shortest_first(self, request: Request) -> list[CandidateOrError]:
         found: list[tuple[int, PlacementCandidate]] = []
-        limit = Limit(math.inf if request.deterministic else max(self.seconds, self.share * request.time_limit))
-        why: CandidateOrError = SearchTimeoutError("partitioning took all the time it had; raise --time-limit")
+        why = list[CandidateOrError]()
         try:
-            with limit.enforced():
+            with in_part_of_time(request, self.share, self.seconds):
                 found.extend(_recomputed_blocks(request, size, None) for size in open_sizes(request))  # ever more bytes
-        except TimeUpError as up:
-            if up.limit is not limit:
-                raise
-        except (InfeasibleError, UsageError) as error:
-            why = error
+        except (InfeasibleError, SearchTimeoutError, UsageError) as error:
+            why.append(error)
         if not found:
-            return [why]
+            return why
         return [candidate for _, candidate in sorted(found, key=lambda each: each[0]) if _recomputes(candidate)]
 
 
@@ -1483,13 +1498,17 @@ def open_sizes(request: Request) -> list[int]:
 class PublishedPlanners(CandidateStep):
     """PipeDream's, DAPPLE's and Piper's stages, for every size.
 
-    Up to ``most`` blocks times devices, beyond which they take too long: there DAPPLE's takes a second or two for each
-    size. Piper's where the graph has no more than ``downsets`` sets of blocks that may come before a cut.
+    Each may take a ``share`` of the time, and at least ``seconds``. Up to ``most`` blocks times devices, beyond which
+    DAPPLE's take too long. Piper's where the graph has no more than ``downsets`` sets of blocks that may come before a
+    cut.
     """
 
+    share: float = PLANNERS_SHARE
+    seconds: float = PLANNERS_SECONDS
     most: int = PLANNERS_MOST
     downsets: int = PLANNERS_DOWNSETS
     name = "published planners"
+    of = "the limit, each"
     when = f"{CandidateStep.when}; at most {{most}} blocks x devices"
 
     def candidates(self, request: Request) -> Iterator[Proposal]:
@@ -1501,13 +1520,14 @@ class PublishedPlanners(CandidateStep):
             "Piper": partial(piper, max_downsets=self.downsets),
         }
         for (name, planner), size in product(planners.items(), open_sizes(request)):
-            yield partial(_tried, _one_published, request, name, planner, size)
+            yield partial(_tried, self._one, request, name, planner, size)
 
-
-def _one_published(request: Request, name: str, planner: Partitioner, size: int) -> PlacementCandidate:
-    placement = next(planner(_problem(request, [size], request.recomputes))).placement
-    batch = Batch(request.batch.mini_batch // size, size)
-    return PlacementCandidate(placement, batch, False, name)
+    def _one(self, request: Request, name: str, planner: Partitioner, size: int) -> PlacementCandidate:
+        problem = _problem(request, [size], request.recomputes)
+        with in_part_of_time(request, self.share, self.seconds, PLANNERS_QUESTION):
+            placement = next(planner(problem)).placement
+        batch = Batch(request.batch.mini_batch // size, size)
+        return PlacementCandidate(placement, batch, False, name)
 
 
 Partitioner = Callable[[PartitionProblem], Iterator[Partition]]

@@ -25,6 +25,7 @@ from pipeplan.planning.candidates import (
     Proposal,
     StageGraphs,
     any_stages,
+    in_part_of_time,
     is_large,
     open_sizes,
     placed,
@@ -42,7 +43,6 @@ from pipeplan.search_constants import (
     STAGE_WAYS_SECONDS,
     STAGE_WAYS_SHARE,
 )
-from pipeplan.time_limit import CountedClock, Limit, TimeUpError
 from pipeplan.workload.elements import Again
 
 
@@ -191,8 +191,8 @@ class StageWays(CandidateStep):
         """The best of each size, then the next best."""
         if request.num_devices == 1 or not any_stages(request) or says_sizes(request) or is_large(request):
             return
-        seconds = max(self.seconds, self.share * request.time_limit)
-        quickest = [_Quickest(request, size, self.most, seconds) for size in open_sizes(request)]
+        how = self.most, self.share, self.seconds
+        quickest = [_Quickest(request, size, *how) for size in open_sizes(request)]
         for number in range(self.most):
             for own in quickest:
                 yield partial(own.at, number)
@@ -202,12 +202,13 @@ class StageWays(CandidateStep):
 class _Quickest:
     """The ``most`` chains of a size of micro-batches that promise most within the request's memory.
 
-    Finding them takes no more than so many ``seconds``; where work is counted these are, too.
+    Finding them may take a ``share`` of the time, and at least ``seconds``.
     """
 
     request: Request
     size: int
     most: int
+    share: float
     seconds: float
 
     @cached_property
@@ -216,17 +217,13 @@ class _Quickest:
         batch = Batch(request.batch.mini_batch // self.size, self.size)
         given = request.profile, self.size, batch.num_microbatches, request.num_devices
         how = _recomputes(request), request.cluster, None, request.sharing
-        counted = CountedClock(STAGE_WAYS_QUESTION)
-        limit = Limit(self.seconds, clock=counted) if request.deterministic else Limit(self.seconds)
         try:
-            with limit.enforced():
+            with in_part_of_time(request, self.share, self.seconds, STAGE_WAYS_QUESTION):
                 cuts = StageFrontiers(*given, *how).fastest(request.num_devices, request.least_memory, self.most)
         except UsageError:  # no way has costs for this size
             return []
-        except TimeUpError as up:
-            if up.limit is not limit:
-                raise
-            return [SearchTimeoutError("partitioning took all the time it had; raise --time-limit")]
+        except SearchTimeoutError as error:
+            return [error]
         return [PlacementCandidate(cut.placement, batch, False, "stage ways", given=cut.given or None) for cut in cuts]
 
     def at(self, number: int) -> CandidateOrError | None:

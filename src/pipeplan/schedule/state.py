@@ -182,8 +182,8 @@ class SearchState:
     only pattern to search for, None where it is open, and ``max_span`` how many micro-batches it reaches over at most;
     ``known`` a schedule that is known from elsewhere.
 
-    ``others`` are the best few of different iteration or memory, the best one among them. The search ends early where
-    ``settled``. ``least_period`` in ns is proved for every unroll; ``proofs`` are those by a few devices, once begun.
+    ``others`` are the best few of different iteration or memory, the best one among them. ``least_period`` in ns is
+    proved for every unroll; ``proofs`` are those by a few devices, once begun.
     """
 
     problem: OneMicrobatch
@@ -204,7 +204,6 @@ class SearchState:
     least_period: Fraction = Fraction(0)
     proofs: list[FewDeviceBounds] = field(default_factory=list)
     repetend_seconds: float | None = None
-    settled: bool = False
     notes: list[str] = field(default_factory=list)
 
     @classmethod
@@ -215,7 +214,7 @@ class SearchState:
         return cls(problem, graph, budget, progress, bound, period_proved=period, least_period=period)
 
     def search(self) -> Schedule:
-        """Try the steps until the schedule is settled or the user interrupts; the best schedule of the problem.
+        """Try the steps until the user interrupts; the best schedule of the problem.
 
         A step that fails for a reason that nobody foresaw is noted once there is a schedule.
 
@@ -226,7 +225,7 @@ class SearchState:
         """
         try:
             for step in self.steps:
-                if not self.settled and not self.budget.interrupted:
+                if not self.budget.interrupted:
                     self._try(step)
         except KeyboardInterrupt:
             if self.best is None:
@@ -318,8 +317,18 @@ class SearchState:
 
     @property
     def finished(self) -> bool:
-        """Whether the best is proved best, or there is no time left."""
-        return self.proved or self.budget.expired
+        """Whether the best is proved best, or no order is better, or there is no time left."""
+        return self.proved or self.in_any_order or self.budget.expired
+
+    @property
+    def in_any_order(self) -> bool:
+        """Whether an iteration takes as long in any order: a stage alone waits for nothing, and ends with a gradient.
+
+        Exchanges of its actions run beside them, which orders can change.
+        """
+        workload = self.problem.workload
+        waits = any(lag for *_, lag in workload.edges)
+        return len(workload.stages) == 1 and not waits and not workload.exchanges
 
     @property
     def proved(self) -> bool:

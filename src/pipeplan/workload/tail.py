@@ -94,7 +94,13 @@ def tail_of(
 
     Sums run in an ``order``, by default the workload's, after what actions have ``exchanged``.
     """
-    acted, ready = _actions_of(workload, ends_ns)
+    return _tail(workload, *_actions_of(workload, ends_ns), order, exchanged)
+
+
+def _tail(
+    workload: Workload, acted: Sequence[int], ready: Sequence[int], order: Collection[int], exchanged: ExchangeEnds
+) -> Tail:
+    """The same where devices have ended their actions, and sums are ready, at these ns."""
     if not workload.has_tail:
         return Tail((), *[tuple(acted)] * 4)
     free = [*exchanged.until_ns] or [0] * len(acted)
@@ -213,9 +219,10 @@ def best_order(workload: Workload, ends_ns: Sequence[int], exchanged: ExchangeEn
     :data:`MOST_PERMUTED` sums every order is tried; of more moves of one sum to the front of others, while one helps.
     """
     sums = workload.gradient_sums
+    acted, ready = _actions_of(workload, ends_ns)
 
     def iteration(order: Collection[int] = ()) -> int:
-        return tail_of(workload, ends_ns, order, exchanged).iteration_ns
+        return _tail(workload, acted, ready, order, exchanged).iteration_ns
 
     best = iteration() if len(sums) > 1 else 0
     if best <= _least_iteration(workload, ends_ns, exchanged):
@@ -224,7 +231,6 @@ def best_order(workload: Workload, ends_ns: Sequence[int], exchanged: ExchangeEn
         tried = ((iteration(order), order) for order in permutations(range(len(sums))))
         found, order = min(tried)
         return order if found < best else ()
-    _, ready = _actions_of(workload, ends_ns)
     order, chosen = tuple(sorted(range(len(sums)), key=lambda each: (ready[each], each))), tuple[int, ...]()
     left = MOST_TRIED
     while left:
