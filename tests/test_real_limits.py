@@ -38,9 +38,14 @@ def _is_counted(node: ast.AST) -> bool:
     return any("mark.counted" in ast.unparse(each) for each in marks)
 
 
+def _called(function: ast.expr) -> str:
+    """The last word of what is called."""
+    return function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+
+
 def _is_tuning(node: ast.AST) -> bool:
     """Whether it is a call whose limit is of the clock even where its searches are deterministic."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "tune"
+    return isinstance(node, ast.Call) and _called(node.func) == "tune"
 
 
 def _nodes(within: ast.AST) -> Iterator[ast.AST]:
@@ -53,13 +58,16 @@ def _nodes(within: ast.AST) -> Iterator[ast.AST]:
 
 def _limits(path: Path) -> Iterator[int]:
     """The lines that give one: by a keyword, a key, the first argument of a limit, or the flag of a command."""
-    module = ast.parse(path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8")
+    if not any(word in text for word in ("time_limit", _FLAG, "Budget", "Limit")):
+        return
+    module = ast.parse(text)
     tuned = {id(each) for node in ast.walk(module) if _is_tuning(node) for each in ast.walk(node)}
     for node in _nodes(module):
         if isinstance(node, ast.Call):
             named = {each.arg: each.value for each in node.keywords}
             if not named.keys() & ({"clock"} if id(node) in tuned else {"clock", "deterministic"}):
-                made = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+                made = _called(node.func)
                 yield from (each.lineno for name, each in named.items() if name == "time_limit" and _is_number(each))
                 yield from (each.lineno for each in node.args[:1] if made in ("Budget", "Limit") and _is_number(each))
         if isinstance(node, ast.Dict):
@@ -69,7 +77,7 @@ def _limits(path: Path) -> Iterator[int]:
                 yield node.lineno
         given: Sequence[ast.AST] = node.args if isinstance(node, ast.Call) else getattr(node, "elts", ())
         texts = _texts(given)
-        after = dict(itertools.pairwise(texts)).get(_FLAG, "0s")  # computed, or none at all
+        after = dict(itertools.pairwise(texts)).get(_FLAG, "0s") if _FLAG in texts else None  # computed, or none at all
         if _FLAG in texts and re.match(r"\d", str(after)) and "--deterministic" not in texts:
             yield node.lineno
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "--deterministic" not in node.value:

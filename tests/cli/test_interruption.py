@@ -18,7 +18,7 @@ from pipeplan.cli.output import say
 from pipeplan.cli.shared import Status
 from pipeplan.examples import shape
 from pipeplan.files import to_json
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 INTERRUPTED = """
 import atexit, os, signal
@@ -120,8 +120,9 @@ def test_an_interruption_where_python_ignores_it_comes_again(tmp_path: Path) -> 
     assert (done.returncode, done.stderr.strip()) == (130, "pipeplan: interrupted")
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "arguments"),
+@one_in(
+    2,
+    "name, number, arguments",
     [
         ("pipeplan.cli.main", "SIGINT", "search"),
         ("pipeplan.planning.steps", "SIGINT", "search"),

@@ -21,7 +21,7 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
 from pipeplan.time_limit import clock_of
 from support.commands import interrupted, pipeplan
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 pytestmark = pytest.mark.counted
 
@@ -94,9 +94,11 @@ def test_report_is_for_people_and_the_plan_goes_to_stdout_if_asked(v: Path) -> N
     assert json.loads(pipeplan("search", v, "-o", "-").stdout)["kind"] == "plan"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "num_stages"),
+@one_in(
+    2,
+    "strategy, num_stages",
     [("one-to-one", 3), ("circular", 6), ("v-shape", 6), ("bidirectional", 6), ("bidirectional-v-shape", 12)],
+    first=1,
 )
 def test_strategies_on_a_chain(chain: Path, tmp_path: Path, strategy: str, num_stages: int) -> None:
     plan = tmp_path / "plan.json"

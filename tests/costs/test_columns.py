@@ -19,6 +19,7 @@ from pipeplan.files.profile import TiedParameter
 from pipeplan.units import MAX_BYTES, MAX_NS
 from pipeplan.workload.elements import Recompute
 from pipeplan.workload.kinds import MEMORY_KINDS, STATE_KINDS, MemoryBytes
+from support.marks import one_in
 
 NUM_BLOCKS = 9
 SIZES = (1, 2, 5)
@@ -126,7 +127,7 @@ def costs(many: int, monkeypatch: pytest.MonkeyPatch, profile: Profile, *asked: 
 
 @pytest.mark.parametrize("most", [10**6, MAX_NS])
 @pytest.mark.parametrize("custom", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@one_in(2, "seed", range(4))
 def test_columns_say_what_rows_say(seed: int, custom: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of single blocks and of stages; between sizes too, where floats do not have all digits rows are asked."""
     rng, used = random.Random(seed), 0

@@ -40,6 +40,7 @@ from pipeplan.planning.next_steps import cannot_train
 from pipeplan.planning.request import Request
 from pipeplan.simulator.recost import recosted
 from pipeplan.workload.elements import Again, ContextExchange
+from support.marks import one_in
 
 pytestmark = pytest.mark.counted
 
@@ -231,8 +232,9 @@ STATE = 18 * 20
 """Bytes of two blocks' parameters."""
 
 
-@pytest.mark.parametrize(
-    ("ring_ns", "ring_bytes"),
+@one_in(
+    2,
+    "ring_ns, ring_bytes",
     [(-30, 200), (30, -200), *(pytest.param(*own, marks=pytest.mark.slow) for own in ((-3, 500), (8, -450)))],
 )
 def test_a_search_weighs_time_against_memory_as_brute_force_does(ring_ns: int, ring_bytes: int) -> None:
@@ -264,7 +266,7 @@ def longer(known: Profile) -> Profile:
     return known.model_copy(update={"blocks": (*known.blocks, *again), "edges": edges})
 
 
-@pytest.mark.parametrize(("ring_ns", "ring_bytes"), [(-30, 200), (30, -200)])
+@one_in(2, "ring_ns, ring_bytes", [(-30, 200), (30, -200)])
 def test_a_pipeline_is_as_short_as_with_the_better_one_said(ring_ns: int, ring_bytes: int) -> None:
     known, taken = longer(open_profile(ring_ns, ring_bytes)), set[str]()
     for limit in (760, 800, 1_000):

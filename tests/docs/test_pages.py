@@ -14,7 +14,17 @@ from support.pages import PAGES, agrees, blocks, commands, page_runs, run_page
 from support.paths import ROOT
 
 LONG = (
-    *("algorithms/frontier", "algorithms/tuner", "capture", "communication", "estimating", "executor", "export"),
+    *(
+        "README",
+        "quickstart",
+        "algorithms/frontier",
+        "algorithms/tuner",
+        "capture",
+        "communication",
+        "estimating",
+        "executor",
+        "export",
+    ),
     *("how-to", "hugging-face", "inference", "profiling", "screens", "training"),
 )
 """Pages whose commands take a quarter of a minute and more; the tutorials are among them, too."""

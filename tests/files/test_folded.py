@@ -23,12 +23,14 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.elements import Players
 from pipeplan.workload.folding import Fold
 from pipeplan.workload.workload import Workload
+from support.marks import one_in
 
 _CASES = range(10)
 
 
-@pytest.mark.parametrize(
-    ("seed", "idle", "shared", "looped"),
+@one_in(
+    2,
+    "seed, idle, shared, looped",
     [
         *((seed, 0, False, False) for seed in _CASES),
         *((seed, idle, False, False) for seed, idle in ((0, 16), (1, 16), (2, 32), (3, 16))),

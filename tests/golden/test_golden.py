@@ -49,7 +49,7 @@ FAST = {
 
 LONG = (
     *("flava/auto", "gpt2-1.3b/auto", "gpt2-1.3b/cluster", "mmt/cluster", "mmt/greedy", "mt5/auto", "mt5/spread"),
-    *("tessel-nn/memory", "tessel-x/repetend"),
+    *("mmt/auto", "tessel-nn/memory", "tessel-x/repetend", "zbv/auto"),
 )
 """Of these the dearest, beside which the same profiles are searched in two other ways and more."""
 
@@ -81,9 +81,19 @@ def test_search(name: str) -> None:
 
 
 CLOCKLESS = ("tessel-x/auto", "gpt2-124m/recompute")
+AS_CLOCKLESS = ("mt5/zb-auto", "tessel-k/repetend", "tessel-nn/rules", "zbv/v-half")
+"""Those in fast, and those in CI; the other quick searches are long here."""
 
 
-@pytest.mark.parametrize("name", [*CLOCKLESS, *map(slow, sorted({*FAST} - {*CLOCKLESS})), long("flava/auto")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *CLOCKLESS,
+        *map(slow, AS_CLOCKLESS),
+        *map(long, sorted({*FAST} - {*CLOCKLESS, *AS_CLOCKLESS})),
+        long("flava/auto"),
+    ],
+)
 @pytest.mark.parametrize("pace", [pytest.param(0, marks=pytest.mark.long), 10**6])
 def test_no_clock_decides_in_a_deterministic_search(name: str, pace: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether none passes any time, or a million seconds at each look: the plan is the same."""
@@ -98,12 +108,15 @@ def test_no_clock_decides_in_a_deterministic_search(name: str, pace: int, monkey
     assert not differences(name, expected_answers()[f"search {name}"], answer("search", requests("search")[name]))
 
 
-@slow_but("verb", VERBS[1:], lambda verb: verb != "frontier")
-def test_other_verbs(verb: str) -> None:
+@slow_but(
+    "verb, name",
+    [(verb, name) for verb in VERBS[1:] for name in requests(verb)],
+    lambda case: case[0] != "frontier",
+    lambda case: case[1] == "gpt2-1.3b/profile",
+)
+def test_other_verbs(verb: str, name: str) -> None:
     """The figures are those of the step before."""
-    expected = expected_answers()
-    for name, text in requests(verb).items():
-        assert not differences(name, expected[f"{verb} {name}"], answer(verb, text))
+    assert not differences(name, expected_answers()[f"{verb} {name}"], answer(verb, requests(verb)[name]))
 
 
 def test_forty_searches_for_ten_profiles() -> None:
@@ -118,7 +131,11 @@ MOVED = {"blocks[].tied"}
 
 
 @pytest.mark.parametrize(
-    "case", [*requests("keys"), *(pytest.param(case, marks=pytest.mark.slow) for case in requests("keys_torch"))]
+    "case",
+    [
+        *requests("keys"),
+        *(long(case) if case == "profile communication" else slow(case) for case in requests("keys_torch")),
+    ],
 )
 def test_every_json_key_is_still_there(case: str) -> None:
     known = set(json.loads(KEYS.read_text(encoding="utf-8"))[case])

@@ -121,7 +121,7 @@ def test_damage_that_is_read_is_noticed(
 
 
 @slow_but(
-    "part, most", [("faults", 2), ("faults", 4), ("searches", 2)], lambda _: False, lambda each: each != ("faults", 2)
+    "part, most", [("plans", 2), ("faults", 4), ("searches", 2)], lambda _: False, lambda each: each != ("plans", 2)
 )
 def test_faults_of_processes_and_going_on_where_it_stopped(part: str, most: int, tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"

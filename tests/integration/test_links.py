@@ -37,7 +37,7 @@ from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 
 def over_links(workload: Workload, occupancy: int, latency: int = 0) -> Workload:
@@ -204,7 +204,7 @@ def slow_shape(name: str, num_devices: int, num_microbatches: int, occupancy: in
 SHAPES = ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@one_in(2, "name", SHAPES, first=1)
 def test_classic_schedules_over_busy_links_are_valid(name: str) -> None:
     workload = slow_shape(name, 4, 8, 130)
     problem, graph = OneMicrobatch.of(workload), task_graph(workload)

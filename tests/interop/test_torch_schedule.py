@@ -24,6 +24,7 @@ from support.paths import ROOT
 pytest.importorskip("torch")
 from runtime_support import torch_schedules
 from runtime_support.warm import warm_ranks
+from support.marks import one_in
 
 SAMPLES = 8
 NAMES = "tok_embeddings,layers.N,norm,lm_head"
@@ -157,7 +158,7 @@ def test_module_lists_are_split_points_of_a_traced_model() -> None:
 # Read back --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("strategy", "split"), CASES)
+@one_in(2, "strategy, split", CASES)
 def test_what_is_exported_comes_back_as_it_was(strategy: str, split: Literal["no", "yes"], tmp_path: Path) -> None:
     """With the file of modules the whole plan; without it the order, on stages that are cut evenly by time."""
     given, path = plan(strategy, split), tmp_path / "schedule.csv"

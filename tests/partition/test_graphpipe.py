@@ -21,7 +21,7 @@ from pipeplan.partition.series_parallel import topological_order
 from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from references.stage_validity import StageGraph, costs_of, problems_of
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 SIZES = (1, 2, 4, 8)
 
@@ -170,7 +170,7 @@ def test_the_case_study_gains_by_parallel_branches_and_by_larger_micro_batches()
 
 
 @pytest.mark.parametrize("name", ["mmt-2", "dlrm-8", "candle-uno-8"])
-@pytest.mark.parametrize("devices", [4, 8])
+@one_in(2, "devices", [4, 8])
 def test_no_stage_is_slower_than_the_slowest_of_pipedream_and_piper(name: str, devices: int) -> None:
     """With any size of theirs; Piper on the model with two branches, on the others it does not finish (3.7.2)."""
     mini_batch = devices // 4 * {"mmt-2": 64, "dlrm-8": 256, "candle-uno-8": 4096}[name]

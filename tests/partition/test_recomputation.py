@@ -19,6 +19,7 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.recost import recosted
 from pipeplan.workload.elements import Again, again_of
+from support.marks import one_in
 
 LEVELS: tuple[Again, ...] = (False, "selective", True)
 
@@ -57,7 +58,7 @@ def least_by_trying(profile: Profile, blocks: list[str], in_flight: int, limit: 
     return min(fitting, default=None)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@one_in(2, "seed", range(6))
 def test_a_stages_choice_is_the_quickest_that_fits(seed: int) -> None:
     draw = random.Random(seed)
     profile = drawn(draw, 1 + seed % 4, 5)

@@ -23,6 +23,7 @@ from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import place
 from pipeplan.partition.problem import PartitionProblem, Pricing, together
 from pipeplan.workload.kinds import GRADIENTS
+from support.marks import one_in
 
 TABLE = 960
 ROW = CostRow(microbatch_size=1, forward_ns=100, backward_ns=200, activation_bytes=10, workspace_bytes=5)
@@ -69,7 +70,7 @@ def test_all_sums_of_a_run_agree(seed: int) -> None:
         assert size(begin, end) == expected.state[GRADIENTS]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@one_in(2, "seed", range(12), first=1)
 def test_a_device_of_several_stages_has_a_copy(seed: int) -> None:
     profile = drawn(seed)
     ids = [block.id for block in profile.blocks]

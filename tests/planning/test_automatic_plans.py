@@ -35,6 +35,7 @@ from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
+from support.marks import some_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Source(method="estimated")
@@ -121,7 +122,7 @@ def test_they_pass_the_check(
     assert parse(to_json(plan), Plan) == plan
 
 
-@settings(max_examples=6, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(6), suppress_health_check=list(HealthCheck))
 @given(profiles(), st.integers(2, 4))
 def test_they_are_no_worse_than_what_published_planners_choose(profile: Profile, num_devices: int) -> None:
     limits: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}

@@ -19,7 +19,7 @@ from pipeplan.planning import decode_choice
 from pipeplan.planning.decode_choice import DecodeChoice, DecodeSearch, max_requests
 from pipeplan.planning.decoding import ServingAsked
 from pipeplan.search_constants import GROUPS_PER_STAGE
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 pytestmark = pytest.mark.counted
 
@@ -140,7 +140,7 @@ def no_more_than(found: DecodeChoice, search: DecodeSearch) -> bool:
     return search.limit is None or all(each.choice.memory_bytes <= search.limit for each in found.stages)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@one_in(2, "seed", range(4))
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("cluster", [None, cluster_of(4, latency_ns=900, bandwidth=10**8)])
 def test_no_choice_is_quicker(seed: int, devices: int, cluster: Cluster | None) -> None:
@@ -148,7 +148,7 @@ def test_no_choice_is_quicker(seed: int, devices: int, cluster: Cluster | None) 
     assert search.best().token_ns == best_of(search)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@one_in(2, "seed", range(4))
 @pytest.mark.parametrize("share", [0.5, 0.6, 0.75])
 def test_no_choice_that_fits_is_quicker(seed: int, share: float) -> None:
     """Memory of a share of what one device would need of all."""

@@ -25,6 +25,7 @@ from pipeplan.reporting.terminal import print_simulation
 from pipeplan.runtime.decoding.layouts import BlockLayout
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.kinds import PARAMETERS
+from support.marks import one_in
 
 NAMED = [kv for kv in get_args(Sharing) if kv != "auto"]
 
@@ -35,7 +36,7 @@ def searched(profile: Profile, devices: int | None = 4, **asked: Any) -> face.Re
 
 
 @pytest.mark.parametrize("kv", [*NAMED, "auto"])
-@pytest.mark.parametrize("pp", [1, 2])
+@one_in(2, "pp", [1, 2], first=1)
 def test_plans_are_what_was_chosen(kv: Any, pp: int) -> None:
     profile = drawn_decoder(5, device="RTX-A5000-24GB")
     found = searched(profile, kv=kv, pp=pp)

@@ -92,7 +92,7 @@ from pipeplan.workload.samples import carried
 from pipeplan.workload.slices import num_sliced
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import task_graph
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 pytestmark = pytest.mark.counted
 
@@ -234,7 +234,7 @@ MAKING: dict[str, Callable[[int], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", MAKING)
+@one_in(3, "name", MAKING, first=1)
 def test_what_is_made_between_two_questions_does_not_grow_as_the_square_of_the_blocks(name: str) -> None:
     """Tables of all runs of blocks are a few calls, and took seconds: of 10,000 blocks they had 800 MB."""
 
@@ -1071,7 +1071,7 @@ def test_a_bound_that_fails_loses_no_plan(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.filterwarnings("ignore:--planner pipedream had no plan")
-@pytest.mark.parametrize("error", [MemoryError("full"), InfeasibleError("nothing fits")])
+@one_in(2, "error", [MemoryError("full"), InfeasibleError("nothing fits")], first=1)
 def test_an_error_leaves_what_stands_in_unless_it_says_that_nothing_fits(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1484,7 +1484,7 @@ def test_few_actions_of_many_entries_on_a_given_placement_have_a_plan_before_the
     assert check(found.plan).valid
 
 
-@pytest.mark.parametrize("num_parted", [2, "autopipe"])
+@one_in(2, "num_parted", [2, "autopipe"], first=1)
 def test_a_first_plan_has_the_slices_that_are_asked_for(num_parted: int | str) -> None:
     """Their step comes after the search: of a large request there was none until then, and a limit left them out."""
     clock = Calls()
@@ -1672,9 +1672,11 @@ def test_a_first_plan_of_a_named_schedule_is_short(scheduler: str) -> None:
     assert len(longest.placement.stages) > len(made.plan.stages)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "shards"),
+@one_in(
+    2,
+    "strategy, shards",
     [("circular", 2), ("v-shape", 1), ("v-shape", 2), ("bidirectional", 1), ("bidirectional-v-shape", 2)],
+    first=1,
 )
 def test_every_strategy_has_a_first_plan_that_is_short(strategy: str, shards: int) -> None:
     """Of several stages on a device it is GPipe in groups. The schedules that are known of the longest pipelines took
@@ -1919,6 +1921,7 @@ def test_a_schedule_that_has_no_time_leaves_a_plain_one_that_says_so(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_rules_order_is_the_answer_once_it_is_there() -> None:
     found = search_plan(taking_long("rules"), within=Limit(20.0, clock=Hand()))
     assert not found.stands_in

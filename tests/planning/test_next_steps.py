@@ -21,6 +21,7 @@ from pipeplan.planning.steps import STEPS, search_plan
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.simulator.simulation import simulate
+from support.marks import one_in
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
 
@@ -34,7 +35,7 @@ def _said(request: Request) -> dict[str, str]:
     return {step.what: step.brings for step in next_steps(request, result, simulate(result.plan), None)}
 
 
-@pytest.mark.parametrize("memory", [None, 1300, 1100])
+@one_in(3, "memory", [None, 1300, 1100])
 def test_replicas_divide_state_without_being_asked(memory: int | None) -> None:
     """Without links the optimizer's (ZeRO 1), with the flag or not, as quick as if messages of the others were free."""
     request = Request.of(chain_of([20, 20, 20]), devices=2, mini_batch=8, memory_bytes=memory, **QUICK)

@@ -102,12 +102,12 @@ def test_a_frontier_s_shortest_point_is_the_plan_of_a_search(seed: int) -> None:
     compare(of_seed(seed, 3))
 
 
-@slow_but("seed", range(100, 124), lambda _: False, lambda seed: seed >= 103)
+@slow_but("seed", range(100, 124), lambda _: False, lambda seed: seed != 101)
 def test_larger_frontiers_shortest_points_are_the_plans_of_searches(seed: int) -> None:
     compare(of_seed(seed, 5))
 
 
-@slow_but("flags", FLAGS, lambda flags: flags in FLAGS[:2])
+@slow_but("flags", FLAGS, lambda flags: flags == FLAGS[1])
 def test_both_verbs_understand_flags_alike(flags: dict[str, Any]) -> None:
     """Costs of launches, levels of sharing and sizes that are said, for one: a frontier left out the first."""
     profile = drawn(random.Random(5), 3).model_copy(update={"launch_overhead_ns": 200_000})

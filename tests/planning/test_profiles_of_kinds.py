@@ -31,7 +31,7 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.recost import recosted, relinked
 from references.unlike_devices import Kind
 from support.layouts import FIXED, require_best, require_rows_below_plans
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 
 def slowed(profile: Profile, factor: int) -> Profile:
@@ -56,7 +56,7 @@ def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
     compare(seed, 5, 4)
 
 
-@pytest.mark.parametrize("seed", range(200, 208))
+@one_in(2, "seed", range(200, 208))
 def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
     """Of every uniform layout, cut for the levelled profile and run by the profiles of its devices."""
     request, _ = asked_of_kinds(seed, 4, 3, own_profiles=True)

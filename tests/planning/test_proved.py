@@ -23,6 +23,7 @@ from pipeplan.planning.steps import STEPS, SearchCandidates, search_plan
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from references.every_placement import every_placement
+from support.marks import one_in, some_of
 
 QUICK: dict[str, Any] = {"time_limit": 0.05, "deterministic": True}
 
@@ -41,7 +42,7 @@ def chains(draw: st.DrawFn) -> Profile:
     return profile_of([tuple(row(size) for size in (1, 2, 4)) for _ in range(draw(st.integers(2, 4)))])
 
 
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(5), suppress_health_check=list(HealthCheck))
 @given(chains(), st.integers(1, 3), st.sampled_from([1, 8]), st.sampled_from(["auto", "one-to-one", "circular"]))
 def test_no_plan_is_quicker(profile: Profile, num_devices: int, samples: int, wanted: str) -> None:
     """Every cut, with every number of replicas and every size, against the bound over all of them.
@@ -151,7 +152,7 @@ def test_a_limit_that_is_no_limit_does_not_raise_the_bound(placement: str) -> No
 
 
 @pytest.mark.parametrize("scheduler", ["1f1b", "zb-h2"])
-@pytest.mark.parametrize("memory", [3 * 10**9, 4 * 10**9])
+@one_in(2, "memory", [3 * 10**9, 4 * 10**9])
 def test_a_schedule_that_does_not_fit_refutes_no_other(scheduler: str, memory: int) -> None:
     """A named one runs with recomputation then; others fit without, and the bound is for them, too."""
     profile = shape("v", 4, costs=ShapeCosts(1000, input_grad_ns=1200, weight_grad_ns=700))

@@ -38,7 +38,7 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.time_limit import Limit
 from pipeplan.units import parse_bytes
 from pipeplan.workload.elements import MAX_DEVICES
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 pytestmark = pytest.mark.counted
 
@@ -185,7 +185,7 @@ def require_advice_to_do(verb: str, path: str, asked: Sequence[str], says: Seque
         assert found is None, f"{change}: {found}"
 
 
-@pytest.mark.parametrize(("asked", "says"), REFUSALS, ids=[f"{asked}: {says}" for asked, says in REFUSALS])
+@one_in(2, "asked, says", REFUSALS, ids=[f"{asked}: {says}" for asked, says in REFUSALS])
 def test_what_is_advised_does(profile_path: str, asked: str, says: str) -> None:
     require_advice_to_do("search", profile_path, (*QUICK, *asked.split()), [says])
 

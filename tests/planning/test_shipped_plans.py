@@ -38,7 +38,7 @@ def test_is_right(name: str) -> None:
     assert re.search(rf"^\| \[{name}\].*`{re.escape(command)}` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@slow_but("name", SHIPPED, {"tessel-v"}.__contains__, lambda name: name.startswith("gpt2"))
+@slow_but("name", SHIPPED, {"tessel-v"}.__contains__, lambda name: name.startswith(("gpt2", "tessel-flava")))
 def test_is_made_again_by_its_command(name: str, tmp_path: Path) -> None:
     (tmp_path / "profiles").symlink_to(ROOT / "profiles")
     (tmp_path / "plans").mkdir()

@@ -24,6 +24,7 @@ from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.kinds import MemoryBytes
 from pipeplan.workload.mesh import Mesh
+from support.marks import one_in
 
 CLUSTER = named_cluster("tensoropt", 4)
 SAMPLES = 8
@@ -136,7 +137,7 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         plan_of_strategy(profile_of("candle-uno-8"), built, strategy, memory_bytes=strategy.memory_bytes)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
+@one_in(2, "devices", [2, 4])
 def test_points_are_exact_in_peak_memory(devices: int) -> None:
     """For every limit of workspace the strategies within it: what the largest of them takes is no sum."""
     found = split_frontier(

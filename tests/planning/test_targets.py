@@ -19,7 +19,7 @@ from pipeplan.planning.restrictions import search_targets
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
 from support.commands import pipeplan
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 from support.paths import ROOT
 
 pytestmark = pytest.mark.counted
@@ -130,7 +130,7 @@ def groups_by_hand(profile: Profile) -> list[list[str]]:
     return list(groups.values())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@one_in(3, "seed", range(3), first=2)
 def test_of_few_layers_the_plan_is_the_best_there_is(seed: int) -> None:
     """Every cut of whole layers, and 1F1B on each."""
     profile = layered(seed, 3, split=False)
@@ -410,7 +410,7 @@ def test_a_plan_to_start_from_keeps_blocks_together() -> None:
         face.search(profile, keep_together=["layer1*,layer2*"], **asked)
 
 
-@pytest.mark.parametrize("target", ["torchtitan", "automodel"])
+@one_in(2, "target", ["torchtitan", "automodel"])
 def test_tools_that_run_any_order_run_those_of_rules(target: str) -> None:
     profile = layered(1, 4)
     asked: dict[str, Any] = {"placement": "one-to-one", "pp": 2, "tp": 1, "microbatches": 4, "mini_batch": None}

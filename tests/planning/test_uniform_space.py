@@ -51,7 +51,7 @@ from pipeplan.planning.trials import Trial, unfit_by_state
 from pipeplan.planning.uniform_space import Blocks, Choice, longest_stages
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.workload import Workload
-from support.marks import slow_but, some_of
+from support.marks import one_in, slow_but, some_of
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
 SIZES, SHARDS, MINI_BATCH = (1, 2), (1, 2), 8
@@ -634,7 +634,7 @@ def test_targets_split_experts_as_they_can(target: str, sizes: tuple[int, int]) 
             Request.of(made, **asked, expert_shards=2)
 
 
-@pytest.mark.parametrize("level", [2, 3])
+@one_in(2, "level", [2, 3], first=1)
 def test_experts_are_shared_at_every_level_of_zero(level: int) -> None:
     """Asked for, or where nothing less fits: 80 of 100 parameters of each block are of experts."""
     links = clusters.cluster_of(4, latency_ns=1, bandwidth=10**12)

@@ -18,7 +18,7 @@ from pipeplan.planning.steps import search_plan, without
 from pipeplan.planning.widths import _Widths
 from references.every_width import every_width, one_f_one_b
 from support.layouts import FIXED, require_best_or_none
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 MINI_BATCH = 12
 EXPERTS = ((1, 1), (2, 1), (2, 2))
@@ -52,7 +52,7 @@ def compare(seed: int, most: tuple[int, int], least: tuple[int, int] = (2, 2), *
 
 
 @pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
-@pytest.mark.parametrize("seed", range(12))
+@one_in(2, "seed", range(12))
 def test_search_finds_the_best_of_all_widths(seed: int) -> None:
     compare(seed, (4, 4))
 

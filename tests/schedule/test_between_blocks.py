@@ -24,6 +24,7 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.shared_time import WithoutSharedTime
 from pipeplan.workload.task_graph import task_graph
 from references.least_period import least_period_by_enumeration
+from support.marks import one_in
 
 ALL = 10**9
 
@@ -119,7 +120,7 @@ def test_times_that_are_rounded_up_stay_valid(name: str) -> None:
     require_valid(places.problem, found)
 
 
-@pytest.mark.parametrize("name", ["m", "mllm", "nn", "k"])
+@one_in(2, "name", ["m", "mllm", "nn", "k"])
 def test_tries_are_of_ever_shorter_periods(name: str) -> None:
     places = outwards(unit_problem(name, 4, 12, 3))
     best: Fraction | None = None

@@ -34,7 +34,7 @@ from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
-from support.marks import slow_but
+from support.marks import slow_but, some_of
 from support.paths import ROOT
 
 
@@ -330,7 +330,7 @@ class TestStageGraphs:
             plan = assemble(graph, orders, 1, Fraction(0), name)
             assert check(plan, drawn.profile, drawn.cluster).problems == ()
 
-    @settings(max_examples=60)
+    @settings(max_examples=some_of(60))
     @given(stage_graphs())
     def test_1f1b_has_at_most_its_depth_in_flight(self, drawn: Placed) -> None:
         problem = OneMicrobatch.of(drawn.workload)

@@ -33,7 +33,7 @@ from references.stage_graphs import (
     samples_held,
     words_of,
 )
-from support.marks import slow_but, some_of
+from support.marks import one_in, slow_but, some_of
 
 CHAIN, FORK, JOIN, DIAMOND, UNEVEN = (
     ((0, 1), (1, 2), (2, 3)),
@@ -58,7 +58,7 @@ def require_best(case: StageGraph) -> None:
     assert [tuple(map(in_flight, words))] == flights
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@one_in(2, "count", [2, 3])
 @pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 1)])
 def test_greedy_is_best_on_all_graphs_of_up_to_three_stages(count: int, forward: int, backward: int) -> None:
     for edges, sizes in itertools.product(connected_graphs(count), itertools.product((1, 2, 4), repeat=count)):
@@ -101,14 +101,14 @@ def graphs(
 
 
 @given(graphs(balanced=True, mini_batches=(2, 4)))
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 def test_greedy_is_best_whatever_part_of_the_time_forwards_take(case: StageGraph) -> None:
     require_best(case)
 
 
 @pytest.mark.slow
 @given(graphs(balanced=True, most_stages=5, mini_batches=(2, 4)))
-@settings(max_examples=200)
+@settings(max_examples=some_of(200))
 def test_greedy_is_best_on_graphs_of_up_to_five_stages(case: StageGraph) -> None:
     require_best(case)
 

@@ -139,7 +139,7 @@ def summing(draw: st.DrawFn) -> Workload:
 
 
 @given(summing())
-@settings(max_examples=100)
+@settings(max_examples=some_of(100))
 def test_what_follows_the_last_actions_is_the_same_in_both(workload: Workload) -> None:
     """So that a search of what is reduced compares iterations as they will be."""
     found = first_look(workload)
@@ -153,7 +153,7 @@ def test_what_follows_the_last_actions_is_the_same_in_both(workload: Workload) -
 
 
 @given(workloads())
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 def test_bounds_are_below_every_schedule(workload: Workload) -> None:
     found = search_schedule(workload, Budget(0.05, deterministic=True))
     assert strong_iteration_bound(OneMicrobatch.of(workload)) <= found.bound_ns <= found.makespan_ns

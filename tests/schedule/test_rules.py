@@ -29,6 +29,7 @@ from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
+from support.marks import one_in
 
 
 def texts(workload: Workload, rules: Rules) -> list[str]:
@@ -302,7 +303,7 @@ def test_a_stage_order_that_chooses_something_else_is_refused() -> None:
 # Shapes with shared stages ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["m", "mllm", "nn", "k"])
+@one_in(2, "name", ["m", "mllm", "nn", "k"], first=1)
 def test_shared_stages_neither_stop_nor_drift(name: str) -> None:
     """No built-in rules get stuck; the best ones' period is 1F1B+'s or less, however many micro-batches there are."""
     spans, plus = [], []

@@ -29,6 +29,7 @@ def workload_of(name: str, count: int, *, split: bool) -> Workload:
     "name, split",
     list(itertools.product(["mllm", "m", "nn"], [False, True])),
     lambda case: case in [("mllm", False), ("m", True), ("nn", False)],
+    ("mllm", True).__eq__,
 )
 def test_the_automatic_search_returns_the_better_one(name: str, split: bool) -> None:
     workload = workload_of(name, 6, split=split)

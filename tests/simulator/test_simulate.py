@@ -75,7 +75,7 @@ def test_forwards_hold_what_they_give_moment_by_moment(workload: Workload, seed:
 
 
 @given((placed(links=True) | placed_chains() | stage_graphs()).map(lambda drawn: drawn.workload) | workloads(), SEEDS)
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 def test_programs_say_the_orders_that_they_were_made_of(workload: Workload, seed: int) -> None:
     """As a whole they are read as fast as they can be; what they say is what was written, action by action."""
     graph = task_graph(workload)
@@ -95,7 +95,7 @@ def test_programs_say_the_orders_that_they_were_made_of(workload: Workload, seed
 
 
 @given(workloads(), SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 def test_rates_follow_their_definitions(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))
@@ -146,7 +146,7 @@ def test_in_flight_with_unequal_sizes_counts_in_the_smaller_size() -> None:
 
 
 @given(ALL_KINDS, SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 def test_in_flight_is_what_samples_are_held_for(workload: Workload, seed: int) -> None:
     """Half-samples that a device holds bytes for, in units of the largest pieces all its stages' actions consist of."""
     graph = task_graph(workload)
@@ -169,7 +169,7 @@ def test_in_flight_is_what_samples_are_held_for(workload: Workload, seed: int) -
 
 
 @given(ALL_KINDS | placed(links=True).map(lambda drawn: drawn.workload), SEEDS)
-@settings(max_examples=90)
+@settings(max_examples=some_of(90))
 def test_the_critical_path_is_gapless_from_zero_to_the_makespan(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))

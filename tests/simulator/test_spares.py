@@ -209,13 +209,13 @@ def test_spares_that_cannot_be(spares: int, others: dict[str, Any], text: str) -
 @pytest.mark.slow
 def test_compare_and_frontier_say_it_too() -> None:
     cluster = nodes(6)
-    compared = pipeplan.compare(line(2), cluster=cluster, spares=2, mini_batch=8, time_limit=1, deterministic=True)
+    compared = pipeplan.compare(line(2), cluster=cluster, spares=2, mini_batch=8, time_limit=0.2, deterministic=True)
     assert compared.num_devices == 4
     assert compared.spares is not None
     best = min(row.iteration_ns for row in compared.rows if row.fits)
     assert compared.spares.time_ns == best
     points = pipeplan.frontier(
-        line(2), cluster=cluster, spares=2, mini_batch=8, plans=True, time_limit=2, deterministic=True
+        line(2), cluster=cluster, spares=2, mini_batch=8, plans=True, time_limit=0.4, deterministic=True
     )
     assert points.spares is not None
     assert max(point.num_devices for point in points.points) <= 4

@@ -16,7 +16,7 @@ from pipeplan.schedule.search import search_schedule
 from pipeplan.workload.bounds import period_bound, strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from references.best_makespan import best_makespan
-from support.marks import some_of
+from support.marks import one_in, some_of
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_littles_law() -> None:
 
 
 @pytest.mark.parametrize("name", ["m", "mllm", "nn", "k"])
-@pytest.mark.parametrize("num_devices", [4, 8])
+@one_in(2, "num_devices", [4, 8])
 def test_stages_on_all_devices(name: str, num_devices: int) -> None:
     """While the first micro-batch goes down the chain nothing shared can run: the bound is what search reaches."""
     problem = unit_problem(name, num_devices, 16)

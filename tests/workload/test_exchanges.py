@@ -30,7 +30,7 @@ from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import ONCE
 from pipeplan.workload.kinds import REDUCE_GRAD, RESHARD, UNSHARD, Role
 from pipeplan.workload.task_graph import earliest_starts, task_graph
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 
 
 def replayed(plan: Plan) -> tuple[dict[str, int], list[tuple[int, int, int, str, int]], int]:
@@ -163,7 +163,7 @@ def held_at_most(plan: Plan, spans: list[tuple[int, int, int, str, int]], device
     return state + max(sum(size for begin, end, size in taken if begin <= each < end) for each in moments)
 
 
-@pytest.mark.parametrize(("seed", "late"), [*((seed, False) for seed in range(40)), *((n, True) for n in range(25))])
+@one_in(2, "seed, late", [*((seed, False) for seed in range(40)), *((n, True) for n in range(25))], first=1)
 def test_plans_exchange_when_their_programs_say_and_hold_what_that_takes(seed: int, late: bool) -> None:
     """Starts, the end of the last exchange and peaks of memory by programs alone; check finds them right, too.
 
@@ -187,7 +187,7 @@ def test_plans_exchange_when_their_programs_say_and_hold_what_that_takes(seed: i
     assert recosted(plan, profile, cluster) == plan.workload
 
 
-@pytest.mark.parametrize(("seed", "late"), [*((seed, False) for seed in range(30)), *((n, True) for n in range(10))])
+@one_in(2, "seed, late", [*((seed, False) for seed in range(30)), *((n, True) for n in range(10))])
 def test_stated_starts_are_those_of_a_replay_or_passed_over(seed: int, late: bool) -> None:
     """With the same exchanges; starts of which one is later than it must be are not taken."""
     plan, _ = random_plan(seed, late=late)

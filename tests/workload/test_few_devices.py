@@ -30,7 +30,7 @@ from references.best_makespan import best_makespan
 from references.least_period import least_period_by_enumeration
 from references.solved_iteration import solved_iteration
 from references.tails import best_iteration
-from support.marks import some_of
+from support.marks import one_in, some_of
 
 
 def least(problem: OneMicrobatch, devices: Sequence[int], more: Sequence[int] = ()) -> int:
@@ -348,7 +348,7 @@ def test_the_period_is_of_any_unroll() -> None:
     assert proofs.period * 3 == 16
 
 
-@pytest.mark.parametrize("kind", ["v", "v split", "m"])
+@one_in(2, "kind", ["v", "v split", "m"], first=1)
 def test_no_period_is_below_that_of_the_bound(kind: str) -> None:
     """By enumeration of all repetends of one micro-batch, whatever few micro-batches are learned exactly."""
     open_ = 0

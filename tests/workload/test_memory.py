@@ -29,6 +29,7 @@ from pipeplan.workload.memory import memory_levels, peak_memory
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Hold, Workload
 from references.memory import followed
+from support.marks import some_of
 
 SEEDS = st.integers(0, 2**32)
 ORDERS = 50
@@ -58,7 +59,7 @@ def test_what_is_never_given_back_stays_held() -> None:
     assert [memory.activation_bytes for memory in peak_memory(graph, orders)] == [5 * 2 * 3] * 2
 
 
-@settings(max_examples=80)
+@settings(max_examples=some_of(80))
 @given(workloads() | (placed() | placed_chains()).map(lambda drawn: drawn.workload), SEEDS)
 def test_peaks_are_the_checkers(workload: Workload, seed: int) -> None:
     assume(not workload.is_inference)  # whose memory goes by time: test_forwards_alone.py

@@ -33,6 +33,7 @@ from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.replay import extended, period_of
+from support.marks import some_of
 
 SEEDS = st.integers(0, 2**20)
 
@@ -249,7 +250,7 @@ def is_copy(order: list[Entry], first: dict[str, int], unroll: int) -> bool:
 
 
 @given(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=6, max_size=6), st.integers(0, 3), st.integers(1, 3))
-@settings(max_examples=5)
+@settings(max_examples=some_of(5))
 def test_found_repetends_are_the_best_that_exist(num_devices: int, times: list[int], lag: int, room: int) -> None:
     """Chains with any times, each device running backwards first and holding at most ``room`` micro-batches."""
     workload = chain_workload(num_devices, 5, lag=lag)

@@ -114,7 +114,7 @@ def naive_levels(workload: Workload, device: int, order: list[Entry], done: dict
 
 
 @given(ALL_KINDS, SEEDS)
-@settings(max_examples=80)
+@settings(max_examples=some_of(80))
 def test_peak_memory_is_the_highest_moment_of_the_timeline(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))
@@ -173,7 +173,7 @@ def test_fits_is_exact(memory_bytes: int | None, enough: bool) -> None:
 
 
 @given(placed(links=True), SEEDS)
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 def test_messages_wait_for_what_they_carry_and_for_their_link(drawn: Placed, seed: int) -> None:
     """Each message once, in the order in which all that it carries is made; one at a time; actions wait for it."""
     workload, graph = drawn.workload, task_graph(drawn.workload)

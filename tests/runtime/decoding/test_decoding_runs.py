@@ -73,11 +73,10 @@ def of_pairs(kinds: Sequence[str], model: str = LLAMA, **options: Any) -> Case:
 @functools.cache
 def main_cases() -> dict[str, Case]:
     """The main ones of each kind of mixture and model; the others are long."""
-    found = {
+    return {
         "experts of fewer requests than devices": case(
             MIXTRAL, [""], ALL, sizes=(3,), prompts=PROMPTS[:4], mixed=("samples4", "cache4", "experts4")
         ),
-        "cp": of_four("cache4", "gpt2-tiny"),
         "cp of latents": of_four("cache4", DEEPSEEK),
         "tp before cp-q, of latents": of_pairs(["shards2", "cacheq2"], DEEPSEEK),
         "cp before tp": of_pairs(["cacheq2", "shards2"]),
@@ -87,25 +86,8 @@ def main_cases() -> dict[str, Case]:
         "drawn, to a last word": of_pairs(
             ["samples2", "cache2"], "gpt2-tiny", temperature=2.0, seed=5, stop=[7, 30], new_tokens=6, top=40
         ),
+        "shards4 in float32": of_four("shards4", dtype="float32"),
     }
-
-    found |= {
-        f"{kind} in {dtype}": of_four(kind, dtype=dtype)
-        for kind, dtype in (("shards4", "float32"), ("cache4", "float64"))
-    }
-    found |= {f"two stages, {kind}": of_pairs([kind] * 2) for kind in ("shards2", "cacheq2")}
-    found |= {
-        f"{kind} of {model[:10]} in float64": of_four(kind, model, dtype="float64")
-        for model, kinds in (
-            ("gpt2-tiny", ("samples2-shards2",)),
-            (LLAMA, ("samples2-cache2",)),
-            (QWEN2, ("shards4",)),
-            (DEEPSEEK_2, ("cacheq4",)),
-            (MIXTRAL, ("samples2-experts2",)),
-        )
-        for kind in kinds
-    }
-    return found
 
 
 def other_cases() -> dict[str, Case]:
@@ -114,7 +96,7 @@ def other_cases() -> dict[str, Case]:
         for kind in ("samples4", "shards4", "cache4", "cacheq4")
         for dtype in TOLERANCE
     }
-    found |= {f"two stages, {kind}": of_pairs([kind] * 2) for kind in ("samples2", "cache2")}
+    found |= {f"two stages, {kind}": of_pairs([kind] * 2) for kind in ("samples2", "shards2", "cache2", "cacheq2")}
     found |= {
         f"{kind} of {model[:5]} in {dtype}": of_four(kind, model, dtype=dtype)
         for model, kinds in (
@@ -305,7 +287,9 @@ def sent_in_attention(found: Found, rank: int, kept: Kept) -> Fraction:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [("tp", "cp-q"), pytest.param(("dp", "cp"), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kinds", [("cp-q",), *(pytest.param(each, marks=pytest.mark.long) for each in (("tp",), ("dp", "cp")))]
+)
 def test_plans_of_latents_are_run_as_they_count(kinds: tuple[Kept, ...]) -> None:
     """Caches of latents to the byte, and what devices along them send in a step and layer."""
     sizes: dict[str, Any] = {"inference": True, "batch": "1,2,8", "context": "4,16", "shards": "1,2,4", "sequence": 16}

@@ -40,6 +40,7 @@ from pipeplan.workload.action import StateAction
 from pipeplan.workload.elements import Dependency, Hop
 from runtime_support.plans import Case, four_devices, greedy_orders, placed_plan, reports_of
 from runtime_support.warm import warm_ranks
+from support.marks import always, asked_for, slow_but
 
 RANK = (sys.executable, "-m", "runtime_support.emulation_rank")
 MS = 1_000_000
@@ -173,9 +174,16 @@ def cases() -> dict[str, Case]:
     return found | {f"{name} blocking": (plans()[name], blocking) for name in BLOCKING}
 
 
+LONG = ("x", "m", "nn", "circular", "one device", "sizes")
+"""Forms that others have, too."""
+
+
 @pytest.fixture(scope="module")
-def results() -> dict[str, RunResult]:
-    reports = reports_of(cases(), "runtime_support.emulation_rank:emulate_all", RANK)
+def results(request: pytest.FixtureRequest) -> dict[str, RunResult]:
+    """Of the cases of those plans that some test that was collected is of."""
+    asked = asked_for(request, dict.fromkeys(PLANS))
+    made = {name: case for name, case in cases().items() if name.rpartition(" ")[0] in asked}
+    reports = reports_of(made, "runtime_support.emulation_rank:emulate_all", RANK)
     return {name: RunResult.from_json(ranks[0]["result"]) for name, ranks in reports.items()}
 
 
@@ -187,8 +195,11 @@ def test_an_iteration_ends_when_the_last_rank_has_summed() -> None:
     assert iteration_of([extent(actions), extent([(0, 5, 30)], 65)]) == 60
 
 
-@pytest.mark.parametrize(
-    ("name", "transfers"), [*((name, "beside") for name in PLANS), *((name, "blocking") for name in BLOCKING)]
+@slow_but(
+    "name, transfers",
+    [*((name, "beside") for name in PLANS), *((name, "blocking") for name in BLOCKING)],
+    lambda case: case[0] not in LONG,
+    always,
 )
 def test_nothing_begins_before_the_plan_allows_it(name: str, transfers: str, results: dict[str, RunResult]) -> None:
     (plan, options), result = cases()[f"{name} {transfers}"], results[f"{name} {transfers}"]

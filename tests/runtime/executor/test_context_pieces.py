@@ -108,8 +108,6 @@ Keys and values are gathered, or go around a ring; of four devices also between 
 
 MAIN = (
     "gpt2-tiny pipeline split",
-    "gpt2-tiny data zero 1 split",
-    "gpt2-tiny two stages on one set",
     "gpt2-tiny four ring",
     "llama tensor ring split",
     "mixtral pipeline full",

@@ -26,10 +26,10 @@ from runtime_support.plans import (
     placed_plan,
     reports_of,
 )
-from support.marks import asked_for, slow_but
+from support.marks import always, asked_for, slow_but
 
 BRANCH_CUTS = [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")]
-SLOW = ("recompute full", "circular full", "v-shape split")
+LONG = ("recompute full", "circular full", "v-shape split")
 LATE_CUTS = [("a",), ("right", "right2", "side"), ("left", "join", "end")]
 BRANCH_DEVICES = {"apart": [0, 1, 2, 3, 1], "two on a device": [0, 1, 0, 2, 2], "one device": [0, 0, 0, 0, 0]}
 
@@ -85,7 +85,12 @@ def reports(request: pytest.FixtureRequest) -> Reports:
     return reports_of({**asked_for(request, cases()), **refused()})
 
 
-@slow_but("name", cases(), lambda name: not name.startswith("branches") and name not in SLOW)
+def is_quick(name: str) -> bool:
+    """Of branches two cases, and of the rest those that no other is like; the others are long."""
+    return name in ("branches apart", "branches late split") or not (name.startswith("branches") or name in LONG)
+
+
+@slow_but("name", cases(), is_quick, always)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     plan, options = cases()[name]
     model = runtime_models.branches() if options.model == "branches" else load_model(options.model)

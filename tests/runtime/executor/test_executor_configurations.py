@@ -35,6 +35,7 @@ from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAx
 from runtime_support.models import branches
 from runtime_support.plans import TRAINING, Unsplit, placed_plan, profile_of
 from runtime_support.threads import require_equal_to_unsplit, together
+from support.marks import one_in, some_of
 
 FLOAT32 = Recipe(name="fp32", optimizer="sgd")
 SIZE = 4
@@ -102,7 +103,7 @@ def strategies(draw: st.DrawFn) -> tuple[Model, Plan]:
 
 
 @pytest.mark.slow
-@settings(max_examples=6)
+@settings(max_examples=some_of(6))
 @given(strategies())
 def test_any_strategy_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:
     """Also where stages of a pipeline, or replicas, have strategies of their own."""
@@ -129,8 +130,8 @@ def splittable(model: Model) -> Profile:
     return made.model_copy(update={"recipe": FLOAT32, "blocks": blocks, "tied": sized.tied})
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2-tiny", OPERATORS, "tessel-mt5-tiny", "mmt-tiny", "dlrm-tiny", "candle-uno-tiny", *PAPERS]
+@one_in(
+    3, "name", ["gpt2-tiny", OPERATORS, "tessel-mt5-tiny", "mmt-tiny", "dlrm-tiny", "candle-uno-tiny", *PAPERS], first=2
 )
 def test_all_that_a_frontier_of_blocks_offers_can_be_run(name: str) -> None:
     """Every configuration of every block of the zoo, and so every point."""

@@ -17,6 +17,7 @@ from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.kinds import PARAMETERS
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, profile_of, reports_of
+from support.marks import always, asked_for, slow_but
 
 FLOAT32 = Recipe(name="fp32", optimizer="sgd")
 BRANCHES, CHAIN, TINY = "runtime_support.models:branches", "runtime_support.models:chain", "gpt2-tiny"
@@ -105,20 +106,26 @@ def down_and_up() -> list[PlacedStage]:
     ]
 
 
+LONG = ("replicas around branches", "one, four, two replicas", "devices with several sizes", "two in parts")
+"""Between others in what they show."""
+
+
 @pytest.fixture(scope="module")
-def reports() -> Reports:
+def reports(request: pytest.FixtureRequest) -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    return reports_of(cases())
+    looked_at = ("down and up", "two, one, two replicas", "first and last on one device")  # in tests of one case
+    asked = asked_for(request, dict.fromkeys(NAMES))
+    return reports_of({name: case for name, case in cases().items() if name in asked or name in looked_at})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@slow_but("name", NAMES, lambda name: name not in LONG, always)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     _, options = cases()[name]
     model: Model = load_model(options.model)
     assert_as_unsplit(model, options, reports[name])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@slow_but("name", NAMES, lambda name: name not in LONG, always)
 def test_check_accepts_it_and_its_trace_has_all_of_the_programs(name: str) -> None:
     plan, _ = cases()[name]
     check(plan).require(name)

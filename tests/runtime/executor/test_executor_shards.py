@@ -37,7 +37,7 @@ from runtime_support.plans import (
     split_stage,
 )
 from runtime_support.threads import ThreadGroup, run_in_threads
-from support.marks import asked_for, slow_but
+from support.marks import always, asked_for, slow_but
 
 WORDED, TRANSLATING, PAIRING, FOUR_HEADS, TWO_SEQUENCES = (
     f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing", "four_heads", "two_sequences")
@@ -289,14 +289,12 @@ def middle_of_frontier(name: str) -> Case:
 
 QUICK = (
     "mllm split",
-    "four, three, two and one split",
-    "slices of unequal shards split",
     "slices of two sequences split",
     "words over 4, layers 2 x 2 split",
-    "matrix products split",
     "by operator",
     "frontier of candle-uno-tiny",
 )
+"""Each kind of splitting once; the others are long."""
 
 
 @pytest.fixture(scope="module")
@@ -305,13 +303,7 @@ def reports(request: pytest.FixtureRequest) -> Reports:
     return reports_of({name: make() for name, make in asked_for(request, cases()).items()})
 
 
-def is_long(name: str) -> bool:
-    """Shapes of blocks a second time, but for two: with one backward, or recomputed."""
-    kept = "mllm recomputed", "slices of equal shards recomputed"
-    return name.endswith((" full", " recomputed")) and name.rpartition(" ")[0] in SHAPES and name not in kept
-
-
-@slow_but("name", cases(), QUICK.__contains__, is_long)
+@slow_but("name", cases(), QUICK.__contains__, always)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     plan, options = cases()[name]()
     check(plan).require(name)
@@ -366,7 +358,9 @@ COUNTED = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.long), "split", "recomputed"])
+@pytest.mark.parametrize(
+    "how", ["split", *(pytest.param(how, marks=pytest.mark.long) for how in ("full", "recomputed"))]
+)
 def test_bytes_that_shards_move_are_the_plans(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models of the zoo and of Hugging Face, with their tables of words, experts and losses.
 

@@ -46,7 +46,7 @@ from runtime_support.hugging_face import SEED, text, training_of
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
 from runtime_support.sharded_plans import planned_bytes, sized_profile
 from runtime_support.threads import require_equal_to_unsplit, run_in_threads, together
-from support.marks import asked_for, slow_but
+from support.marks import asked_for, one_in, slow_but
 
 ODD = 15
 """Places of a sequence that two devices cannot share evenly: they sum what they have whole."""
@@ -124,7 +124,7 @@ backward split or not, and run again. Then two have parts of each expert, of the
 last, where shards of their block have."""
 
 
-@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@one_in(2, "sizes", SPLITS, first=1, ids=str)
 def test_experts_on_several_devices_are_as_on_one(sizes: dict[str, Any]) -> None:
     require_equal_to_unsplit(model_of("uneven"), one_stage("uneven", **sizes))
 
@@ -154,7 +154,7 @@ MIXED = [
 """How attention is split, and how experts: devices share each of both alone, or beside samples, shards and copies."""
 
 
-@pytest.mark.parametrize(("attention", "experts"), MIXED)
+@one_in(2, "attention, experts", MIXED, first=1)
 def test_blocks_share_sequences_or_experts_by_themselves(attention: str, experts: str) -> None:
     plan = block_by_block("uneven", attention, experts)
     check(plan).require("plan")
@@ -388,11 +388,8 @@ def reports(request: pytest.FixtureRequest) -> Reports:
 SHORT = (
     "even four",
     "uneven two shards",
-    "even context two",
     "full_pieces context",
     "mixtral context",
-    "uneven context",
-    "uneven blocks",
 )
 """Cases that run with the slow tests; the others with the long ones."""
 
@@ -424,9 +421,9 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"expert": 4},
+        pytest.param({"expert": 4}, marks=pytest.mark.long),
         {"expert": 2, "context": 2, "split": True},
-        {"expert": 4, "shards": 2},
+        pytest.param({"expert": 4, "shards": 2}, marks=pytest.mark.long),
         pytest.param({"expert": 4, "shards": 2, "split": True}, marks=pytest.mark.long),
         pytest.param({"expert": 4, "expert_shards": 2}, marks=pytest.mark.long),
         {"expert": 4, "expert_shards": 2, "shards": 2},

@@ -23,6 +23,7 @@ from pipeplan.runtime.executor.rank_program import (
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Hop
+from support.marks import one_in
 
 _BLOCKS = tuple(f"b{number}" for number in range(8))
 _EDGES = tuple(zip(_BLOCKS, _BLOCKS[1:], strict=False))
@@ -43,8 +44,9 @@ def _own(program: Program) -> Program:
     )
 
 
-@pytest.mark.parametrize(
-    ("seed", "shared", "looped"),
+@one_in(
+    2,
+    "seed, shared, looped",
     [
         *((seed, False, False) for seed in range(6)),
         *((seed, True, False) for seed in range(6)),

@@ -105,10 +105,10 @@ def case(name: str) -> Case:
 
 
 NAMES = list(_asked())
-QUICK = ("two stages a device", "shards split", "context")
+QUICK = ("shards split", "context")
 SLOW = (
-    *("pipeline", "branches shards split", "llama shards selective", "llama shards split"),
-    *("llama shards and context split", "zero 2 split", "zero 3 shards split", "zero 3 by actions split"),
+    *("branches shards split", "llama shards selective", "llama shards and context split"),
+    "zero 3 by actions split",
 )
 """Each way once or twice; what is long has the others, a second of two cores each."""
 

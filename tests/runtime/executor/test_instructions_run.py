@@ -36,6 +36,7 @@ from runtime_support.instruction_models import (
     two_losses,
 )
 from runtime_support.plans import TRAINING, Reports, assert_as_unsplit, four_devices, reports_of
+from support.marks import always, asked_for, slow_but
 
 GATHER = CustomOp("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=500)
 ALLGATHER = replace(GATHERED, duration_ns=500)
@@ -82,10 +83,17 @@ PATHS = {id(model): f"{MODELS}:{name}" for model, name in zip((ONE, TWO, SHARED)
 EMULATED = {name: PLANS[name] for name in ("gather, beside computing", "all-gather, replicas", "one after the other")}
 
 
+LONG = ("gather, split", "gather, replicas", "all-gather, split", "our own, replicas", "sizes of submodules")
+"""Of the plans those whose kinds others show together."""
+
+
 @pytest.fixture(scope="module")
-def reports() -> Reports:
+def reports(request: pytest.FixtureRequest) -> Reports:
+    asked = asked_for(request, dict.fromkeys(PLANS))
     options = replace(TRAINING, instructions=MODELS, num_steps=2)
-    cases = {name: (plan, replace(options, model=PATHS[id(model)])) for name, (model, plan) in PLANS.items()}
+    cases = {
+        name: (plan, replace(options, model=PATHS[id(model)])) for name, (model, plan) in PLANS.items() if name in asked
+    }
     emulation = RunOptions(num_steps=2, stretch=1.0)  # predictions are not those of slower actions
     emulated = {f"emulated {name}": (slower(plan), emulation) for name, (_, plan) in EMULATED.items()}
     new = replace(options, model=PATHS[id(TWO)], num_steps=1, instructions="runtime_support.new_instruction")
@@ -98,7 +106,7 @@ def slower(plan: Plan) -> Plan:
     return plan.model_copy(update={"operations": operations})
 
 
-@pytest.mark.parametrize("name", PLANS)
+@slow_but("name", PLANS, lambda name: name not in LONG, always)
 def test_gradients_are_those_of_an_unsplit_run(name: str, reports: Reports) -> None:
     model, plan = PLANS[name]
     assert check(plan).problems == ()

@@ -31,6 +31,7 @@ from pipeplan.runtime.training.trainer import travelling
 from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.tracking import track
 from pipeplan.units import format_bytes
+from support.marks import one_in
 
 FORMATS = [torch.float16, torch.float32, torch.float64]
 
@@ -91,7 +92,7 @@ def told(plan: Plan, name: str, dtype: torch.dtype = torch.float32) -> str | Non
     return other_sizes(plan, programs, model, specs_of(name, dtype), dtype)
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "tessel-mt5-tiny", "mmt-tiny"])
+@one_in(2, "name", ["gpt2-tiny", "tessel-mt5-tiny", "mmt-tiny"])
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 1), (2, 1), (1, 2)])
 def test_nothing_is_told_of_the_same_model(name: str, replicas: int, shards: int) -> None:
     plan = plan_for(name, replicas=replicas, shards=shards)
@@ -119,7 +120,7 @@ def test_a_table_that_blocks_of_a_stage_share_counts_once_or_with_each(known: bo
     assert told(plan_of(workload, gpipe_orders(workload)), "gpt2-tiny") is None
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny-operators", "candle-uno-tiny"])
+@one_in(2, "name", ["gpt2-tiny-operators", "candle-uno-tiny"], first=1)
 def test_nothing_is_told_of_a_strategy_either(name: str) -> None:
     """Parameters are cut along some of a mesh's axes; devices that share samples, or do the same, have all."""
     model, cluster = load_model(name), named_cluster("tensoropt", 4)

@@ -20,10 +20,10 @@ from runtime_support.plans import TRAINING, Case, Reports, Unsplit, assert_as_un
 from runtime_support.threads import require_equal_to_unsplit
 from runtime_support.warm import warm_ranks
 from support.commands import pipeplan
-from support.marks import slow_but
+from support.marks import asked_for, slow_but
 
 
-@slow_but("name", PAPERS, "candle-uno-tiny".__eq__, lambda name: name.startswith(("vgg16", "wide-resnet")))
+@slow_but("name", PAPERS, "candle-uno-tiny".__eq__, lambda name: name.startswith(("vgg16", "wide-resnet", "gpt2")))
 def test_points_of_frontiers_train_as_an_unsplit_run(name: str) -> None:
     request, found = frontier_of(name)
     for index in set(chosen(name).values()):
@@ -63,19 +63,18 @@ def test_stages_of_a_pipeline_make_tensors_again(name: str, monkeypatch: pytest.
 
 
 @pytest.fixture(scope="module")
-def reports() -> Reports:
+def reports(request: pytest.FixtureRequest) -> Reports:
     """Of two points of each frontier, by four processes."""
     cases: dict[str, Case] = {}
-    for name in PAPERS:
-        request, splits = frontier_of(name)
+    for name in asked_for(request, dict.fromkeys(PAPERS)):
+        asked, splits = frontier_of(name)
         for what in ("leanest", "again"):
-            plan = splits.plan(request, chosen(name)[what])
+            plan = splits.plan(asked, chosen(name)[what])
             cases[f"{name} {what}"] = plan, replace(TRAINING, model=name, clip_norm=1e-3)
     return reports_of(cases)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PAPERS)
+@slow_but("name", PAPERS, lambda _: False, lambda name: name not in ("lstm-tiny-operators", "dlrm-tiny"))
 def test_four_processes_train_points_of_frontiers_as_one_would(name: str, reports: Reports) -> None:
     """Losses, gradients and updated parameters, on gloo."""
     for what in ("leanest", "again"):
@@ -84,7 +83,7 @@ def test_four_processes_train_points_of_frontiers_as_one_would(name: str, report
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dlrm-tiny", "candle-uno-tiny"])
+@pytest.mark.parametrize("name", ["dlrm-tiny", pytest.param("candle-uno-tiny", marks=pytest.mark.long)])
 def test_commands_lead_from_a_profile_to_a_run(name: str, tmp_path: Path) -> None:
     """``profile``, ``frontier`` and ``run``, whose losses are those of an unsplit run."""
     profile, plan = tmp_path / "profile.json", tmp_path / "plan.json"

@@ -20,7 +20,7 @@ from pipeplan.workload.action import Action
 from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, OPTIMIZER, PARAMETERS
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, reports_of
 from runtime_support.sharded_plans import FLOAT32, halves, one_stage, planned_bytes, profile_by, sharded_plan
-from support.marks import asked_for, slow_but
+from support.marks import always, asked_for, slow_but
 
 TIED, TINY = "runtime_support.models:chain", "gpt2-tiny"
 CHAIN, BRANCHES = "runtime_support.models:untied_chain", "runtime_support.models:untied_branches"
@@ -122,24 +122,12 @@ QUICK = (
     *("zero 1", "zero 1 tied unlike", "zero 2 by actions split", "zero 3 by actions", "zero 3 groups", "zero 3 shards"),
     *("zero 3 branches by actions", "buckets zero 1 tied", "buckets shards"),
 )
-SLOW = (
-    *(
-        "zero 1 split",
-        "zero 1 shards",
-        "zero 1 tied",
-        "zero 1 tied once",
-        "zero 2 split",
-        "zero 2 groups",
-        "zero 3 split",
-    ),
-    *("zero 3 branches", "zero 3 two stages by actions", "buckets split", "buckets zero 1 two stages split"),
-)
 """The others are long: what these show, by the other levels and with the other backward."""
 
 
 def each_of(names: Iterable[str]) -> pytest.MarkDecorator:
     """A test of the cases of some names."""
-    return slow_but("name", names, QUICK.__contains__, lambda name: name not in SLOW)
+    return slow_but("name", names, QUICK.__contains__, always)
 
 
 @each_of([*NAMES, *BUCKETED])

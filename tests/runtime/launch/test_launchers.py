@@ -220,11 +220,11 @@ def test_ranks_of_one_device_are_refused_by_its_identity() -> None:
         require_own_devices(["x", "y", "y"], "nccl")
 
 
-WARM = ("pytorchjob", "trainjob")
+WARM = ("srun", "pytorchjob", "trainjob")
 """Whose processes are forked from one that has imported torch: 12 s less of processor time for each test."""
 
 
-@slow_but("name", LAUNCHERS, lambda _: False)
+@slow_but("name", LAUNCHERS, lambda _: False, lambda _: False)
 def test_four_processes_train(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose scheduler says so first write a checkpoint, and end in the middle with the signal's exit code."""
     _PORTS.clear()

@@ -32,6 +32,7 @@ from runtime_support.hugging_face import (
     text,
     whole,
 )
+from support.marks import one_in
 
 
 def test_every_family_is_tested() -> None:
@@ -234,7 +235,7 @@ def test_heads_that_do_not_divide_are_refused_before_anything_is_built(monkeypat
         load(text("llama"), sequence=SEQUENCE, meta=True, shards=[1, 3])
 
 
-@pytest.mark.parametrize("name", configurations())
+@one_in(2, "name", configurations())
 def test_well_known_models_have_as_many_parameters_as_published(name: str) -> None:
     known = configurations()[name]
     found = load(known.text, meta=True)

@@ -35,7 +35,7 @@ from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.profiling.flops import ProductCounter
 from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
-from support.marks import slow_but
+from support.marks import one_in, slow_but
 from support.paths import ROOT
 
 A100 = device_preset("a100-80gb")
@@ -157,7 +157,7 @@ class Given(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("module", [Attention, Unfused])
+@one_in(2, "module", [Attention, Unfused])
 def test_less_is_held_where_the_attention_core_is_computed_again(module: type[nn.Module]) -> None:
     """As much as autograd saves around a core in a checkpoint, and what the core is given."""
     blocks = (

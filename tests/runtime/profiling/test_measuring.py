@@ -35,7 +35,7 @@ from pipeplan.runtime.profiling.instruments import drift_of, meter_for, num_outl
 from pipeplan.runtime.profiling.measure import profile_model
 from pipeplan.runtime.profiling.rounds import RowKey, UnfinishedProfile
 from runtime_support.whole_model import in_one_piece, measure_whole
-from support.marks import always, slow_but
+from support.marks import always, one_in, slow_but
 
 LLAMA = "LlamaConfig(num_hidden_layers=1, vocab_size=100"
 WIDTH = 8
@@ -291,7 +291,7 @@ def cluster(num_devices: int) -> Cluster:
     )
 
 
-@pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 2), (torch.bfloat16, 1)])
+@one_in(2, "dtype, scale", [(torch.float32, 2), (torch.bfloat16, 1)], first=1)
 def test_collectives_take_the_time_of_links(dtype: torch.dtype, scale: int, tmp_path: Path) -> None:
     """Times are kept from the first measurement, so that the difference is that of the links alone."""
     plain, priced = (

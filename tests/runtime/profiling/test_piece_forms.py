@@ -18,7 +18,7 @@ from pipeplan.runtime.profiling.closed_forms import CountedBlock, Extent, Growth
 from pipeplan.runtime.profiling.counting import counted
 from pipeplan.runtime.profiling.shares import ShareCounter
 from runtime_support.hugging_face import FURTHER, NAMES, text
-from support.marks import slow_but
+from support.marks import always, slow_but
 
 SHARDS, PARTS, SIZES, PLACES = (1, 2), (1, 2, 4), (1, 2, 4), 64
 WITHOUT = {"clip", "flava", "t5", "mt5", "vit", "whisper", "gemma3", "llama4"}
@@ -89,7 +89,7 @@ def figures(block: CountedBlock) -> object:
     return block.row.model_copy(update={"shards": 1, "context": 1}), block.work, *block[3:]
 
 
-@slow_but("name", FAMILIES, "llama".__eq__, lambda name: name != "deepseek_v3")
+@slow_but("name", FAMILIES, "llama".__eq__, always)
 def test_closed_forms_are_what_traces_say(name: str) -> None:
     """Byte by byte and kernel by kernel, of every block, for whole sequences and pieces, whole and split."""
     closed, unlike = differences(text(name, **LONGER.get(name, {})))

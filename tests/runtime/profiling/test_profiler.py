@@ -27,6 +27,7 @@ from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.runtime.profiling.instruments import meter_for, saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes
+from support.marks import one_in
 from support.paths import ROOT
 
 WIDTH = 8
@@ -137,7 +138,7 @@ def test_where_it_comes_from(tiny: Profile) -> None:
     assert "Median of 3 runs after 1 to warm up" in source.notes
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@one_in(2, "dtype", [torch.float64, torch.bfloat16], first=1)
 def test_other_number_formats(dtype: torch.dtype) -> None:
     found = measure(load_model("gpt2-tiny"), dtype=dtype)
     size = torch.empty(0, dtype=dtype).element_size()
@@ -282,7 +283,7 @@ BLOCKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@one_in(2, "kind", BLOCKS, first=1)
 def test_held_bytes_are_those_of_the_allocator(kind: str) -> None:
     """Counted from what autograd saves; here against what was allocated and not given back."""
     model, size = chain(linear, BLOCKS[kind]), 64

@@ -52,6 +52,9 @@ SLOW = (
 )
 LONG = (
     "replicas come and go",
+    "parameters divided, then optimizers, then whole",
+    "a configuration's experts and sequences over two, then whole",
+    "whole, then shares in stages, then shares with optimizers divided, then with all",
     "and the other way round",
     "whole, then split over three",
     "whole, then gradients divided, then parameters",

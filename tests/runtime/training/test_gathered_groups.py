@@ -31,6 +31,7 @@ from pipeplan.workload.kinds import PARAMETER_ROLES, PARAMETERS, RESHARD, Role
 from pipeplan.workload.task_graph import task_graph
 from runtime_support.sharded_plans import one_stage, sharded_plan
 from runtime_support.warm import warm_ranks
+from support.marks import one_in
 
 CHAIN, BRANCHES = "runtime_support.models:untied_chain", "runtime_support.models:untied_branches"
 SHOWN = "runtime_support.models:shown"
@@ -236,7 +237,7 @@ def _counted_rank(rank: int, folder: str, plan: Plan, queue: Any) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, ONCE])
+@one_in(2, "every", [1, 2, 3, ONCE], first=1)
 @pytest.mark.parametrize(
     ("model", "split", "recompute", "cuts"),
     [
@@ -278,9 +279,11 @@ def test_what_gives_its_parameters_themselves_keeps_none_of_them_gathered(split:
         torch.testing.assert_close(gradients, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "split", "late"),
+@one_in(
+    3,
+    "first, second, split, late",
     [((1, 1), (2, 2), False, False), ((4, 1), (ONCE, ONCE), True, False), ((2, 1), (1, 2), False, True)],
+    first=1,
 )
 def test_loops_know_what_programs_that_are_written_out_know(first: Any, second: Any, split: bool, late: bool) -> None:
     plan = long_plan(first, second, split=split, late=late)

@@ -29,6 +29,7 @@ from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, mo
 from runtime_support.warm import warm_ranks
 from runtime_support.whole_model import replay
 from support.commands import pipeplan
+from support.marks import one_in
 
 OPTIONS = replace(TRAINING, model="runtime_support.losses:evaluated", data="runtime_support.losses:Texts")
 
@@ -54,7 +55,7 @@ def reports() -> Reports:
     return reports_of(cases())
 
 
-@pytest.mark.parametrize("name", ["mean of 1", "mean of 2", "mean of 4, 2 per replica"])
+@one_in(2, "name", ["mean of 1", "mean of 2", "mean of 4, 2 per replica"], first=1)
 def test_gradients_are_those_of_the_mean_over_the_mini_batch(name: str, reports: Reports) -> None:
     """On real ranks, against torch's own mean of all 8 samples at once."""
     assert_as_unsplit(model_of(OPTIONS), OPTIONS, reports[name])

@@ -22,7 +22,7 @@ from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
 from runtime_support.plans import Case, Reports, model_plan, reports_of
 from runtime_support.sharded_plans import halves, one_stage, sharded_plan
-from support.marks import asked_for
+from support.marks import always, asked_for, slow_but
 
 CHAIN = "runtime_support.models:untied_chain"
 RANK = (sys.executable, "-m", "runtime_support.mixed_rank")
@@ -47,6 +47,9 @@ PIPELINES: dict[str, tuple[Recipe, dict[str, Any]]] = {
 }
 WHOLE = {name: recipe for name, (recipe, *_) in (PIPELINES | STAGES).items()}
 """Recipes of plans whose blocks no devices split."""
+
+LONG = ("pipeline, float16", "resumed, float16", "zero 0", "zero 2")
+"""Of these, between whose formats and levels of ZeRO others are."""
 
 TOWERS = "runtime_support.models:pairing"
 SHARDED = {
@@ -97,8 +100,7 @@ def reports(request: pytest.FixtureRequest, folder: Path) -> Reports:
     return reports_of(cases, "runtime_support.mixed_rank:compare", RANK)
 
 
-@pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.slow
+@slow_but("name", SHARDED, "shards zero 1, float16".__eq__, always)
 def test_shards_round_as_torch_does(name: str, reports: Reports) -> None:
     """What shards add up is rounded otherwise than in one piece: no farther from float64 than torch's run is."""
     for report in reports[name].values():
@@ -107,7 +109,7 @@ def test_shards_round_as_torch_does(name: str, reports: Reports) -> None:
         assert report["losses"] == pytest.approx(report["others"], rel=2e-2)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@slow_but("name", WHOLE, lambda name: name not in LONG, always)
 def test_trains_as_torch_does(name: str, reports: Reports) -> None:
     """Losses, and parameters after three steps; torch adds gradients of float16 up in float32, too."""
     recipe = WHOLE[name]
@@ -120,7 +122,7 @@ def test_trains_as_torch_does(name: str, reports: Reports) -> None:
         assert len(set(report["losses"])) == (2 if name in RESUMED.values() else 3)
 
 
-@pytest.mark.parametrize("name", STAGES)
+@slow_but("name", STAGES, lambda name: name not in LONG, always)
 def test_ranks_hold_what_the_plan_says(name: str, reports: Reports) -> None:
     plan = plan_by(name)
     for rank, report in reports[name].items():

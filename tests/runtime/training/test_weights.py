@@ -31,7 +31,7 @@ from runtime_support.pairs import PAIRS, TINY, pair
 from runtime_support.plans import TRAINING, Unsplit, four_devices, model_plan
 from runtime_support.warm import warm_ranks
 from support.commands import pipeplan
-from support.marks import asked_for, slow_but
+from support.marks import always, asked_for, slow_but
 
 RANK = (sys.executable, "-m", "runtime_support.weights_rank")
 SEQUENTIAL, CAPTURED = (f"runtime_support.weights_models:{name}" for name in ("sequential", "captured"))
@@ -51,20 +51,9 @@ def case_of(name: str) -> tuple[str, list[Plan]]:
     return model_name, plans[:2]
 
 
-QUICK = ("four devices, then two, then one", "sequential", "captured")
-LONG = (
-    "replicas come and go",
-    "and the other way round",
-    "whole, then split over three",
-    "whole, then gradients divided, then parameters",
-    "shares divided, then stages, then whole",
-    "tiles, then other tiles, then stages",
-    "parameters divided, then optimizers, then whole",
-    "a configuration's experts and sequences over two, then whole",
-    "whole, then experts over two",
-    "branches",
-)
-"""Pairs of which others show the kind."""
+SHARES = "a configuration's shares in stages, then divided, then sequences shared, then whole"
+QUICK = ("four devices, then two, then one", SHARES, "sequential", "captured")
+"""One by one device each, and one that is split; the other pairs, which are trained in, are long."""
 
 
 def options_of(name: str, **changes: Any) -> TrainOptions:
@@ -111,7 +100,7 @@ def unsplit_state(name: str, plan: Plan) -> dict[str, Tensor]:
     return {name: own[".".join(holder)] for holder, name in names.name_of.items() if ".".join(holder) in own}
 
 
-@slow_but("name", NAMES, QUICK.__contains__, LONG.__contains__)
+@slow_but("name", NAMES, QUICK.__contains__, always)
 def test_weights_of_any_plan_are_those_of_an_unsplit_run(name: str, folder: Path) -> None:
     model, plans = case_of(name)
     files = [load_file(folder / name / f"{index}.safetensors") for index in range(len(plans))]
@@ -125,7 +114,7 @@ def test_weights_of_any_plan_are_those_of_an_unsplit_run(name: str, folder: Path
             torch.testing.assert_close(found[key], files[0][key], rtol=0, atol=1e-12)
 
 
-@slow_but("name", NAMES, QUICK.__contains__, LONG.__contains__)
+@slow_but("name", NAMES, QUICK.__contains__, always)
 def test_what_goes_in_comes_out(name: str, folder: Path) -> None:
     for path in (folder / name).glob("*.safetensors"):
         assert path.read_bytes() == Path(f"{path}.again").read_bytes()
