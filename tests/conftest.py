@@ -70,10 +70,12 @@ def pytest_collection_finish() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With ``-m slow`` files that do not speak of slow tests are not imported, which is half of collecting."""
-    slow_alone = (
-        config.getoption("markexpr") in ("slow", "slow and not long", "long") and collection_path.suffix == ".py"
-    )
-    return True if slow_alone and "slow" not in collection_path.read_text(encoding="utf-8") else None
+    asked = config.getoption("markexpr")
+    if asked not in ("slow", "slow and not long", "long") or collection_path.suffix != ".py":
+        return None
+    words = ("slow",) if asked == "slow and not long" else ("slow", "one_in")  # whose others are all long
+    text = collection_path.read_text(encoding="utf-8")
+    return None if any(word in text for word in words) else True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

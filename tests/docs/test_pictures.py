@@ -26,7 +26,9 @@ def _script(name: str) -> ModuleType:
 PICTURES = _script("pictures")
 
 
-@slow_but("name", PICTURES.PICTURES, {"known-schedules", "repetend"}.__contains__, "search-140".__eq__)
+@slow_but(
+    "name", PICTURES.PICTURES, {"known-schedules", "repetend"}.__contains__, ("before-after", "search-140").__contains__
+)
 def test_is_drawn_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     assert PICTURES.draw(name) == (PICTURES.FOLDER / f"{name}.svg").read_text(encoding="utf-8"), (

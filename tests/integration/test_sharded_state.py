@@ -655,6 +655,7 @@ def test_search_chooses_replicas_that_fit_divided() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_auto_keeps_state_whole_where_measured_links_make_that_quicker() -> None:
     slow = [
         MeasuredCurve(operation="reduce_scatter", level="wire", num_devices=count, points=((1, 10**6),))

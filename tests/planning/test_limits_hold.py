@@ -92,7 +92,7 @@ from pipeplan.workload.samples import carried
 from pipeplan.workload.slices import num_sliced
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import task_graph
-from support.marks import one_in, slow_but
+from support.marks import always, one_in, slow_but
 
 pytestmark = pytest.mark.counted
 
@@ -193,7 +193,7 @@ PLANNERS: dict[str, Callable[[], object]] = {
 }
 
 
-@slow_but("name", PLANNERS, lambda name: name != "circular")
+@slow_but("name", PLANNERS, lambda name: name not in ("circular", "even cuts", "bound"), always)
 def test_planners_ask_for_the_time(name: str) -> None:
     for num_blocks in (60, 90, 2000):
         chain(num_blocks)
@@ -681,7 +681,9 @@ def test_what_is_found_once_more_stays_what_its_plan_was_made_of(monkeypatch: py
     assert trial.best.notes == ("once more",)
 
 
-@slow_but("blocks, memory_bytes", [(1_000, 10**9), (12, 10**6)], lambda case: case[0] == 12, ids=["large", "small"])
+@slow_but(
+    "blocks, memory_bytes", [(1_000, 10**9), (12, 10**6)], lambda case: case[0] == 12, always, ids=["large", "small"]
+)
 def test_where_work_is_counted_the_answer_is_that_of_a_search_that_keeps_no_plan(
     blocks: int, memory_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1696,7 +1698,10 @@ def test_every_strategy_has_a_first_plan_that_is_short(strategy: str, shards: in
     ("name", "scheduler"),
     [
         *(("v", "auto"), ("zbv", "auto"), ("nn", "auto")),
-        *(pytest.param(*own, marks=pytest.mark.slow) for own in (("v", "1f1b"), ("v", "gpipe"), ("k", "auto"))),
+        *(
+            pytest.param(*own, marks=[pytest.mark.slow, pytest.mark.long])
+            for own in (("v", "1f1b"), ("v", "gpipe"), ("k", "auto"))
+        ),
     ],
 )
 def test_stages_that_are_given_have_a_first_plan_however_many(
@@ -1768,7 +1773,7 @@ def test_a_planner_that_has_no_time_leaves_an_even_cut_that_says_so(
     assert check(found.plan, asked.profile, asked.cluster).valid
 
 
-@slow_but("explain", [False, True], lambda explain: not explain)
+@slow_but("explain", [False, True], lambda explain: not explain, always)
 def test_a_planner_s_own_plan_is_the_answer_however_much_longer_it_is(
     explain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from pipeplan.planning.restrictions import search_targets
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
 from support.commands import pipeplan
-from support.marks import one_in, slow_but
+from support.marks import always, one_in, slow_but
 from support.paths import ROOT
 
 pytestmark = pytest.mark.counted
@@ -92,7 +92,7 @@ def require_inside(plan: Plan, profile: Profile, target: str) -> None:
     "target, seed",
     [(target, seed) for target in TARGETS for seed in range(25)],
     lambda case: case[1] == 0 and case[0] != "galvatron",
-    lambda case: case[1] > 1,
+    always,
 )
 def test_every_plan_for_a_target_is_exported(target: str, seed: int) -> None:
     draw = random.Random(f"{target} {seed}")
@@ -336,7 +336,7 @@ def test_frontiers_of_plans_keep_together_what_a_search_does() -> None:
     "target, seed",
     [(target, seed) for target in TARGETS for seed in range(8)],
     lambda case: case[1] == 0 and case[0] not in ("automodel", "torchtitan"),
-    lambda case: case[1] > 0,
+    always,
 )
 def test_a_plan_to_start_from_is_never_worse_within_a_tool_s_limits(target: str, seed: int) -> None:
     """With hardly any time, from a plan for which there was more: it comes back, or something shorter does."""

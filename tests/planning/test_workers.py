@@ -72,8 +72,7 @@ REQUESTS = [asked(), asked((1, 2)), asked(memory_bytes=40_000), asked((1, 2), sc
     "request_",
     [
         *REQUESTS[:2],
-        *(pytest.param(own, marks=pytest.mark.slow) for own in REQUESTS[2:-1]),
-        pytest.param(REQUESTS[-1], marks=[pytest.mark.slow, pytest.mark.long]),
+        *(pytest.param(own, marks=[pytest.mark.slow, pytest.mark.long]) for own in REQUESTS[2:]),
     ],
     ids=["blocks", "shards", "memory", "1f1b", "zero"],
 )

@@ -24,7 +24,7 @@ from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import Schedule, SearchState
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from support.marks import slow_but
+from support.marks import always, slow_but
 
 GB = 10**9
 
@@ -53,7 +53,7 @@ def test_the_smallest_cases(num_devices: int, num_microbatches: int) -> None:
     assert found.optimal
 
 
-@slow_but("name", ["m", "mllm", "nn", "k"], lambda name: name in ("m", "k"))
+@slow_but("name", ["m", "mllm", "nn", "k"], lambda name: name in ("m", "k"), always)
 def test_shapes_with_shared_blocks_repeat_on_many_devices(name: str) -> None:
     """GPipe is as short, with all micro-batches in flight; the least peak wins, and the plan is zero-bubble."""
     found = search_schedule(shape_workload(name, 32, 64), Budget(5, deterministic=True))

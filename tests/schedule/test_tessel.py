@@ -46,6 +46,7 @@ class TestFig11BubbleRateAgainstSpan:
         "name, zero_from",
         [("v", 4), ("m", 6), ("nn", 6), ("x", 3), ("k", 3)],
         lambda case: case[0] not in ("m", "nn"),
+        always,
     )
     def test_falls_to_zero(self, name: str, zero_from: int) -> None:
         problem = problem_of(name)
@@ -65,7 +66,7 @@ class TestFig11BubbleRateAgainstSpan:
 class TestFig12BubbleRateAgainstMemory:
     """VI-C: with memory 1 per forward block, more memory means fewer bubbles, down to none."""
 
-    @slow_but("name", ["v", "x", "m", "nn", "k"], lambda name: name not in ("nn", "x"))
+    @slow_but("name", ["v", "x", "m", "nn", "k"], lambda name: name not in ("nn", "x"), always)
     def test_falls_to_zero(self, name: str) -> None:
         least = 2 if name == "k" else 1  # a micro-batch of K holds a chain block and the shared one
         problems = [problem_of(name, memory=memory) for memory in range(least, 8)]

@@ -207,8 +207,8 @@ BY_HAND = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(0)]
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(4),
-        pytest.param(range(4, 10), marks=pytest.mark.slow),
+        range(2),
+        pytest.param(range(2, 10), marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(range(10, 2_000), marks=BY_HAND),
     ],
 )
@@ -223,7 +223,7 @@ def test_random_shapes_against_every_schedule(kind: str, seeds: range) -> None:
     "seeds",
     [
         range(1),
-        pytest.param(range(1, 2), marks=pytest.mark.slow),
+        pytest.param(range(1, 2), marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(range(2, 200), marks=BY_HAND),
     ],
 )
@@ -368,7 +368,7 @@ def test_no_period_is_below_that_of_the_bound(kind: str) -> None:
     ("name", "devices", "count", "room", "best"),
     [
         ("mllm", 4, 12, 2, 153),
-        pytest.param("mllm", 8, 24, 3, 377, marks=pytest.mark.slow),
+        pytest.param("mllm", 8, 24, 3, 377, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("nn", 8, 24, 3, 380, marks=pytest.mark.slow),
     ],
 )

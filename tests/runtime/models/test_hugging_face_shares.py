@@ -80,7 +80,7 @@ def test_shares_together_compute_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.long), False])
 def test_older_falcons_have_one_key_for_all_heads_or_one_for_each(shared: bool) -> None:
     """One that all heads share is whole on every device, so that such shares are for planning only."""
     changes = {"new_decoder_architecture": False, "num_kv_heads": None, "multi_query": shared}

@@ -453,6 +453,7 @@ def test_a_backend_that_takes_the_process_down_is_refused(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_the_whole_model_that_takes_the_process_down_is_refused(tmp_path: Path) -> None:
     """Of a backend that dies when it builds all blocks at once for the second time in a process."""
     found = died(tmp_path, "dies-in-runs", "the whole model by dies-in-runs")

@@ -36,7 +36,9 @@ def experts_of(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in module.named_parameters() if each.ndim == 3 and each.shape[0] <= EXPERTS}
 
 
-@pytest.mark.parametrize("name", ["gpt2-experts-tiny", pytest.param(MIXTRAL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2-experts-tiny", pytest.param(MIXTRAL, marks=[pytest.mark.slow, pytest.mark.long])]
+)
 def test_steps_of_inference_have_rows_of_shared_experts(name: str) -> None:
     """In decode and prefill, with what is exchanged over the cluster's links: at a byte a second that is nearly all."""
     level = LinkLevel(name="wire", group_size=2, latency_ns=0, bandwidth_bytes_per_s=1)

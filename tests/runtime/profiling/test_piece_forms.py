@@ -99,7 +99,11 @@ def test_closed_forms_are_what_traces_say(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2-124m", marks=pytest.mark.long)])
-@pytest.mark.parametrize("how", [{"fused": False}, {"again": True}], ids=["operators", "recomputed"])
+@pytest.mark.parametrize(
+    "how",
+    [{"fused": False}, pytest.param({"again": True}, marks=pytest.mark.long)],
+    ids=["operators", "recomputed"],
+)
 def test_so_they_are_operator_by_operator_and_where_blocks_are_recomputed(name: str, how: dict[str, bool]) -> None:
     configuration = text(name) if name == "llama" else name
     assert differences(configuration, **how) == (len(SHARDS) * (len(PARTS) - 1), [])

@@ -8,7 +8,7 @@ import pipeplan
 from runtime_support.hugging_face import FURTHER, NAMES, SEQUENCE, text
 from support.marks import slow_but
 
-SLOW = ("vit", "gpt2", "mixtral")
+SLOW = ("gpt2", "mixtral")
 """One of each kind; all others are long, and their estimates are looked at in test_more_families."""
 
 
