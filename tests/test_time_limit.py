@@ -286,6 +286,7 @@ def long_run() -> LongRun:
     return graph, [[*tasks[device], *tasks[127 - device]] for device in range(64)]
 
 
+@pytest.mark.slow
 def test_starts_of_long_runs_are_found_a_part_at_a_time(long_run: LongRun) -> None:
     """Level by level, and task by task: what waits for what, and then when it starts."""
     graph, orders = long_run

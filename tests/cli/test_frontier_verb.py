@@ -141,6 +141,7 @@ def test_sizes_fix_how_plans_share_out_devices(profile_path: Path) -> None:
     assert "--tp is for pipelines, not for a single stage; add --plans" in str(refused)
 
 
+@pytest.mark.slow
 def test_frontiers_of_plans_have_what_searches_have(profile_path: Path) -> None:
     """Their quickest point is no longer than the best uniform layout by a known schedule, with turns."""
     profile = read_profile(str(profile_path))
@@ -500,6 +501,7 @@ def test_what_is_exact_is_so_at_profiled_sizes(mmt_sizes: dict[int, Path]) -> No
     assert not any(point["unprofiled"] for point in summary["points"])
 
 
+@pytest.mark.slow
 def test_operators_are_not_exact_beyond_profiled_sizes_either(mmt_sizes: dict[int, Path]) -> None:
     asked = ("--devices", 2, "--mini-batch", 64, "--split-level", "operator", "--tolerance", "0.5")
     result = run(mmt_sizes[4], *asked)

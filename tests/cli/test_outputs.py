@@ -378,6 +378,7 @@ def test_a_reader_that_leaves_ends_nothing(folder: Path) -> None:
     assert read_plan(str(folder / "unread.json"))
 
 
+@pytest.mark.slow
 def test_figures_without_room_do_not_take_the_plan_along(folder: Path) -> None:
     with open("/dev/full", "w") as full:
         code, said = ended((*FRONTIER, "-o", "figureless.json"), full.fileno(), folder)

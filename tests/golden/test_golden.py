@@ -49,7 +49,16 @@ FAST = {
 
 LONG = (
     *("flava/auto", "gpt2-1.3b/auto", "gpt2-1.3b/cluster", "mmt/cluster", "mmt/greedy", "mt5/auto", "mt5/spread"),
-    *("mmt/auto", "tessel-nn/memory", "tessel-x/repetend", "zbv/auto"),
+    *(
+        "gpt2-124m/interleaved-rules",
+        "mt5/rules",
+        "tessel-nn/unroll",
+        "zbv/repetend",
+        "mmt/auto",
+        "tessel-nn/memory",
+        "tessel-x/repetend",
+        "zbv/auto",
+    ),
 )
 """Of these the dearest, beside which the same profiles are searched in two other ways and more."""
 

@@ -737,6 +737,7 @@ def test_frontiers_of_plans_divide_too() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_frontiers_of_plans_choose_the_level() -> None:
     """Where links are quick, replicas that divide gradients, too, take no more time and less memory."""
     words = {

@@ -218,6 +218,7 @@ def test_what_does_not_fit_anywhere_is_listed_with_what_it_needs() -> None:
     assert "does not fit on one-to-one (1kB per device): " in printed(found)
 
 
+@pytest.mark.slow
 def test_where_a_search_finds_a_plan_it_is_our_row() -> None:
     """Blocks with 100 MB of parameters and as much for a sample: the largest size fits nowhere without replicas."""
     profile = chain(6)

@@ -223,6 +223,7 @@ def test_a_disk_that_is_full_half_way_loses_no_plan_and_no_cell(
     assert again.num_known == whole.num_cells - whole.num_skipped - whole.num_unfit
 
 
+@pytest.mark.slow
 def test_what_was_known_stays_on_a_full_disk(whole: Tuning, tmp_path: Path) -> None:
     path = tmp_path / "cache.jsonl"
     tune(quick(), cache=str(path))

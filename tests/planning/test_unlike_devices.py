@@ -123,6 +123,7 @@ def test_the_slowest_replica_counts() -> None:
         assert workload.operations[0].duration_ns == expected
 
 
+@pytest.mark.slow
 def test_frontiers_are_for_devices_as_fast_as_the_profile() -> None:
     """Where they are of one stage, which has no device's own time; plans do."""
     chain, cluster = uneven_chain(1, 2, (1, 2)), cluster_of_kinds(Kind(1, "1", None), Kind(1, "0.5", None))

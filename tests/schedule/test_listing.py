@@ -352,6 +352,7 @@ def proposed(problem: OneMicrobatch, seed: int, tries: int) -> list[tuple[Policy
 
 
 class TestTuning:
+    @pytest.mark.slow
     def test_a_seed_gives_the_same_sequence(self) -> None:
         problem = chain(4, 8, room=3)
         assert proposed(problem, 7, 100) == proposed(problem, 7, 100)

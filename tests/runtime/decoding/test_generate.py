@@ -59,16 +59,21 @@ def generated(name: str, prompt: list[int]) -> list[int]:
     return found
 
 
+KINDS = ("samples", "shards", "cache", "cacheq")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "names",
+    ("names", "ways"),
     [
-        ["deepseek v3"],
-        pytest.param(["llama", "qwen2", "deepseek v2"], marks=pytest.mark.long),
-        pytest.param([*MODELS][2:5], marks=pytest.mark.long),
+        (["deepseek v3"], ("shards", "cacheq")),
+        *(
+            pytest.param(names, KINDS, marks=pytest.mark.long)
+            for names in (["deepseek v3"], ["llama", "qwen2", "deepseek v2"], [*MODELS][2:5])
+        ),
     ],
 )
-def test_what_is_written_is_what_transformers_generates(names: list[str]) -> None:
+def test_what_is_written_is_what_transformers_generates(names: list[str], ways: tuple[str, ...]) -> None:
     """On one process, on four in each way and that share experts, and on two stages of two in each way."""
     four, two = [[0, 1, 2, 3]], [[0, 1], [2, 3]]
     asked = [
@@ -76,13 +81,10 @@ def test_what_is_written_is_what_transformers_generates(names: list[str]) -> Non
         for name in names
         for kinds, devices in (
             ([""], [[0]]),
-            *(([f"{kind}4"], four) for kind in (*KINDS, *(["experts"] if name == "mixtral" else []))),
-            *(([f"{kind}2"] * 2, two) for kind in KINDS),
+            *(([f"{kind}4"], four) for kind in (*ways, *(["experts"] if name == "mixtral" else []))),
+            *(([f"{kind}2"] * 2, two) for kind in ways),
         )
     ]
     wanted = {name: [generated(MODELS[name], prompt) for prompt in PROMPTS] for name in names}
     for (name, each), found in zip(asked, written_by([each for _, each in asked], 4), strict=True):
         assert [[word for word, _ in of] for of in found.texts().values()] == wanted[name], (name, each["stages"])
-
-
-KINDS = ("samples", "shards", "cache", "cacheq")

@@ -89,6 +89,7 @@ def test_a_rank_that_others_have_given_up_on_ends_at_once(heard: list[int]) -> N
             assert STOPPING.take() == signal.SIGTERM, "another run knows nothing of it"
 
 
+@pytest.mark.slow
 def test_ranks_that_a_program_starts_end_as_it_is_asked_to(heard: list[int], tmp_path: Path) -> None:
     """The signal comes to the program alone, which hands it on."""
     saved = str(tmp_path / "saved")
