@@ -123,9 +123,9 @@ def test_damage_that_is_read_is_noticed(
 @slow_but(
     "part, most", [("plans", 2), ("faults", 4), ("searches", 2)], lambda _: False, lambda each: each != ("plans", 2)
 )
-def test_faults_of_processes_and_going_on_where_it_stopped(part: str, most: int, tmp_path: Path) -> None:
+def test_parts_go_on_where_they_stopped(part: str, most: int, tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
-    counts = (1, most)  # 2 s each
+    counts = (1, most)
     for count in counts:
         command = [sys.executable, str(ROOT / "benchmarks/attack.py"), "--only", part, "--state", str(state)]
         done = subprocess.run([*command, "--count", str(count)], capture_output=True, text=True, check=False)

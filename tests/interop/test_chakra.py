@@ -42,7 +42,7 @@ from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.astra_sim import Replay, links_of_plans, one_port, replay
 from support.commands import pipeplan
-from support.marks import some_of
+from support.marks import always, slow_but, some_of
 from support.paths import ROOT
 
 Ranks = list[list[TraceNode]]
@@ -142,7 +142,7 @@ def read_by_protobuf(content: bytes) -> tuple[Any, list[Any]]:
 TYPES = {"is_cpu_op": "bool_val", "pg_name": "string_val", "comm_size": "int64_val", "comm_type": "int64_val"}
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@slow_but("name", SHIPPED, lambda name: not name.startswith("gpt2-1.3b"), always)
 def test_protobuf_reads_the_same(name: str) -> None:
     plan = shipped(name)
     groups, files = files_of(plan)
