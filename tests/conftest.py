@@ -104,9 +104,13 @@ os.environ.pop("COLUMNS", None)
 
 # Runs are alike, so that a failure is the change's; `pytest --hypothesis-profile random` looks for new examples.
 # Machines are noisy, so neither an example nor drawing one has a time limit.
-for name, derandomize in (("alike", True), ("random", False)):
+for name, derandomize, examples in (("alike", True, 40), ("random", False, 100)):
     settings.register_profile(
-        name, derandomize=derandomize, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        name,
+        max_examples=examples,  # where a test says no number of its own
+        derandomize=derandomize,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("alike")
 
