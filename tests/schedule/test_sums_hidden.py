@@ -59,7 +59,7 @@ def test_a_stage_alone_takes_as_long_in_any_order(
     stage = replace(workload.stages[0], sync_ns=sync + 9, step_ns=3, buckets=halves if buckets else ())
     devices = tuple(replace(each, contention=contention) for each in workload.devices)
     workload = replace(workload, stages=(stage,), devices=devices)
-    graph, state = task_graph(workload), SearchState.of(OneMicrobatch.of(workload), Budget(5), None)
+    graph, state = task_graph(workload), SearchState.of(OneMicrobatch.of(workload), Budget(5, deterministic=True), None)
     orders = interleaved([[3 * kind + m for kind in range(len(workload.operations))] for m in range(3)])
     assert len({graph.iteration(earliest_starts(graph, [order])) for order in orders}) == 1
     assert state.in_any_order
@@ -75,7 +75,7 @@ def test_orders_of_a_stage_alone_are_not_searched(monkeypatch: pytest.MonkeyPatc
     found = search_schedule(alone, Budget(5, deterministic=True))
     assert found.bound_ns < found.iteration_ns
     both = replace(shared(1, (10, 2), (20, 20), count=2), devices=devices)
-    assert not SearchState.of(OneMicrobatch.of(both), Budget(5), None).in_any_order
+    assert not SearchState.of(OneMicrobatch.of(both), Budget(5, deterministic=True), None).in_any_order
 
 
 def shared(num_devices: int, weights: tuple[int, ...], syncs: tuple[int, ...], count: int = 1) -> Workload:
