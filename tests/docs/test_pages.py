@@ -15,7 +15,6 @@ from support.paths import ROOT
 
 LONG = (
     *(
-        "README",
         "quickstart",
         "algorithms/frontier",
         "algorithms/tuner",

@@ -198,12 +198,14 @@ class _Cuts:
         """Look at the groups of more stages if some number of them may promise less; whether one does.
 
         What more stages promise is not known; it is no less than were all like the last one. They are looked at up to
-        the first such number.
+        the first such number, or where nothing is promised yet to twice as many as before.
         """
         filling, known = self.frontiers.num_microbatches - 1, len(self.groups)
         more = range(known, len(self.least_ns))
         able = (place for place in more if self.least_ns[place] * (filling + place) < promised_ns)
         last = next(able, 0)
+        if last and math.isinf(promised_ns):
+            last = max(last, min(2 * known, len(self.least_ns)) - 1)
         self.groups += [self._groups(place) for place in range(known, last + 1)]
         return last > 0
 

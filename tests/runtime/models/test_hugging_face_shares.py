@@ -381,7 +381,6 @@ def test_layers_of_a_share_are_alike_where_those_of_the_model_are(name: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_the_table_of_families_says_what_is_so() -> None:
     """Of every family: experts, whether devices divide the sequence, and whether a run can split it."""
     page = (Path(__file__).parents[3] / "docs" / "estimating.md").read_text(encoding="utf-8")
