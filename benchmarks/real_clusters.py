@@ -28,7 +28,8 @@ bounds hold. Of the others some are refuted with less work: not cut, if their bl
 below the best; not fitted, if no schedule is below it as they are cut first; and not scheduled, if none is as they are
 cut at last. Of the first two of these one in fifty is simulated, too. With ``--cells N`` no more than N others are
 simulated, and of those above a quarter of N, or as many as ``--above`` says (0: one in fifty); with ``--grid-limit``
-those for which there is time. What is done is kept in FOLDER cell by cell, and not done again.
+those for which there is time. With ``--to-the-end`` no cell is left at its first cut, which goes by a margin. What is
+done is kept in FOLDER cell by cell, and not done again.
 """
 
 from __future__ import annotations
@@ -260,9 +261,10 @@ class State:
         above: int | None = None,
         grid_limit: float = math.inf,
         stretch: str = "1",
+        to_the_end: bool = False,
     ) -> None:
         self.folder, self.limit, self.clock, self.cells, self.grid_limit = folder, limit, clock, cells, grid_limit
-        self.stretch = stretch
+        self.stretch, self.to_the_end = stretch, to_the_end
         self.above = cells // 4 if above is None else above
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -433,6 +435,7 @@ def grid(state: State, case: Case) -> dict[str, Any]:
             name = _cell(each)
             old = known.get(name)
             again = old is None or (old["why"] in REFUTED and best is not None and old["cut_ns"] < best)
+            again = again or (state.to_the_end and old is not None and old["why"] == BY_FIRST)
             enough = bool(state.cells) and opened > state.cells
             if not above and again and (enough or state.clock() - started > state.grid_limit):
                 left.append(each.usual_ns)
@@ -444,7 +447,7 @@ def grid(state: State, case: Case) -> dict[str, Any]:
                 if full:
                     ns, why, cut_ns = None, BY_ROOM, best
                 else:
-                    ns, why, cut_ns = _simulated(request, each, None if above else best)
+                    ns, why, cut_ns = _simulated(request, each, None if above else best, state.to_the_end)
                 first += why == BY_FIRST and _is_short(each)
                 sampled = why in (BY_ROOM, BY_FIRST) and _is_short(each) and not (narrow if full else first) % SAMPLED
                 if sampled:
@@ -744,16 +747,19 @@ BY_CUT = "above by its cut"
 REFUTED = BY_ROOM, BY_FIRST, BY_CUT
 
 
-def _simulated(request: Request, each: BoundedChoice, best_ns: int | None = None) -> tuple[int | None, str, int | None]:
+def _simulated(
+    request: Request, each: BoundedChoice, best_ns: int | None = None, to_the_end: bool = False
+) -> tuple[int | None, str, int | None]:
     """An iteration's ns by the cell's own schedule and what has no cell but goes with it, or why there is none; and ns
     that none of the cell as it is cut is below.
 
-    There is none where the last is not below ``best_ns``, whatever schedules are.
+    There is none where the last is not below ``best_ns``, whatever schedules are; nor, unless cells are cut
+    ``to_the_end``, where it would not be below that by the first cut.
     """
     usual = each.choice.usual
     assert usual is not None
     asked, least_ns = replace(request, split_backward=usual.splits), None
-    if best_ns is not None and each.choice.levels:
+    if best_ns is not None and each.choice.levels and not to_the_end:
         early = _first_cut(asked, each.choice)
         if early is None:
             return None, "no cut fits", None
@@ -1287,6 +1293,7 @@ def main() -> None:
     parser.add_argument("--cells", type=int, default=0, help="look at no more than so many cells of a grid")
     parser.add_argument("--above", type=int, help="of those above the best, 0: one in fifty; a quarter of --cells")
     parser.add_argument("--grid-limit", type=float, default=math.inf, help="seconds for the cells of each grid")
+    parser.add_argument("--to-the-end", action="store_true", help="end no cell by its first cut")
     parser.add_argument("--stretch", default="1", help="rehearse plans so many times as long")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--frontier", action="store_true", help=argparse.SUPPRESS)
@@ -1302,7 +1309,7 @@ def main() -> None:
         parser.error("--state FOLDER is needed")
     clock = WorkClock() if options.processor else time.monotonic
     grids = options.cells, options.above, options.grid_limit
-    state = State(options.state, options.limit, clock, *grids, options.stretch)
+    state = State(options.state, options.limit, clock, *grids, options.stretch, options.to_the_end)
     if options.child:
         off = [name for name in options.off.split(";") if name]
         case = next(case for case in CASES if case.stem == options.child)
