@@ -19,7 +19,19 @@ from support.paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 
-from real_clusters import BY_CUT, CASES, REFUTED, SAMPLED, CellBounds, RoomBounds, State, _sampling, _simulated, missed
+from real_clusters import (
+    BY_CUT,
+    BY_FIRST,
+    CASES,
+    REFUTED,
+    SAMPLED,
+    CellBounds,
+    RoomBounds,
+    State,
+    _sampling,
+    _simulated,
+    missed,
+)
 
 
 @one_in(3, "seed", range(3), first=1)
@@ -61,7 +73,7 @@ def test_no_cell_is_below_what_its_blocks_have_room_for(seed: int) -> None:
         row = CostRow(microbatch_size=1, backward_ns=first + second, **times, **sizes)
         return Block(id=f"b{index}", operator="layer", costs=(row,), parameter_bytes=7 + index % 2)
 
-    profile, full, sharper = joined([block(index) for index in range(9)]), 0, 0
+    profile, full, first, sharper = joined([block(index) for index in range(9)]), 0, 0, 0
     for memory in (30, 50, 90):
         request = Request.of(profile, devices=4, memory_bytes=memory, mini_batch=8, num_parted=0)
         bounds = CellBounds(request)
@@ -74,11 +86,14 @@ def test_no_cell_is_below_what_its_blocks_have_room_for(seed: int) -> None:
                 assert known is None or not rooms.refute(each.choice, known + 1), each.choice
             if cut_ns is not None:  # nothing that does without its schedule says more
                 assert _simulated(request, each, cut_ns + 1)[0] == ns, each.choice
+                early = _simulated(request, each, cut_ns // 2)[1]
                 assert _simulated(request, each, cut_ns)[1] in REFUTED
+                assert _simulated(request, each, cut_ns // 2, to_the_end=True)[1] == BY_CUT
+                first += early == BY_FIRST
             sharper += cut_ns is not None and rooms.refute(each.choice, bounds.least_ns(each.choice) + 1)
             full += ns is None and rooms.refute(each.choice, 10**9)
     assert sharper > 10
-    assert full > 1
+    assert min(full, first) > 1
 
 
 def test_what_is_missed_is_said(tmp_path: Path) -> None:
