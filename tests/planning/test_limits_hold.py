@@ -1368,7 +1368,7 @@ def test_of_very_many_stages_a_shorter_pipeline_comes_first(monkeypatch: pytest.
         return plans[0], max(len(trial.candidate.placement.stages) for trial in search.trials)
 
     secure = planning_steps._secure
-    strategies: dict[str, Any] = {"circular": {"chunks": 9}, "v-shape": {"chunks": 3}}
+    strategies: dict[str, Any] = {"circular": {"chunks": 9}, "bidirectional-v-shape": {}, "v-shape": {"chunks": 3}}
     for strategy, chunks in strategies.items():
         plan, most = first(placement=strategy, **chunks)
         assert len(plan.stages) <= 40 < most
