@@ -30,7 +30,13 @@ from pipeplan.files import (
     to_json,
 )
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning.candidates import CandidateStep, PlacementCandidate, PublishedPlanners
+from pipeplan.planning.candidates import (
+    CandidateStep,
+    PlacementCandidate,
+    PublishedPlanners,
+    RecomputedBlocks,
+    StageGraphs,
+)
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
@@ -171,11 +177,14 @@ def test_the_pages_say_how_far_published_planners_are_asked() -> None:
         assert f"up to {PublishedPlanners().most:,} blocks times devices" in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("step", [PublishedPlanners(seconds=1e-3), StageWays(seconds=1e-3)])
+@pytest.mark.parametrize(
+    "step", [each(seconds=1e-3) for each in (PublishedPlanners, StageWays, StageGraphs, RecomputedBlocks)]
+)
 def test_partitioning_ends_after_its_part_of_the_time_where_work_is_counted(step: CandidateStep) -> None:
     """On 64 devices these took minutes of a search of four counted seconds."""
     profile = read_profile(str(ROOT / "profiles" / "gpt2-345m-cpu.json"))
-    asked = request_of(profile, "auto", Batch(64, 2), num_devices=16, time_limit=0.01, deterministic=True)
+    memory: dict[str, Any] = {"memory_bytes": 4_000_000_000} if isinstance(step, RecomputedBlocks) else {}
+    asked = request_of(profile, "auto", Batch(64, 2), num_devices=16, time_limit=0.01, deterministic=True, **memory)
     failed = [error for each in step.candidates(asked) if isinstance(error := each(), SearchTimeoutError)]
     assert failed
     assert {str(error) for error in failed} == {"partitioning took all the time it had; raise --time-limit"}

@@ -66,11 +66,13 @@ from pipeplan.search_constants import (
     QUICK_ROWS,
     RECOMPUTED_BLOCKS,
     RECOMPUTED_MOST,
+    RECOMPUTED_QUESTION,
     RECOMPUTED_SECONDS,
     RECOMPUTED_SHARE,
     SHORTAGE_SECONDS,
     STAGE_GRAPHS_ANY_SHARE,
     STAGE_GRAPHS_CHUNKS,
+    STAGE_GRAPHS_QUESTION,
     STAGE_GRAPHS_SECONDS,
     STAGE_GRAPHS_SHARE,
     STAGE_GRAPHS_TOLERANCE,
@@ -1321,18 +1323,16 @@ def _problem(
 
 
 @contextmanager
-def in_part_of_time(request: Request, share: float, seconds: float, question: float | None = None) -> Iterator[None]:
+def in_part_of_time(request: Request, share: float, seconds: float, question: float) -> Iterator[None]:
     """What finds stages inside has a ``share`` of the limit, and at least so many ``seconds``.
 
-    Where work is counted it is here, too: ``question`` seconds between two looks at the time; for ever without that.
+    Where work is counted it is here, too: ``question`` seconds between two looks at the time.
 
     Raises:
         SearchTimeoutError: it has taken all of that.
     """
     most = max(seconds, share * request.time_limit)
-    limit = Limit(most)
-    if request.deterministic:
-        limit = Limit() if question is None else Limit(most, clock=CountedClock(question))
+    limit = Limit(most, clock=CountedClock(question)) if request.deterministic else Limit(most)
     try:
         with limit.enforced():
             yield
@@ -1384,7 +1384,8 @@ class StageGraphs(CandidateStep):
         stages, in turn.
         """
         problem = _problem(request, sizes, request.recomputes, chunks=chunks, replicas=request.replicas)
-        with in_part_of_time(request, self.share if len(sizes) == 1 else self.any_share, self.seconds):
+        share = self.share if len(sizes) == 1 else self.any_share
+        with in_part_of_time(request, share, self.seconds, STAGE_GRAPHS_QUESTION):
             placement = next(graphpipe(problem, tolerance=self.tolerance, lines=lines)).placement
         if max(stage.replicas for stage in placement.stages) > request.num_devices:
             raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
@@ -1429,7 +1430,7 @@ class RecomputedBlocks(CandidateStep):
         found: list[tuple[int, PlacementCandidate]] = []
         why = list[CandidateOrError]()
         try:
-            with in_part_of_time(request, self.share, self.seconds):
+            with in_part_of_time(request, self.share, self.seconds, RECOMPUTED_QUESTION):
                 found.extend(_recomputed_blocks(request, size, None) for size in open_sizes(request))  # ever more bytes
         except (InfeasibleError, SearchTimeoutError, UsageError) as error:
             why.append(error)
