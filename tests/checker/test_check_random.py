@@ -31,8 +31,9 @@ from pipeplan.workload.elements import Repetend
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 from references.replay import extended, replay
+from support.marks import some_of
 
-SETTINGS = settings(max_examples=60)
+SETTINGS = settings(max_examples=some_of(60))
 
 
 @st.composite
@@ -114,7 +115,7 @@ def assembled(draw: st.DrawFn, links: bool = True) -> tuple[Plan, Placed]:
     return assemble(graph, graph.on_devices(orders) if first_come else orders, 1, Fraction(0), "random"), drawn
 
 
-@settings(max_examples=150)
+@settings(max_examples=some_of(150))
 @given(assembled())
 def test_plans_of_all_kinds_of_stages_are_valid(case: tuple[Plan, Placed]) -> None:
     plan, drawn = case

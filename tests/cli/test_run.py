@@ -189,6 +189,7 @@ def started(launcher: list[str], model: str, path: str, *arguments: str) -> subp
 
 
 @needs_torch
+@pytest.mark.slow  # as all are that look at this run, which torchrun's is compared with
 def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> None:
     summary, errors, _ = local
     word = "a word from the model"
@@ -230,6 +231,7 @@ def test_emulates_without_a_model(blocking: list[str], tmp_path: Path, capfd: py
 
 
 @needs_torch
+@pytest.mark.slow
 def test_trace_has_every_action_predicted_and_measured(tiny: str, local: tuple[dict[str, Any], str, Path]) -> None:
     summary, _, path = local
     plan = Plan.model_validate_json(Path(tiny).read_text())

@@ -21,6 +21,7 @@ from pipeplan.costs.calibration import (
 from pipeplan.costs.devices import CORE, PHASES, Kernel, Work, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile, Source
+from support.marks import some_of
 
 CPU = device_preset("cpu")
 TRUE: dict[Family, float] = {"products": 0.83, "attention": 0.41, "element-wise": 1.7, "rows of tables": 0.25}
@@ -106,7 +107,7 @@ def test_what_was_not_measured_has_the_presets_rates() -> None:
     assert "none of attention and rows of tables was measured" in found.notes
 
 
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 10**9)), min_size=1, max_size=6))
 def test_efficiencies_are_sane_and_the_fit_is_no_further_in_squares(samples: list[tuple[int, int]]) -> None:
     rows = []

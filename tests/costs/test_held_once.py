@@ -21,6 +21,7 @@ from pipeplan.files.cluster import DeviceKind
 from pipeplan.files.profile import COUNTS, NEEDS
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.workload.elements import Again
+from support.marks import some_of
 
 SIZE = 2
 AGAIN: tuple[Again, ...] = (False, True, "selective")
@@ -113,7 +114,7 @@ def inside_of(profile: Profile, place: int) -> int:
 
 
 @given(profiles(), st.sampled_from(["none", "all", "selective"]), st.integers(1, 5))
-@settings(max_examples=25)
+@settings(max_examples=some_of(25))
 def test_the_checker_counts_the_same(profile: Profile, again: str, cut: int) -> None:
     """By code of its own: a plan with two stages passes, and with other bytes does not."""
     ids = [block.id for block in profile.blocks]

@@ -27,7 +27,10 @@ PICTURES = _script("pictures")
 
 
 @slow_but(
-    "name", PICTURES.PICTURES, {"known-schedules", "repetend"}.__contains__, ("before-after", "search-140").__contains__
+    "name",
+    PICTURES.PICTURES,
+    {"known-schedules", "repetend"}.__contains__,
+    ("before-after", "search-80", "search-140").__contains__,
 )
 def test_is_drawn_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)

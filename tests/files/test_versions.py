@@ -52,6 +52,7 @@ from pipeplan.files.profile import Parts
 from pipeplan.texts import problems_of
 from pipeplan.workload.elements import Items, Name
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
+from support.marks import one_in
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
@@ -301,7 +302,7 @@ def one_key_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_key_more")
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@one_in(3, "path", SHIPPED, ids=lambda path: path.stem)
 def test_shipped_files_keep_their_fingerprints(path: Path) -> None:
     content = json.loads(path.read_bytes())
     kind = content["kind"]

@@ -50,7 +50,7 @@ def test_keys_of_two_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 8])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.long), 16])
 def test_plans_are_near_closed_forms_and_runs_and_halves_predict_each_other(every: int) -> None:
     """Of one run in so many: errors are those of all of them, as closed forms have them, and plans are near these."""
     runs = judge(read_runs(published_runs.RUNS))

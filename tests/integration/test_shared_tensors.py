@@ -14,6 +14,7 @@ from pipeplan.costs import build_workload, stage_costs
 from pipeplan.files import CostRow, Edge, PlacedStage, Placement, Profile
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
+from support.marks import some_of
 
 SIZE = 2
 
@@ -110,7 +111,7 @@ def fans(draw: st.DrawFn) -> tuple[Profile, Placement]:
     return profile_of(count, edges, draw(st.integers(0, 200))), placed(*stages)
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(60), suppress_health_check=list(HealthCheck))
 @given(fans())
 def test_check_counts_as_the_costs_do(case: tuple[Profile, Placement]) -> None:
     profile, placement = case

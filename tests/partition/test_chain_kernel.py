@@ -15,6 +15,7 @@ from builders.states import training_state
 from pipeplan.costs import UNLIMITED, StageCost
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.chain.kernel import Programme, ShortestStages, shortest_first
+from support.marks import some_of
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30, 10**15])
 SIZES = st.integers(0, 9)
@@ -63,7 +64,7 @@ def test_what_several_blocks_take_is_held_once(costs: list[StageCost], drawn: Se
         assert int(chain.activation(begin, end)) == max(0, held)
 
 
-@settings(max_examples=200)
+@settings(max_examples=some_of(200))
 @given(st.lists(TIMES, min_size=1, max_size=7), st.integers(1, 7))
 def test_autopipes_table_has_the_least_longest_stage_and_of_equal_splits_long_later_stages(
     times: list[int], num_stages: int
@@ -79,7 +80,7 @@ def test_autopipes_table_has_the_least_longest_stage_and_of_equal_splits_long_la
         assert table.lasts[num_stages - 1][end] == best
 
 
-@settings(max_examples=150)
+@settings(max_examples=some_of(150))
 @given(st.data(), st.integers(1, 6), st.integers(1, 5), st.booleans())
 def test_stages_on_several_devices_are_those_of_every_cut_in_every_way(
     data: st.DataObject, num_blocks: int, num_devices: int, by_way: bool

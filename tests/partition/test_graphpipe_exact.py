@@ -19,6 +19,7 @@ from pipeplan.partition.graph.search import GraphPartition, graphpipe
 from pipeplan.partition.problem import Costs, PartitionProblem, Pricing, Way, together
 from pipeplan.partition.series_parallel import Part, decompose, in_line, topological_order
 from references.stage_validity import StageGraph, costs_of, problems_of
+from support.marks import some_of
 
 MINI_BATCH = 16
 PAIRS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
@@ -204,7 +205,7 @@ def grid(number: int) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(problems(most=4), st.sampled_from((1, 16)))
 def test_the_bottleneck_is_that_of_brute_force(problem: PartitionProblem, rounding: int) -> None:
     with grid(rounding):
@@ -212,7 +213,7 @@ def test_the_bottleneck_is_that_of_brute_force(problem: PartitionProblem, roundi
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=some_of(25))
 @given(problems(), st.sampled_from((1, 16)))
 def test_the_bottleneck_of_larger_graphs(problem: PartitionProblem, rounding: int) -> None:
     with grid(rounding):
@@ -247,7 +248,7 @@ def check_against_brute_force(problem: PartitionProblem) -> None:
         assert limit is None or problem.memory_of(load, way, graph.in_flight[index]) <= limit
 
 
-@settings(max_examples=30)
+@settings(max_examples=some_of(30))
 @given(problems(most=7))
 def test_more_devices_and_memory_never_hurt_and_nothing_is_below_the_bound(problem: PartitionProblem) -> None:
     problem = replace(problem, memory_bytes=problem.memory_bytes and 3 * problem.memory_bytes)
@@ -283,7 +284,7 @@ def least_of_all_chains(problem: PartitionProblem) -> int | None:
     return min(known[0].values(), default=None)
 
 
-@settings(max_examples=20)
+@settings(max_examples=some_of(20))
 @given(st.lists(loads(), min_size=4, max_size=5), st.integers(6, 9), st.integers(15, 60), st.sampled_from((1, 2, 16)))
 def test_deep_chains_with_little_memory(each: list[Costs], devices: int, memory: int, rounding: int) -> None:
     """Many stages with micro-batches of several sizes, where samples in flight add up."""

@@ -28,6 +28,7 @@ from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import downsets, piper
 from pipeplan.partition.problem import PartitionProblem, Way
 from references.dapple import Load, plain_latency, plain_plan, policies
+from support.marks import some_of
 
 MINI_BATCH, MICRO_BATCH, DEVICES = 8, 4, 4
 RECOMPUTE = (False, True)
@@ -260,7 +261,7 @@ def nested(
     yield from stages(begin, 0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=some_of(20))
 @given(st.lists(COSTS, min_size=1, max_size=4), MEMORY)
 def test_pipedream_is_exact_over_levels_of_links(costs: list[Costs], memory: int | None) -> None:
     """Against every plan of two nodes of two devices: pipelines of nodes, copies of them, and pipelines in each."""
@@ -548,7 +549,7 @@ def test_questions_that_make_no_sense_are_refused() -> None:
         PartitionProblem.of(profile, 1, 8, microbatch_sizes=[8])
 
 
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(st.lists(COSTS, min_size=1, max_size=6), MEMORY)
 def test_every_size_has_its_own_plan(costs: list[Costs], memory: int | None) -> None:
     """Those for one size after another, without the sizes for which nothing fits."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeplan.errors import UsageError
 from pipeplan.partition.series_parallel import Part, decompose, in_line
+from support.marks import some_of
 
 Order = set[tuple[str, str]]
 
@@ -70,7 +71,7 @@ def graphs(draw: st.DrawFn, most: int = 10) -> tuple[list[str], Order]:
     return names, set(draw(st.lists(st.sampled_from(pairs), unique=True))) if pairs else set()
 
 
-@settings(max_examples=200)
+@settings(max_examples=some_of(200))
 @given(compositions(), st.randoms(use_true_random=False))
 def test_a_composition_is_found_again_whatever_edges_say_it(
     composition: tuple[list[str], Order], rng: random.Random
@@ -92,7 +93,7 @@ def test_a_composition_is_found_again_whatever_edges_say_it(
     assert_well_formed(found.tree)
 
 
-@settings(max_examples=200)
+@settings(max_examples=some_of(200))
 @given(graphs(), st.randoms(use_true_random=False))
 def test_any_graph_becomes_series_parallel_and_the_cost_is_said(
     graph: tuple[list[str], Order], rng: random.Random

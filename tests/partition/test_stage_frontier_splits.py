@@ -24,6 +24,7 @@ from pipeplan.partition.stage_frontier import ChainCut, StageFrontiers
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import StageModels
 from pipeplan.sharding.operators import Configuration, sum_ns
+from support.marks import some_of
 
 SIZE = 4
 TABLE = 40_000
@@ -273,7 +274,7 @@ def test_the_slowest_stage_is_as_quick_as_any_strategies_allow(
             assert [cut.placement for cut in first] == [cut.placement for cut in cuts[:few]]
 
 
-@settings(max_examples=20)
+@settings(max_examples=some_of(20))
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(1, 4),

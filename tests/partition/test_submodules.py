@@ -12,6 +12,7 @@ from builders.towers import towers
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.placement import Submodule, place_submodules
+from support.marks import some_of
 
 IMAGE, TEXT = Submodule("image.*"), Submodule("text.*")
 
@@ -40,7 +41,7 @@ def test_the_loss_is_split_over_the_last_stages_where_it_can_be() -> None:
     assert (loss.devices, loss.shards) == ((3, 5), 2)
 
 
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(st.lists(st.integers(1, 9), min_size=7, max_size=9), st.lists(st.integers(1, 9), min_size=7, max_size=9))
 def test_devices_are_shared_out_by_work(image: list[int], text: list[int]) -> None:
     """Nobody has said: the most work per device is the least there is, by trying all ways."""

@@ -1698,10 +1698,10 @@ def test_every_strategy_has_a_first_plan_that_is_short(strategy: str, shards: in
 @pytest.mark.parametrize(
     ("name", "scheduler"),
     [
-        *(("v", "auto"), ("zbv", "auto"), ("nn", "auto")),
+        *(("v", "auto"), ("nn", "auto")),
         *(
             pytest.param(*own, marks=[pytest.mark.slow, pytest.mark.long])
-            for own in (("v", "1f1b"), ("v", "gpipe"), ("k", "auto"))
+            for own in (("v", "1f1b"), ("v", "gpipe"), ("k", "auto"), ("zbv", "auto"))
         ),
     ],
 )

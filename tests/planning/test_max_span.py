@@ -14,6 +14,7 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.schedule.rules.language import named_rules
 from pipeplan.simulator.simulation import simulate
+from support.marks import always, slow_but
 
 
 def planned(name: str, **others: Any) -> Plan:
@@ -34,7 +35,7 @@ def test_the_repetend_reaches_no_further(span: int, period_ms: int) -> None:
     assert plan.provenance.options["max_span"] == span
 
 
-@pytest.mark.parametrize(("name", "span"), [("m", 2), ("nn", 2), ("nn", 4)])
+@slow_but("name, span", [("m", 2), ("nn", 2), ("nn", 4)], lambda case: case[1] == 2, always)
 def test_each_device_begins_it_at_a_moment_of_its_own(name: str, span: int) -> None:
     plan = planned(name, max_span=span)
     assert plan.repetend is not None

@@ -138,7 +138,9 @@ def test_one_stage_of_a_frontier_runs_what_is_profiled() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "devices", "gigabytes"), [("gpt2-345m", 16, 1), ("gpt2-1.3b", 32, 2)])
+@pytest.mark.parametrize(
+    ("name", "devices", "gigabytes"), [("gpt2-345m", 16, 1), pytest.param("gpt2-1.3b", 32, 2, marks=pytest.mark.long)]
+)
 def test_a_model_has_a_plan_on_devices_of_little_memory(name: str, devices: int, gigabytes: int) -> None:
     """GPT-2 345M on 16 of which six together have just room for its state, and 1.3B on 32, where eleven have."""
     profile = model(name, device="v100-16gb", shards=(1, 2, 4))

@@ -160,7 +160,7 @@ def test_stages_recompute_only_where_memory_asks_for_it() -> None:
     model = profile("gpt2-1.3b-a100-80gb")
     plans = {
         memory: search_plan(
-            request_of(model, "auto", Batch(8, 4), num_devices=4, memory_bytes=memory * GB, sizes=(2,), **QUICK)
+            request_of(model, "one-to-one", Batch(8, 4), num_devices=4, memory_bytes=memory * GB, sizes=(2,), **QUICK)
         ).plan
         for memory in (12, 80)
     }

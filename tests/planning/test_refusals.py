@@ -371,7 +371,7 @@ OTHERS = [
     "verb, asked, says",
     OTHERS,
     lambda each: "--plans" not in each[1],
-    lambda each: each[1].endswith(("min-time", "min-devices", "profile")),
+    lambda each: "--mode" in each[1],
     ids=[f"{verb} {asked}" for verb, asked, _ in OTHERS],
 )
 def test_what_tuner_compare_and_frontier_advise_does(

@@ -179,7 +179,7 @@ def test_sizes_of_expert_parallelism_are_among_them(
 
 
 @pytest.mark.slow
-@settings(max_examples=20, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=some_of(20), suppress_health_check=list(HealthCheck), deadline=None)
 @given(
     st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(*EXPERT_WAYS, (4, 2)))),
     st.integers(2, 8),
@@ -245,7 +245,7 @@ def test_bounds_and_cuts_know_the_step() -> None:
     assert shared(400, 2) == 2800 // 2, "master copies and moments are stepped in halves"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=some_of(20), deadline=None)
 @given(st.lists(st.lists(st.integers(0, 30), min_size=6, max_size=6), min_size=1, max_size=3))
 def test_longest_stages_are_those_of_the_evenest_cut(chains: list[list[int]]) -> None:
     """Times so small that what is halved is one ns at the end."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache
 from math import isfinite
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,15 @@ def write(job: Report, context: RankContext) -> None:
         groups.close()
 
 
+def look_over(cases: Sequence[Case]) -> None:
+    """Make the passes of all cases, in a process from which ranks are forked; and what one of the ranks has of them."""
+    progress: Any = SimpleNamespace(rank=0, board=SimpleNamespace(machines=()))
+    for each in cases:
+        placed = [PlacedStage.model_validate_json(_json(stage)) for stage in each["stages"]]
+        options = DecodeOptions(model=each["model"], **each["options"])
+        rank_of(placed, Turns([]), each["sizes"], model_of(each["model"]), options, progress, each["chunk"])
+
+
 @contextlib.contextmanager
 def counting(handed: Counter[str]) -> Iterator[None]:
     """Count what goes to the transport inside, by the tensors that it is given: bytes of those that are summed, and of
@@ -192,7 +202,7 @@ def written_by(cases: Sequence[Case], num_ranks: int) -> list[Found]:
     def take(rank: int, report: Report) -> None:
         found[report["case"]].take(rank, report)
 
-    with warm_ranks():
+    with warm_ranks(look_over, list(cases)):
         programs = [["0F0"]] * num_ranks
         watch_local("runtime_support.decoding_rank:write", programs, {"cases": list(cases)}, 60 * 10**9, take, RANK)
     return found

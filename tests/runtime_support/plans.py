@@ -28,6 +28,7 @@ from pipeplan.schedule.rules import CustomOp, with_instructions
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.workload import Workload
 from references.replay import durations_of, waits_of
+from runtime_support.known import look_over
 from runtime_support.warm import warm_ranks
 
 RANK = (sys.executable, "-m", "runtime_support.executor_rank")
@@ -278,7 +279,7 @@ def reports_of(
     job = {
         name: {"plan": plan.model_dump_json(), "options": options.as_json()} for name, (plan, options) in cases.items()
     }
-    with warm_ranks():
+    with warm_ranks(look_over, [(case["plan"], case["options"]) for case in job.values()]):
         watch_local(work, [()] * 4, {"cases": job}, 60 * 10**9, listen, command)
     return found
 

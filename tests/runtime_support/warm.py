@@ -11,8 +11,10 @@ import fcntl
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver, reduction
 from pathlib import Path
@@ -30,6 +32,8 @@ PRELOADED = (
     "pipeplan.runtime.models.huggingface.build",
     "transformers.models.llama.modeling_llama",  # with what all models of transformers stand on
     "runtime_support.checkpoint_models",
+    "runtime_support.decoding_rank",  # with planning, which no other has
+    "runtime_support.executor_rank",
     "runtime_support.known",
     "runtime_support.plans",
 )
@@ -38,12 +42,51 @@ _SERVER = multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager
-def warm_ranks() -> Iterator[None]:
-    """Whatever :mod:`pipeplan.runtime.launch.local` starts is forked."""
+def warm_ranks(look_over: Callable[[Any], None] | None = None, given: Any = None) -> Iterator[None]:
+    """Whatever :mod:`pipeplan.runtime.launch.local` starts is forked.
+
+    With a function of a module it is forked from a process that has first called that with what is ``given``: what all
+    ranks would find out for themselves, such as how a model is cut into blocks, is found out once.
+    """
     _start_server()
     names = {**vars(subprocess), "Popen": WarmRank}
     with mock.patch.object(local, "subprocess", SimpleNamespace(**names)):
-        yield
+        if look_over is None:
+            yield
+            return
+        with _server_that(look_over, given):
+            yield
+
+
+@contextlib.contextmanager
+def _server_that(look_over: Callable[[Any], None], given: Any) -> Iterator[None]:
+    """Fork from a process that has called a function, itself forked, and that ends with the last rank."""
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/socket")
+        listener.listen()
+        ends, alive = os.pipe()
+        server = forkserver.ForkServer()
+        server._forkserver_address, server._forkserver_alive_fd = f"{folder}/socket", alive  # type: ignore[attr-defined]
+        process = _SERVER.Process(
+            target=_serve, args=(look_over, given, _Inherited(listener.fileno()), _Inherited(ends))
+        )
+        process.start()
+        os.close(ends)
+        listener.close()  # or whoever connects would wait for ever where the function has failed
+        server.ensure_running = lambda: None  # type: ignore[method-assign]  # it waits for a child, and this is none
+        try:
+            with mock.patch.multiple(
+                forkserver, _forkserver=server, connect_to_new_process=server.connect_to_new_process
+            ):
+                yield
+        finally:
+            os.close(alive)
+            process.join()
+
+
+def _serve(look_over: Callable[[Any], None], given: Any, listener: int, ends: int) -> None:
+    look_over(given)
+    forkserver.main(listener, ends, [])
 
 
 def warm_left_over() -> list[int]:

@@ -143,7 +143,7 @@ def test_the_orders_of_the_figures(name: str) -> None:
     assert texts(workload, ordered(workload, name)) == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(
     st.sampled_from(sorted(CHAINS)),
     st.integers(1, 6),

@@ -317,7 +317,7 @@ class TestStageGraphs:
         orders = kinds(problem, orders_of("interleaved-1f1b", problem))
         assert [order.index("B") for order in orders] == [6 + 2 * number - 1 for number in (4, 3, 4, 3, 2, 1)]
 
-    @settings(max_examples=30)
+    @settings(max_examples=some_of(30))
     @given(stage_graphs(sizes=True) | stage_graphs() | stage_graphs(chunks=2) | stage_graphs(chunks=3))
     @pytest.mark.slow
     def test_every_one_passes_check_wherever_it_applies(self, drawn: Placed) -> None:
@@ -340,7 +340,7 @@ class TestStageGraphs:
         for device, order in enumerate(orders_of("1f1b", problem)):
             assert most_in_flight(problem, order) == min(depth[device], problem.num_microbatches)
 
-    @settings(max_examples=60)
+    @settings(max_examples=some_of(60))
     @given(stage_graphs(sizes=True))
     def test_1f1b_of_sizes_of_their_own_is_kfkb_with_k_1(self, drawn: Placed) -> None:
         problem, graph = OneMicrobatch.of(drawn.workload), task_graph(drawn.workload)
@@ -709,7 +709,7 @@ def test_schedules_say_for_which_chains_they_may_be() -> None:
         assert able[name] == set(classic.strategies or SEARCHED) or name == "1f1b+"
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=some_of(25), deadline=None)
 @given(problems(max_stages=3, num_microbatches=3))
 def test_what_never_fits_is_known_without_orders(problem: OneMicrobatch) -> None:
     gpipe, graph = CLASSIC["gpipe"], task_graph(problem.workload)
@@ -717,7 +717,7 @@ def test_what_never_fits_is_known_without_orders(problem: OneMicrobatch) -> None
         assert fitting(graph, gpipe.orders(problem, graph)) is None
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=some_of(25), deadline=None)
 @given(problems(max_stages=3, num_microbatches=3))
 def test_orders_that_may_end_where_they_do_not_fit_are_none_then_and_else_the_same(problem: OneMicrobatch) -> None:
     graph = task_graph(problem.workload)

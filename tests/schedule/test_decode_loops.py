@@ -149,7 +149,7 @@ def test_groups_that_take_turns_on_several_stages_of_a_device_wait_nowhere(
     assert plan.token_ns == plan.predicted.period_lower_bound_ns * groups == count * (100 + lag)
 
 
-@settings(max_examples=30)
+@settings(max_examples=some_of(30))
 @given(small_loops())
 def test_a_pattern_without_waiting_is_one(workload: Workload) -> None:
     """In every repetition of it a device runs one at a time, and a group's stages follow as soon as they can."""
@@ -179,7 +179,7 @@ def test_the_repetend_is_the_least_of_all_starts(workload: Workload) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@settings(max_examples=1500)
+@settings(max_examples=some_of(1500))
 @given(small_loops())
 def test_the_repetend_is_the_least_of_all_starts_of_many(workload: Workload) -> None:
     require_least(workload)
@@ -218,7 +218,7 @@ def test_the_repetend_in_tight_memory_is_the_least_of_all_orders(workload: Workl
 
 @pytest.mark.slow
 @pytest.mark.long
-@settings(max_examples=400)
+@settings(max_examples=some_of(400))
 @given(loops_in_memory())
 def test_the_repetend_in_tight_memory_is_the_least_of_all_orders_of_many(workload: Workload) -> None:
     require_least_in_memory(workload)

@@ -22,6 +22,7 @@ from pipeplan.workload.bounds import strong_iteration_bound, weak_iteration_boun
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
+from support.marks import some_of
 
 
 def two_branches(times: Sequence[int], transfer_ns: int = 0) -> Profile:
@@ -121,7 +122,7 @@ def tasks_of(workload: Workload, orders: Sequence[Sequence[Entry]]) -> list[list
     return [[offsets[id_] + number for id_, number in order] for order in orders]
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(st.tuples(*[st.integers(1, 9)] * 3), st.integers(0, 5), st.integers(1, 2))
 def test_an_action_that_begins_at_once_and_waits_inside_ends_no_later(
     times: tuple[int, int, int], transfer_ns: int, count: int
@@ -165,7 +166,7 @@ def request(profile: Profile, count: int, **how: Any) -> Request:
     return Request.of(profile, placement=Placement.of(["a", "bc"]), **asked)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=some_of(40), deadline=None)
 @given(st.tuples(*[st.integers(1, 9)] * 3), st.integers(0, 5), st.integers(2, 3), st.integers(0, 60))
 def test_windows_are_cut_where_an_action_begins_before_what_it_waits_for_inside(
     times: tuple[int, int, int], transfer_ns: int, count: int, begin: int

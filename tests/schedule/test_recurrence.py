@@ -18,6 +18,7 @@ from pipeplan.workload.bounds import Recurrence, memory_recurrences
 from pipeplan.workload.memory import overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
+from support.marks import some_of
 
 
 def random_orders(problem: OneMicrobatch, random: Random) -> list[list[int]] | None:
@@ -60,7 +61,7 @@ def require_holds(problem: OneMicrobatch, orders: list[list[int]]) -> None:
             assert starts[target] >= starts[source] + graph.durations[source], (rule, m)
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(150), suppress_health_check=list(HealthCheck))
 @given(problems(num_microbatches=5), st.integers(0, 2**32))
 def test_every_schedule_that_fits(problem: OneMicrobatch, seed: int) -> None:
     orders = random_orders(problem, Random(seed))

@@ -105,7 +105,7 @@ def test_patterns_are_valid_and_compose(problem: OneMicrobatch, unroll: int) -> 
     assert all(early <= late for early, late in zip(starts, latest, strict=True))
 
 
-@settings(max_examples=40, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(40), suppress_health_check=list(HealthCheck))
 @given(problems(num_microbatches=7), st.sampled_from([1, 2]))
 def test_modulo_schedules_are_valid_patterns(problem: OneMicrobatch, slack: int) -> None:
     """Whatever is drawn: nothing overlaps, nothing is early, everything fits."""

@@ -14,9 +14,10 @@ from pipeplan.schedule.cpsat.repetend import least_period
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from references.least_period import least_period_by_enumeration
+from support.marks import some_of
 
 
-@settings(max_examples=35, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(35), suppress_health_check=list(HealthCheck))
 @given(problems())
 def test_least_period_is_that_of_the_enumeration(problem: OneMicrobatch) -> None:
     found = least_period(problem, Budget(60, deterministic=True), 60)
@@ -25,7 +26,7 @@ def test_least_period_is_that_of_the_enumeration(problem: OneMicrobatch) -> None
     assert found.pattern.repetend_ns == least_period_by_enumeration(problem)
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=some_of(25), suppress_health_check=list(HealthCheck), deadline=None)
 @given(problems(), st.integers(1, 4))
 def test_least_period_of_a_span_is_that_of_the_enumeration(problem: OneMicrobatch, span: int) -> None:
     """Tessel's N_R: indices of so many micro-batches alone, each device in a window of its own."""

@@ -21,6 +21,7 @@ from pipeplan.schedule.rules.language import parse_rules, read_rules, shipped_ru
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules, sweep
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.task_graph import task_graph
+from support.marks import some_of
 
 EVERYTHING = """
 name = "all of it"
@@ -222,7 +223,7 @@ def test_files_that_are_not_there() -> None:
         read_rules("nothing")
 
 
-@settings(max_examples=75)
+@settings(max_examples=some_of(75))
 @given(st.data())
 def test_damaged_files_are_refused_or_read(data: st.DataObject) -> None:
     """Whatever one piece of a file is replaced by, nothing but a FileError comes of it."""

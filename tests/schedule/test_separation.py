@@ -21,6 +21,7 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 from references.separation import best_of_all, kind, length, num_placings, random_case, weights_at_once, with_room
+from support.marks import some_of
 
 
 def classic(name: str, workload: Workload) -> tuple[TaskGraph, Orders]:
@@ -101,7 +102,7 @@ def test_stages_on_several_devices_separate_together() -> None:
     assert best_of_all(graph, orders) == length(graph, found) < length(graph, orders)
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(placed(links=True), st.randoms(use_true_random=False), st.integers(0, 2))
 def test_any_schedule_stays_valid_and_within_memory_and_gets_no_longer(case: Placed, choose: Random, more: int) -> None:
     """Several micro-batch sizes, routes, replicas, parts, shards, and links that may be busy."""
@@ -129,7 +130,7 @@ def test_rules_that_separate_see_whole_backwards() -> None:
     assert length(graph, found) == 3 * 6 + 2
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(placed(links=True), st.randoms(use_true_random=False))
 def test_backwards_put_together_hold_what_their_parts_hold(case: Placed, choose: Random) -> None:
     graph = task_graph(case.workload)

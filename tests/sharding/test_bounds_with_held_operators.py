@@ -23,6 +23,7 @@ from pipeplan.sharding.table import Weights
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.time_limit import Limit, TimeUpError
 from references import cost_graphs as graphs
+from support.marks import some_of
 
 pytestmark = pytest.mark.counted
 
@@ -43,7 +44,7 @@ def needed(tracked: Tracked, exact: list[tuple[int, int]]) -> float:
 costs = st.sampled_from([30, 1000, 1 << 36])
 
 
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(st.integers(0, 2**32 - 1), st.integers(4, 5), costs, st.sampled_from([0.0, 0.1]))
 def test_no_strategy_is_below_the_bound(seed: int, num: int, high: int, forbidden: float) -> None:
     graph = entangled(seed, num, high, forbidden)
@@ -53,7 +54,7 @@ def test_no_strategy_is_below_the_bound(seed: int, num: int, high: int, forbidde
         assert least_of_all(left, weights) <= least * (1 + 1e-12)
 
 
-@settings(max_examples=30)
+@settings(max_examples=some_of(30))
 @given(st.integers(0, 2**32 - 1), st.integers(4, 5), costs, st.sampled_from([0.0, 0.1]))
 def test_the_factor_of_all_holds_for_every_strategy(seed: int, num: int, high: int, forbidden: float) -> None:
     graph = entangled(seed, num, high, forbidden)

@@ -20,6 +20,7 @@ from pipeplan.sharding.table import PointLimit, Table, product, table
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.time_limit import Limit, TimeUpError
 from references import cost_graphs as graphs
+from support.marks import some_of
 
 
 def drawn(rng: np.random.Generator, rows: int, columns: int, copies: int, high: int) -> Table:
@@ -36,7 +37,7 @@ def same(made: Table, expected: Table) -> None:
 sizes = st.integers(1, 4)
 
 
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(st.integers(0, 2**32 - 1), sizes, sizes, sizes, st.sampled_from([1, 4, 200]), st.sampled_from([3, 30, 1 << 40]))
 def test_sums_of_frontiers_are_those_of_numpy(
     seed: int, rows: int, middle: int, columns: int, copies: int, high: int
@@ -96,7 +97,7 @@ def test_whole_frontiers_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch, wit
 @pytest.mark.parametrize(
     ("name", "dimensions", "within"),
     [
-        pytest.param("wideresnet", 2, 0.01, marks=pytest.mark.slow),
+        pytest.param("wideresnet", 2, 0.01, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("transformer", 2, 0.01, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("wideresnet", 2, 0.0, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("transformer", 2, 0.0, marks=[pytest.mark.slow, pytest.mark.long]),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, undominated
 from pipeplan.sharding.table import table
 from pipeplan.sharding.tracking import track
+from support.marks import some_of
 
 
 def graph_of(seed: int, num_nodes: int) -> CostGraph:
@@ -33,7 +34,7 @@ def graph_of(seed: int, num_nodes: int) -> CostGraph:
     return CostGraph(tuple(nodes), tuple(edges))
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4))
 def test_the_frontier_is_the_same(seed: int, num_nodes: int) -> None:
     graph = graph_of(seed, num_nodes)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pipeplan.sharding.graph import contract
 from pipeplan.sharding.table import PointLimit, Table, gather, product, table
+from support.marks import some_of
 
 Cell = list[tuple[int, int]]
 
@@ -43,7 +44,7 @@ sizes = st.integers(1, 4)
 highs = st.sampled_from([3, 20, 1 << 40])
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(st.integers(0, 2**32 - 1), sizes, sizes, st.integers(1, 5), highs)
 def test_a_table_keeps_the_frontier_of_each_cell(seed: int, rows: int, columns: int, copies: int, high: int) -> None:
     rng = np.random.default_rng(seed)
@@ -62,7 +63,7 @@ def test_a_table_keeps_the_frontier_of_each_cell(seed: int, rows: int, columns: 
         assert time[row, column, variant] == made.time_ns[point]
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(st.integers(0, 2**32 - 1), sizes, sizes, sizes, st.integers(1, 4), highs, st.sampled_from([1, 7, 1 << 20]))
 def test_contraction_is_the_union_of_products_over_the_middle(
     seed: int, rows: int, middle: int, columns: int, copies: int, high: int, batch: int
@@ -83,7 +84,7 @@ def test_contraction_is_the_union_of_products_over_the_middle(
         assert left.time_ns[first] + right.time_ns[second] == made.time_ns[point]
 
 
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(st.integers(0, 2**32 - 1), sizes, sizes, sizes, st.integers(1, 4), highs, st.floats(0.0, 1.0))
 def test_what_is_wanted_of_a_contraction_is_in_it_and_nothing_wanted_is_missing(
     seed: int, rows: int, middle: int, columns: int, copies: int, high: int, share: float
@@ -97,7 +98,7 @@ def test_what_is_wanted_of_a_contraction_is_in_it_and_nothing_wanted_is_missing(
         assert wanted <= set(cells_of(made)[cell])
 
 
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 @given(st.integers(0, 2**32 - 1), sizes, sizes, st.booleans(), st.integers(1, 4), highs)
 def test_products_are_cell_by_cell_and_a_row_serves_all(
     seed: int, rows: int, columns: int, one_row: bool, copies: int, high: int

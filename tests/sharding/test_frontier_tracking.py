@@ -13,6 +13,7 @@ from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, undominated
 from pipeplan.sharding.table import table
 from pipeplan.sharding.tracking import Tracked, track
 from references import cost_graphs as graphs
+from support.marks import some_of
 
 
 def points(tracked: Tracked) -> list[tuple[int, int]]:
@@ -38,7 +39,7 @@ def drawn(seed: int, kind: str, num: int, variants: int, high: int, forbidden: f
     return graphs.graph_of(rng, sizes, pairs, variants=variants, high=high, forbidden=forbidden)
 
 
-@settings(max_examples=100)
+@settings(max_examples=some_of(100))
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["chain", "residual", "branching", "hub"]),
@@ -60,7 +61,7 @@ def test_the_frontier_is_that_of_full_enumeration(
     strategies_cost_what_they_say(graph, tracked)
 
 
-@settings(max_examples=20)
+@settings(max_examples=some_of(20))
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["chain", "residual", "branching", "hub"]),

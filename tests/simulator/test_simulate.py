@@ -57,7 +57,7 @@ def test_what_let_tasks_start_is_what_one_looks_up(workload: Workload, seed: int
 
 
 @given(workloads(unequal=False), SEEDS)
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 def test_forwards_hold_what_they_give_moment_by_moment(workload: Workload, seed: int) -> None:
     forwards = tuple(each for each in workload.operations if each.role is Role.FORWARD)
     ids = {each.id for each in forwards}

@@ -72,7 +72,7 @@ def test_bounds_and_search_against_every_schedule(problem: OneMicrobatch) -> Non
     assert found.makespan_ns == best
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=some_of(30), suppress_health_check=list(HealthCheck))
 @given(problems(max_stages=4, num_microbatches=2))
 def test_paths_are_those_followed_from_each_operation(problem: OneMicrobatch) -> None:
     """The longest of all, one after another; what is held while what runs goes by them."""

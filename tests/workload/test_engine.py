@@ -30,6 +30,7 @@ from references.loops import listing, trial
 from references.loops import refill as old_refill
 from references.loops import rules as old_rules
 from references.loops.first_come import FirstCome
+from support.marks import some_of
 
 SEEDS = st.integers(0, 2**32)
 
@@ -181,7 +182,7 @@ def compare(loop: str, data: st.DataObject, seed: int) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 @given(data=st.data(), seed=SEEDS)
 def test_orders_are_those_of_the_loop_before(loop: str, data: st.DataObject, seed: int) -> None:
     compare(loop, data, seed)
@@ -189,7 +190,7 @@ def test_orders_are_those_of_the_loop_before(loop: str, data: st.DataObject, see
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
-@settings(max_examples=200)
+@settings(max_examples=some_of(200))
 @given(data=st.data(), seed=SEEDS)
 def test_orders_of_more_workloads_are_those_of_the_loop_before(loop: str, data: st.DataObject, seed: int) -> None:
     compare(loop, data, seed)

@@ -128,7 +128,7 @@ def held_at(graph: TaskGraph, starts: list[int], moment: int) -> list[Counter[Me
     return held
 
 
-@settings(max_examples=100)
+@settings(max_examples=some_of(100))
 @given(workloads(unequal=False), SEEDS)
 def test_holds_that_overlap_in_time_add_up(workload: Workload, seed: int) -> None:
     """Several actions of a device at once, as on its compute and its network; holds of several kinds and targets."""

@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeplan.workload.samples import Slots, carried, replica_samples
+from support.marks import some_of
 
-SETTINGS = settings(max_examples=200)
+SETTINGS = settings(max_examples=some_of(200))
 
 
 @st.composite

@@ -300,7 +300,7 @@ def test_memory_for_three_micro_batches_repeats_with_unroll_three() -> None:
 
 
 @given(workloads(unequal=False), SEEDS)
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 def test_extending_a_found_repetend_adds_its_time_and_no_memory(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))

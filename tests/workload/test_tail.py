@@ -25,8 +25,9 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.tail import best_tail, tail_of
 from pipeplan.workload.workload import Workload
 from references.tails import best_iteration, iteration_by_hand
+from support.marks import some_of
 
-SETTINGS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=some_of(60), suppress_health_check=list(HealthCheck))
 
 
 def chain(**fields: int) -> Workload:

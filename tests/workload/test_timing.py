@@ -222,7 +222,7 @@ def test_an_action_waits_for_what_comes_to_it_over_no_message() -> None:
 
 
 @given(ALL_KINDS, st.integers(2, 3))
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 def test_what_lasts_is_that_of_any_number_of_microbatches(workload: Workload, factor: int) -> None:
     names = [name for name, value in vars(Workload).items() if isinstance(value, lasting) and name != "elsewhere"]
     names.append("ways_to_sum")

@@ -16,6 +16,7 @@ from pipeplan.workload import wide_starts as wide
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.wide_starts import wide_starts
 from pipeplan.workload.workload import Workload
+from support.marks import some_of
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def all_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("all_are_wide")
 @given(workloads() | placed().map(lambda drawn: drawn.workload), st.integers(0, 2**20))
-@settings(max_examples=120)
+@settings(max_examples=some_of(120))
 def test_they_are_those_of_one_after_another(workload: Workload, seed: int) -> None:
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))

@@ -174,7 +174,7 @@ def cases() -> dict[str, Case]:
     return found | {f"{name} blocking": (plans()[name], blocking) for name in BLOCKING}
 
 
-LONG = ("x", "m", "nn", "circular", "one device", "sizes")
+LONG = ("x", "m", "nn", "k", "circular", "zbv", "one device", "sizes")
 """Forms that others have, too."""
 
 

@@ -108,9 +108,7 @@ Keys and values are gathered, or go around a ring; of four devices also between 
 
 MAIN = (
     "gpt2-tiny pipeline split",
-    "gpt2-tiny four ring",
     "llama tensor ring split",
-    "mixtral pipeline full",
     "mistral data zero 1 ring full",
 )
 

@@ -21,6 +21,7 @@ from pipeplan.runtime.models.spec import Model
 from runtime_support.models import loss_block, mix_block, shift_block, vectors
 from runtime_support.plans import TRAINING, Unsplit, greedy_orders, placed_plan
 from runtime_support.threads import run_in_threads
+from support.marks import some_of
 
 MINI_BATCH = 8
 TOLERANCE = 1e-12
@@ -107,7 +108,7 @@ def plans(draw: st.DrawFn) -> tuple[Model, Plan]:
     return model, plan
 
 
-@settings(max_examples=20)
+@settings(max_examples=some_of(20))
 @given(plans())
 def test_any_plan_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:
     model, plan = case

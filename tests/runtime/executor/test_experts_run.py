@@ -387,8 +387,6 @@ def reports(request: pytest.FixtureRequest) -> Reports:
 
 SHORT = (
     "even four",
-    "uneven two shards",
-    "full_pieces context",
     "mixtral context",
 )
 """Cases that run with the slow tests; the others with the long ones."""
@@ -422,7 +420,7 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
     "sizes",
     [
         pytest.param({"expert": 4}, marks=pytest.mark.long),
-        {"expert": 2, "context": 2, "split": True},
+        pytest.param({"expert": 2, "context": 2, "split": True}, marks=pytest.mark.long),
         pytest.param({"expert": 4, "shards": 2}, marks=pytest.mark.long),
         pytest.param({"expert": 4, "shards": 2, "split": True}, marks=pytest.mark.long),
         pytest.param({"expert": 4, "expert_shards": 2}, marks=pytest.mark.long),

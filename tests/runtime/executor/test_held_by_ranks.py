@@ -107,7 +107,7 @@ def case(name: str) -> Case:
 NAMES = list(_asked())
 QUICK = ("shards split", "context")
 SLOW = (
-    *("branches shards split", "llama shards selective", "llama shards and context split"),
+    "llama shards and context split",
     "zero 3 by actions split",
 )
 """Each way once or twice; what is long has the others, a second of two cores each."""

@@ -20,6 +20,7 @@ from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight
 from pipeplan.runtime.profiling.instruments import saved_tensors
 from pipeplan.workload.mesh import Mesh
 from runtime_support.threads import joined, together
+from support.marks import some_of
 
 WORDS, WIDTH = 11, 6
 
@@ -138,7 +139,7 @@ def test_products_keep_the_slice_of_what_was_joined(flat: bool) -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 12), st.integers(0, 1))
-@settings(max_examples=60)
+@settings(max_examples=some_of(60))
 def test_shares_of_a_parameter_join_to_it(count: int, parts: int, more: int, dimension: int) -> None:
     """Of equal and unequal shares; what cannot be shared evenly is refused, with the numbers."""
     size = count + more
@@ -154,7 +155,7 @@ def test_shares_of_a_parameter_join_to_it(count: int, parts: int, more: int, dim
 
 
 @given(st.integers(1, 5), st.integers(5, 40), st.randoms(use_true_random=False))
-@settings(max_examples=40)
+@settings(max_examples=some_of(40))
 def test_loss_over_split_words_is_that_of_all(count: int, words: int, random: object) -> None:
     """Also where nothing is to be predicted; values and gradients of the logits."""
     generator = torch.Generator().manual_seed(count * 100 + words)

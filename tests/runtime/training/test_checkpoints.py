@@ -24,6 +24,7 @@ from pipeplan.runtime.models.losses import Finding
 from pipeplan.runtime.training import trainer as training
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from pipeplan.runtime.training.options import TrainOptions
+from runtime_support.known import look_over
 from runtime_support.pairs import CHAIN, PAIRS, TINY, UNTIED, chain_of, pair
 from runtime_support.plans import TOLERANCE, TRAINING, four_devices, model_plan
 from runtime_support.warm import warm_ranks
@@ -51,6 +52,7 @@ SLOW = (
     "branches",
 )
 LONG = (
+    "a configuration's shares in stages, then divided, then sequences shared, then whole",
     "replicas come and go",
     "parameters divided, then optimizers, then whole",
     "a configuration's experts and sequences over two, then whole",
@@ -89,7 +91,7 @@ def told(cases: Mapping[str, list[Leg]]) -> dict[str, list[list[dict[str, Any]]]
     def listen(rank: int, report: Mapping[str, Any]) -> None:
         found[report["name"]].append(report["legs"])
 
-    with warm_ranks():
+    with warm_ranks(look_over, [(leg["plan"], leg["options"]) for legs in job.values() for leg in legs]):
         watch_local("runtime_support.checkpoint_rank:work", [()] * 4, job, TRAINING.timeout_ns, listen, RANK)
     return found
 
@@ -129,10 +131,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest, folder: Path) -> dict[str, list[list[dict[str, Any]]]]:
     """[case][rank][leg], all by the same processes."""
-    cases = {name: legs_of(*pair(name), folder / name) for name in asked_for(request, PAIRS)}
-    tiny = pair("four devices, then two, then one")[1][1:]
-    cases["counting"] = legs_of(TINY, tiny, folder / "counting", optimizer="runtime_support.checkpoint_models:Counting")
-    return told(cases | refusals(folder / "refused"))
+    asked = asked_for(request, dict.fromkeys([*PAIRS, "counting", *TOLD]))
+    cases = {name: legs_of(*pair(name), folder / name) for name in asked if name in PAIRS}
+    if "counting" in asked:
+        tiny = pair("four devices, then two, then one")[1][1:]
+        own = "runtime_support.checkpoint_models:Counting"
+        cases["counting"] = legs_of(TINY, tiny, folder / "counting", optimizer=own)
+    return told(cases | (refusals(folder / "refused") if TOLD.keys() & asked.keys() else {}))
 
 
 @slow_but("name", [*PAIRS, "counting"], lambda name: name not in SLOW, LONG.__contains__)

@@ -27,6 +27,7 @@ from pipeplan.runtime.training.options import RunOutcome, TrainOptions
 from pipeplan.runtime.training.weights import WeightNames, read_weights, write_weights
 from runtime_support import weights_models
 from runtime_support.hugging_face import SEQUENCE, text
+from runtime_support.known import look_over
 from runtime_support.pairs import PAIRS, TINY, pair
 from runtime_support.plans import TRAINING, Unsplit, four_devices, model_plan
 from runtime_support.warm import warm_ranks
@@ -82,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         legs += legs_of(found / case, name, plans)
     job = [{"plan": four_devices(p).model_dump_json(), "options": options.as_json()} for p, options in legs]
     reports: list[Mapping[str, Any]] = []
-    with warm_ranks():
+    with warm_ranks(look_over, [(leg["plan"], leg["options"]) for leg in job]):
         where = "runtime_support.weights_rank:work"
         watch_local(where, [()] * 4, {"legs": job}, TRAINING.timeout_ns, lambda _, told: reports.append(told), RANK)
     assert {report["unwritten"] for report in reports} == {""}
