@@ -610,6 +610,7 @@ def test_auto_divides_less_and_in_smaller_groups_where_that_is_quicker() -> None
         levels=(NODES.levels[0], NODES.levels[1].model_copy(update={"group_size": 8})),
     )
     words: dict[str, Any] = {"placement": placement, "devices": None, "microbatch_size": 4, "cluster": wide}
+    words["time_limit"] = 0.5
     whole = search_plan(asked(profile, **words, zero=3, memory_bytes=70_000)).plan
     found = search_plan(asked(profile, **words, zero="auto", memory_bytes=70_000)).plan
     assert {stage.zero for stage in whole.stages} == {3}

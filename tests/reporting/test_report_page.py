@@ -361,6 +361,7 @@ def test_the_command_writes_all_three(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_search_keeps_its_best_plans_in_the_plan(tmp_path: Path) -> None:
     request = ("--devices", "4", "--memory", "4GB", "--mini-batch", "8", "--deterministic", "--time-limit", "200ms")
+    request += ("--placement", "one-to-one")
     done = pipeplan("search", ROOT / "profiles" / "gpt2-124m-cpu.json", *request, "-o", tmp_path / "p.json")
     assert done.returncode == 0
     plan = read_plan(str(tmp_path / "p.json"))

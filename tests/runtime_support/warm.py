@@ -32,7 +32,6 @@ PRELOADED = (
     "pipeplan.runtime.models.huggingface.build",
     "transformers.models.llama.modeling_llama",  # with what all models of transformers stand on
     "runtime_support.checkpoint_models",
-    "runtime_support.decoding_rank",  # with planning, which no other has
     "runtime_support.executor_rank",
     "runtime_support.known",
     "runtime_support.plans",

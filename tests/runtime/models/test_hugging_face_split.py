@@ -28,6 +28,7 @@ from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.workload.kinds import PARAMETERS
 from runtime_support.hugging_face import IN_FLOAT32, LLAMA, SEED, SEQUENCE, WORDS, captured, text, training_of
+from runtime_support.known import look_over
 from runtime_support.plans import Case, Reports, assert_as_unsplit, placed_plan, reports_of
 from runtime_support.threads import placed, require_equal_to_unsplit
 from runtime_support.warm import warm_ranks
@@ -292,7 +293,11 @@ def test_commands_give_one_loss_on_one_four_and_two_devices(asked: tuple[str, ..
         ways = {stage["context_exchange"] for stage in stages if "context_exchange" in stage}
         assert ways == ({"ring"} if "a ring" in ranks else set())
         training = ["--sequence", "32", "--dtype", "float64", "--steps", "3", "--local", "--json"]
-        report = json.loads(invoke("run", str(plan), "--model", model, *training))
+        trained = plan.read_text(), {"model": model, "sequence": 32, "dtype": "float64"}
+        with warm_ranks(look_over, [trained]):
+            done = pipeplan("run", str(plan), "--model", model, *training)
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
         assert report["num_ranks"] == int(ranks.partition(" ")[0])
         losses[ranks] = [step["loss"] for step in report["steps"]]
     assert len(set(losses["1"])) == 3, "it learns"
@@ -301,8 +306,7 @@ def test_commands_give_one_loss_on_one_four_and_two_devices(asked: tuple[str, ..
 
 
 def invoke(*arguments: str) -> str:
-    with warm_ranks():
-        done = pipeplan(*arguments)
+    done = pipeplan(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
