@@ -37,7 +37,7 @@ def test_search_finds_the_best_of_all_layouts(seed: int) -> None:
     compare(seed, 4, 3)
 
 
-@slow_but("seed", range(100, 116), lambda _: False, lambda seed: seed >= 106)
+@slow_but("seed", range(100, 116), lambda _: False, lambda seed: seed >= 103)
 def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
     compare(seed, 5, 4)
 
