@@ -13,7 +13,9 @@ from builders.profiles import joined, uneven_chain
 from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
+from pipeplan.costs.throughput import Yardstick
 from pipeplan.errors import FileError, UsageError
+from pipeplan.examples import model
 from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, parse
 from pipeplan.planning.frontier import frontier_request, search_frontier
 from pipeplan.planning.plan_frontier import plan_frontier
@@ -135,6 +137,20 @@ def test_frontiers_are_for_devices_as_fast_as_the_profile() -> None:
     points = search_frontier(asked).points
     assert min(point.time_ns for point in points) == found
     assert all(check(point.plan, chain, cluster).valid for point in plan_frontier(asked).points)
+
+
+@pytest.mark.slow
+def test_shares_of_peaks_of_points_count_slow_devices_as_what_they_are() -> None:
+    profile = model("gpt2-124m", device="v100-16gb", microbatch_sizes=(1,))
+    cluster = cluster_of_kinds(Kind(1, "1", 10**11), Kind(1, "0.45", 10**11))
+    how: dict[str, Any] = {"recompute": False, "zero": 0, "time_limit": 0.2, "deterministic": True}
+    found = search_frontier(frontier_request(profile, devices=[1, 2], cluster=cluster, mini_batch=4, **how))
+    measured = [found.throughput(point) for point in found.points]
+    for point, shown in zip(found.points, measured, strict=True):
+        plan = found.plan(1 + found.points.index(point))
+        assert shown == Yardstick.of_plan(plan).throughput(4, point.time_ns, sum(plan.device_speeds))
+    assert any(point.num_devices == 2 for point in found.points)
+    assert all(shown.model_flops_utilisation for shown in measured)
 
 
 @pytest.mark.parametrize("speed", ["0", "-1", "0.0001", "1e6", "NaN", '"fast"', "null"])

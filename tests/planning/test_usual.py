@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -37,6 +38,8 @@ from pipeplan.planning.usual import USUAL, Usual, excess, usual_of
 from pipeplan.reporting.terminal import print_explanation
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.pattern import microbatch_by_microbatch
+from pipeplan.schedule.search import timed
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_ns
@@ -172,6 +175,27 @@ def test_the_plan_that_was_made_is_marked_where_another_is_shorter() -> None:
     assert "* the plan above is the row with *: the first is " in shown.getvalue()
 
 
+def test_the_row_of_the_plan_has_the_schedule_that_was_made() -> None:
+    """Where there was no time to make the plan of a better one of the same layout."""
+    request = Request.of(chain(8, (1, 2)), devices=4, mini_batch=8, time_limit=0.5, deterministic=True)
+    search = search_of(request, explain=True)
+    run_search(search)
+    best = next(each for each in _best(search) if len(each.candidate.placement.stages) > 1)
+    problem = OneMicrobatch.of(best.ways[0], require_room=False)
+    longer = timed(problem, task_graph(best.ways[0]), microbatch_by_microbatch(problem), "sequential")
+    assert longer is not None
+    assert longer.iteration_ns > (best.value_ns or 0)
+    made = _made(search, replace(best, best=longer, parted=None))
+    found = explained(search, made)
+    assert found.returned is not None
+    assert found.alternatives[found.returned].iteration_ns == made.plan.predicted.iteration_ns == longer.iteration_ns
+    assert [each.iteration_ns for each in found.alternatives] == sorted(
+        each.iteration_ns for each in found.alternatives
+    )
+    assert found.not_first.startswith("the first is ")
+    assert next(kept_alternatives(search, made)).iteration_ns == longer.iteration_ns
+
+
 def test_explained_plans_are_as_full_as_what_they_may_use() -> None:
     """What is in reserve on a device is not theirs."""
     quick = cluster_of(2, memory_bytes=2000, latency_ns=1, bandwidth=10**13)
@@ -304,6 +328,13 @@ def test_reasons_do_not_refute_themselves_and_fsdp_is_a_common_layout() -> None:
     recomputes = "it recomputes blocks, as it would otherwise need 3kB of 2kB"
     tie = "a tie, as closed forms are a few percent off"
     assert _why(tight, best, 2000) == f"about 99ns by closed form, {tie}; {recomputes}"
+    quicker, short = replace(tight, usual_ns=75.0, usual_bytes=1.0), "about 75ns by closed form,"
+    assert _why(quicker, best, 2000) == f"{short} 25.0% shorter, but there was no time to look at it"
+    assert _why(quicker, best, 2000, math.inf) == f"{short} but as it is cut it does not fit"
+    assert _why(quicker, best, 2000, 101) == f"{short} but as it is cut at least 101ns"
+    tried = "no schedule of it that was tried is shorter"
+    assert _why(quicker, best, 2000, 90) == f"{short} but as it is cut at least 90ns, and {tried}"
+    assert _why(quicker, best, 2000, 75) == f"{short} but {tried}"
     longer = replace(tight, usual_ns=120.0)
     assert _why(longer, best, 2000) == f"about 120ns: bubble 20.0%; recomputing 10.0%; uneven stages 2.5%; {recomputes}"
     alone = replace(longer, least_ns=110, usual_bytes=1.0, parts=UsualParts(110.0, 0.0, 0.0, 0.0, 10.0))

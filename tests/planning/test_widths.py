@@ -70,7 +70,7 @@ def test_stages_share_sequences_alike_and_experts_as_suits_each(seed: int, how: 
     compare(seed, (4, 4), **how)
 
 
-@slow_but("seed", range(600, 624), lambda seed: seed < 602, lambda seed: seed >= 608)
+@slow_but("seed", range(600, 624), lambda seed: seed < 602 or seed == 611, lambda seed: seed >= 608 and seed != 611)
 def test_messages_and_sums_of_gradients_count(seed: int) -> None:
     """A message takes its time, and what has copies of gradients sums them around a ring after its last action."""
     compare_with_messages(seed, (5, 6))

@@ -118,10 +118,7 @@ class DifferentPlans(PlanStep):
             return
         if request.scheduler != "auto" and not request.dictates:
             return  # how it is searched is said, which takes long for each
-        best = search.best
         self._look_at_all(search)
-        if search.best is not best:
-            search.secure()  # its plan, or time for it
 
     def _look_at_all(self, search: PlanSearch) -> None:
         request, search.unexplained = search.request, True
@@ -136,6 +133,7 @@ class DifferentPlans(PlanStep):
                 if share.expired or enough:
                     return
                 if _shape(choice) not in known and search.is_first((self.name, _shape(choice))):
+                    search.as_cut[_shape(choice)] = math.inf
                     with suppress(PipeplanError):  # it does not fit
                         self._look(search, asked, choice, share)
             search.unexplained = False
@@ -148,6 +146,7 @@ class DifferentPlans(PlanStep):
             return
         trial = Trial.where_quick(request, candidate, search.steps)
         share.charge(SECONDS_PER_CUT * is_large(request))
+        search.as_cut[_shape(choice)] = trial.bound_ns
         if trial.bound_ns >= _last_shown_ns(search):
             return
         trial.look_within(request, share, candidate.usual, others=False)
@@ -157,6 +156,7 @@ class DifferentPlans(PlanStep):
         if best is not None and any_planner and (trial.value_ns or 0) < (best.value_ns or 0):
             search.trials.append(trial)
             search.report(trial)
+            search.secure()  # its plan, or time for it, before others are looked at
         else:
             search.beside.append(trial)
 
@@ -262,7 +262,7 @@ def explained(search: PlanSearch, made: MadePlan) -> Explanation:
     Raises:
         TimeUpError: there was none for the best.
     """
-    shown, found = _best(search), list[Alternative]()
+    shown, found = _best(search, made), list[Alternative]()
     returned = next((index for index, trial in enumerate(shown) if trial_words(trial) == made.layout), None)
     which = returned, _not_first(search, shown, made)
     try:
@@ -284,8 +284,7 @@ def _not_first(search: PlanSearch, shown: Sequence[Trial], made: MadePlan) -> st
     why = search.not_made or "no plan was made of it"
     if search.request.planner != AUTO_PLANNER:
         why = f"--planner {search.request.planner} was asked for"
-    same = " with another schedule" * (made.layout == trial_words(shown[0]))
-    return f"the first is {1 - least / own:.1%} shorter{same}, and {why}"
+    return f"the first is {1 - least / own:.1%} shorter, and {why}"
 
 
 def unexplained(explanation: Explanation, *, ended: bool) -> list[str]:
@@ -307,7 +306,7 @@ def kept_alternatives(search: PlanSearch, made: MadePlan) -> Iterator[Alternativ
     Unlike :class:`Alternative` it does not say what of the waiting is messages, which would be timed again.
     """
     size = 0
-    for trial in sorted(_best(search), key=lambda trial: trial_words(trial) != made.layout):
+    for trial in sorted(_best(search, made), key=lambda trial: trial_words(trial) != made.layout):
         each = _kept(trial)
         size += len(each.model_dump_json()) + LAYOUT_BYTES
         if size > MOST_KEPT_BYTES:
@@ -330,13 +329,20 @@ def _kept(trial: Trial) -> AlternativeFigures:
     )
 
 
-def _best(search: PlanSearch) -> list[Trial]:
-    """The best trials that differ in more than their schedules, the best first."""
+def _best(search: PlanSearch, made: MadePlan | None = None) -> list[Trial]:
+    """The best trials that differ in more than their schedules, the best first; that of which a plan was ``made`` with
+    the schedule that it has, as there may have been no time for the plan of a better one."""
     best: dict[str, Trial] = {}
     known = [*search.done, *search.beside] or ([] if search.answer is None else [search.answer])
-    for trial in sorted(known, key=lambda trial: trial.value_ns or 0):
+    for trial in sorted(known, key=_value_ns):
         best.setdefault(trial_words(trial), trial)
-    return list(best.values())[:MOST_ALTERNATIVES]
+    if made is not None and made.layout in best and _settled(best[made.layout]) is not made.schedule:
+        best[made.layout] = replace(best[made.layout], best=made.schedule, parted=None)
+    return sorted(best.values(), key=_value_ns)[:MOST_ALTERNATIVES]
+
+
+def _value_ns(trial: Trial) -> float:
+    return trial.value_ns or 0
 
 
 def _settled(trial: Trial) -> Schedule:
@@ -425,6 +431,10 @@ def _common(search: PlanSearch, best: Alternative, explained_before: Mapping[int
         for trial in sorted((*search.done, *search.beside), key=lambda trial: -(trial.value_ns or 0))
         if (own := kept_choice(trial.candidate)) is not None
     }
+    bounds = dict(search.as_cut)
+    for tried in search.trials:
+        if (own := kept_choice(tried.candidate)) is not None:
+            bounds[_shape(own)] = tried.bound_ns
     found: dict[tuple[int, int, int, str], tuple[float, Common]] = {}
     for each in sorted(chain(*map(likely_choices, search.request.levels)), key=lambda each: each.usual_ns):
         choice, name = each.choice, _name(each.choice)
@@ -434,7 +444,7 @@ def _common(search: PlanSearch, best: Alternative, explained_before: Mapping[int
         if kind not in found:
             trial = scheduled.get((_shape(choice), choice.usual.name))
             if trial is None:
-                about, why = each.usual_ns, _why(each, best, limit)
+                about, why = each.usual_ns, _why(each, best, limit, bounds.get(_shape(choice)))
             else:
                 known = explained_before.get(id(trial)) or _alternative(trial)
                 about = known.iteration_ns
@@ -475,8 +485,12 @@ def _shares(parts: Sequence[tuple[float, str]], of_ns: float, least: float) -> l
     return [f"{name} {ns / of_ns:.1%}" for ns, name in sorted(parts, reverse=True) if ns > least * of_ns]
 
 
-def _why(each: BoundedChoice, best: Alternative, limit: int | None) -> str:
-    """Why it is not the best. Closed forms are a few percent off, so that they cannot tell what is nearer than that."""
+def _why(each: BoundedChoice, best: Alternative, limit: int | None, as_cut: float | None = None) -> str:
+    """Why it is not the best. Closed forms are a few percent off, so that they cannot tell what is nearer than that.
+
+    What they have as shorter was looked at, if there was time: no schedule of it ``as_cut`` takes less than so many ns,
+    infinite where it does not fit; None where it was not cut.
+    """
     least = f", at least {format_ns(each.least_ns)}" if each.least_ns > best.iteration_ns else ""
     about = f"about {format_ns(round(each.usual_ns))}{least}"
     unfit = limit is not None and each.usual_bytes > limit
@@ -485,9 +499,24 @@ def _why(each: BoundedChoice, best: Alternative, limit: int | None) -> str:
         return f"{about}: it would hold {short}, which does not fit"
     recomputes = f"it recomputes blocks, as it would otherwise need {short}" if unfit else ""
     if each.usual_ns < (1 + FORMS_ERROR) * best.iteration_ns and not least:
-        tie = "a tie, as closed forms are a few percent off"
-        return f"{about} by closed form, {tie}{unfit * '; '}{recomputes}"
+        said = _against_form(each, best, as_cut)
+        return f"{about} by closed form, {said}{unfit * '; '}{recomputes}"
     return f"{about}: {'; '.join([*_reasons(each, best), *([recomputes] if unfit else [])])}"
+
+
+def _against_form(each: BoundedChoice, best: Alternative, as_cut: float | None) -> str:
+    """What stands against a closed form that is no longer than the best."""
+    if as_cut == math.inf:
+        return "but as it is cut it does not fit"
+    shorter = "no schedule of it that was tried is shorter"
+    if as_cut is not None and as_cut > each.usual_ns:
+        cut = f"but as it is cut at least {format_ns(round(as_cut))}"
+        return cut if as_cut >= best.iteration_ns else f"{cut}, and {shorter}"
+    if each.usual_ns >= (1 - FORMS_ERROR) * best.iteration_ns:
+        return "a tie, as closed forms are a few percent off"
+    if as_cut is None:
+        return f"{1 - each.usual_ns / best.iteration_ns:.1%} shorter, but there was no time to look at it"
+    return f"but {shorter}"
 
 
 def _reasons(each: BoundedChoice, best: Alternative) -> list[str]:

@@ -395,8 +395,8 @@ def uniform_layouts(request: Request) -> Iterator[BoundedChoice]:
 
 def has_table(request: Request) -> bool:
     """Whether uniform layouts are one table: where only whole blocks are open, in pipelines of any length, there are
-    fewer choices, on all devices."""
-    plain = open_splits(request) == (SplitSizes(1, 1),) and request.positions is None
+    fewer choices, on all devices; but of a large request each takes seconds, and the best rows come first."""
+    plain = open_splits(request) == (SplitSizes(1, 1),) and request.positions is None and not is_large(request)
     plain &= not (first_layers_open(request) and isinstance(request.placement, str))
     return not (plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES)
 
@@ -523,15 +523,17 @@ def even_cuts(
     request: Request,
     before_next: Callable[[], None] = lambda: None,
     wanted: Callable[[Choice], bool] = lambda choice: True,
+    *,
+    held: int | None = None,
 ) -> Iterator[PlacementCandidate]:
     """Chains cut evenly by time, in the order in which they are likely to fit and to be quick: the quickest to plan.
 
     Where blocks may be split, those come first that usually take least time, of the longest pipelines and then of all.
     Else those with fewest stages, each on as many replicas, then those that recompute: of these every size of
-    micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, or the
-    schedule that is asked for; it takes a time linear in blocks and devices. ``before_next`` is called whenever one has
-    been tried, or does not fit, and before another is looked for. Only what is ``wanted``, at the moment when it is its
-    turn, is cut.
+    micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, of that at
+    most ``held`` micro-batches, or the schedule that is asked for; it takes a time linear in blocks and devices.
+    ``before_next`` is called whenever one has been tried, or does not fit, and before another is looked for. Only what
+    is ``wanted``, at the moment when it is its turn, is cut.
     """
     request = request.levelled
     blocks, limits = _blocks_of(Same(request)), [limit for limit in request.memory if limit is not None]
@@ -546,7 +548,7 @@ def even_cuts(
             groups = _groups(request, choice)
             if kept > room * len(groups) or len(costs) < len(groups):
                 continue  # whatever is cut where
-            _, begins, fit = _even(request, costs, groups, choice.batch)
+            _, begins, fit = _even(request, costs, groups, choice.batch, held)
         elif choice.levels:
             begins, fit = _evenly(fitting_chain(request, choice)), False
         else:
@@ -731,16 +733,24 @@ def _groups(request: Request, choice: Choice) -> list[tuple[int, ...]]:
 
 
 def _even(
-    request: Request, costs: Sequence[StageCost], groups: Sequence[Sequence[int]], batch: Batch
+    request: Request,
+    costs: Sequence[StageCost],
+    groups: Sequence[Sequence[int]],
+    batch: Batch,
+    held: int | None = None,
 ) -> tuple[Chain, tuple[int, ...], bool]:
-    """A chain of blocks with these costs on groups of devices, its even cut, and whether that fits with 1F1B."""
+    """A chain of blocks with these costs on groups of devices, its even cut, and whether that fits with 1F1B.
+
+    With what that has in flight of as many micro-batches as the ``batch`` has, or are ``held``.
+    """
     memory = request.memory
     known = [[memory[device] for device in group] for group in groups[: len(costs)]]
     limits = [min((limit for limit in own if limit is not None), default=None) for own in known]
     chain = Chain.of(costs, range(len(known)), limits, _speeds_of(request, groups[: len(costs)]))
     begins = even(chain)
     ranges = chain.ranges(begins)
-    fit = all(_fits_in_flight(chain, place, ranges, batch.num_microbatches) for place in checked(range(len(known))))
+    most = held or batch.num_microbatches
+    fit = all(_fits_in_flight(chain, place, ranges, most) for place in checked(range(len(known))))
     return chain, begins, fit
 
 

@@ -138,6 +138,7 @@ class FrontierResult(Displayed):
     makes_plans: bool = True
     spares: Spares | None = None
     stopped: bool = False
+    measures: Mapping[int, tuple[Yardstick, float]] = field(default_factory=dict)
     yardstick: Yardstick = field(kw_only=True)
 
     def __repr__(self) -> str:
@@ -145,7 +146,9 @@ class FrontierResult(Displayed):
 
     def throughput(self, point: FrontierPoint) -> Throughput:
         """The throughput of a point's iteration."""
-        return self.yardstick.throughput(self.samples, point.time_ns, point.num_devices)
+        alike = self.yardstick, float(point.num_devices)
+        yardstick, devices = self.measures.get(point.num_devices, alike)
+        return yardstick.throughput(self.samples, point.time_ns, devices)
 
     def plan(self, number: int | None = None) -> Plan:
         """The plan of a point, counted from 1; by default of the chosen one.
@@ -721,8 +724,15 @@ def _of_plans(request: Request, within: Limit | None, progress: Progress | None,
         tried=found.num_tried,
         untried=found.num_untried,
         stopped=found.stopped,
+        measures={each: _measure(replace(request, num_devices=each)) for each in {one.num_devices for one in points}},
         yardstick=Yardstick.of(request.profile),
     )
+
+
+def _measure(request: Request) -> tuple[Yardstick, float]:
+    """The yardstick of a request's devices, and as many of those that times are of."""
+    names = () if request.cluster is None else request.cluster.names[: request.num_devices]
+    return Yardstick.of(request.profile, names), sum(request.speeds)
 
 
 def _plan_point(request: Request, point: PlanPoint) -> FrontierPoint:

@@ -712,6 +712,8 @@ class EvenCut(PlanStep):
                 for level in levels[1:] if has_table(search.request) else levels:
                     if goes_on():
                         self._look(search, level, begin)
+            if search.answer is None and auto and plain is None:
+                self._look(search, search.request, begin, held=1)
             if search.answer is None and not telling.told and short:
                 search.say(f"no {what} was found that fits: the search goes on")
 
@@ -734,12 +736,21 @@ class EvenCut(PlanStep):
 
         return limit, begin
 
-    def _look(self, search: PlanSearch, request: Request, begin: Callable[[], None] = lambda: None) -> bool:
+    def _look(
+        self,
+        search: PlanSearch,
+        request: Request,
+        begin: Callable[[], None] = lambda: None,
+        held: int | None = None,
+    ) -> bool:
         """The first that fits, and then the same with other sizes, which come next; ``begin`` is called before each.
+
+        What fits has room for what 1F1B has in flight, or for so many micro-batches ``held``.
 
         Returns whether others do not fit, of those that there are sizes and a place in the schedule for.
         """
-        self._look_shorter(search, request, begin)
+        if held is None:
+            self._look_shorter(search, request, begin)
         unsuited, most, short, asked = set[str](), math.inf, False, 0
 
         def wanted(choice: Choice) -> bool:
@@ -748,7 +759,7 @@ class EvenCut(PlanStep):
             asked += suits
             return suits
 
-        cuts, instead = even_cuts(request, begin, wanted), takes_long(request) != takes_long(search.request)
+        cuts, instead = even_cuts(request, begin, wanted, held=held), takes_long(request) != takes_long(search.request)
         for candidate in cuts:
             trial = Trial.of(request if instead else search.request, candidate, search.steps)
             try:

@@ -522,7 +522,8 @@ class PlanSearch:
     making plans has taken; the first was ``given_up`` if there was no time. The ``spare`` trial is for want of any
     other: its replicas divide more than they do by default. One that ``stands_in`` is cut evenly, and known as long as
     the planner that was asked for has none. Where the search ``explains`` what it found, ``beside`` are trials that
-    only stand beside the best; layouts that there was no time for are left ``unexplained``. Of a large request
+    only stand beside the best, ``as_cut`` has the bound in ns of what stands nowhere, infinite where it does not fit;
+    layouts that there was no time for are left ``unexplained``. Of a large request
     proposals are ``put_off`` whose ``row`` of the table should take long by what ``forms`` of its kind were off.
     To ``secure`` is to make the best trial's plan, or to keep time for it; ``not_made`` says why it was not made.
     """
@@ -553,6 +554,7 @@ class PlanSearch:
     spare: Trial | None = None
     explains: bool = False
     beside: list[Trial] = field(default_factory=list)
+    as_cut: dict[Hashable, float] = field(default_factory=dict)
     unexplained: bool = False
     stands_in: Trial | None = None
     ahead: Ahead[LookAhead, LookedAt] | None = None

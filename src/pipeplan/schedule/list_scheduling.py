@@ -100,9 +100,7 @@ def in_flight_limits(problem: OneMicrobatch) -> list[tuple[int, ...]]:
     The first is what memory has room for, or the number of devices, or twice that less one as ZB-H2 and ZB-V have
     it. It falls by 0 (memory alone), 1/2, 1 (1F1B) or 2 (ZB-H2) per device.
     """
-    devices, count = range(problem.num_devices), problem.num_microbatches
-    each = [sum(problem.acquire[x] for x in problem.on_device[device]) for device in devices]
-    room = int(min(count, *map(num_that_fit, problem.capacity, each)))
+    devices, count, room = range(problem.num_devices), problem.num_microbatches, min(rooms(problem))
     firsts = dict.fromkeys(min(first, count) for first in (room, room + 1, 2 * room - 1, 2 * room, len(devices)))
     return list(
         dict.fromkeys(
@@ -111,6 +109,12 @@ def in_flight_limits(problem: OneMicrobatch) -> list[tuple[int, ...]]:
             for slope in POLICIES_SLOPES
         )
     )
+
+
+def rooms(problem: OneMicrobatch) -> list[int]:
+    """[device] micro-batches that it has room for at once, at most all."""
+    each = [sum(problem.acquire[x] for x in problem.on_device[device]) for device in range(problem.num_devices)]
+    return [int(min(problem.num_microbatches, most)) for most in map(num_that_fit, problem.capacity, each)]
 
 
 def list_schedule(problem: OneMicrobatch, graph: TaskGraph, policy: Policy) -> list[list[int]] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from operator import attrgetter
 
 from pipeplan.errors import InfeasibleError, NotApplicableError, TooLongError, UsageError, choose_from
@@ -17,6 +17,7 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.cpsat.windows import Ramps, WholeHorizon, reschedule
+from pipeplan.schedule.list_scheduling import rooms
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import Pattern, compose, microbatch_by_microbatch, middle_repetition
@@ -238,7 +239,7 @@ def plain_look(
 ) -> Schedule | None:
     """1F1B, and GPipe where that does not fit or devices have several stages: in a time linear in the actions.
 
-    Of these the ``names`` alone.
+    Of these the ``names`` alone; with both also 1F1B that begins with no more forwards than there is room for.
 
     Of one stage per device they are those of :func:`first_look`, which follows rules action by action. Of a run whose
     programs would have more entries it is a part that is repeated, or all of it, as ``grouped`` says to
@@ -263,13 +264,26 @@ def _plain(workload: Workload, names: Sequence[str], *, bounded: bool = True) ->
     if len(depths) > problem.num_devices:
         orders = _forwards_first(problem)
         return timed(problem, given, orders, "gpipe", bounded=bounded) if "gpipe" in names else None
-    for name, before in (("1f1b", [1 + max(depths) - depth for depth in depths]), ("gpipe", [count] * len(depths))):
-        if name not in names:
-            continue
+    ahead = [1 + max(depths) - depth for depth in depths]
+    ways = [(name, before) for name, before in (("1f1b", ahead), ("gpipe", [count] * len(depths))) if name in names]
+    if set(PLAIN) <= set(names):  # where one of them is asked for by name, it is nothing else
+        fitting = [min(pair) for pair in zip(ahead, _room_upstream(problem), strict=True)]
+        ways += [("1f1b", fitting)] * (min(fitting) > 0 and fitting != ahead)
+    for name, before in ways:
         found = timed(problem, given, _plain_orders(problem, before), name, bounded=bounded)
         if found is not None:
             return found
     return None
+
+
+def _room_upstream(problem: OneMicrobatch) -> list[int]:
+    """[stage] micro-batches that there is room for, there and at every stage no deeper, which must pass them on."""
+    depths, room = problem.workload.stage_depths, rooms(problem)
+    least = [problem.num_microbatches] * (1 + max(depths))
+    for depth, stage in zip(depths, problem.workload.stages, strict=True):
+        least[depth] = min(least[depth], *(room[device] for device in stage.devices))
+    upstream = [*accumulate(least, min)]
+    return [upstream[depth] for depth in depths]
 
 
 def _forwards_first(problem: OneMicrobatch) -> Orders:
