@@ -221,6 +221,7 @@ def test_errors_name_arguments(arguments: Mapping[str, object], text: str) -> No
         ("raise --memory to 3GB or give --scheduler zb-h1", "raise memory to 3GB or give scheduler='zb-h1'"),
         ("--scheduler 1f1b+ does not apply", "scheduler='1f1b+' does not apply"),
         ("torchrun --nproc-per-node 2, or --local", "torchrun --nproc-per-node 2, or local"),
+        ("leave --dp out, or give --vp 2", "leave replicas out, or give chunks=2"),
     ],
 )
 def test_commands_keep_their_dashes_and_values_are_written_as_values(text: str, expected: str | None) -> None:

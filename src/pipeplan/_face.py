@@ -528,7 +528,10 @@ def compare(
     from pipeplan.cli.shared import comparison_request
 
     request, own = comparison_request(_asked("compare", locals()).params)
-    return _api.compare(request, rules=own, progress=progress, within=within)
+    found = _api.compare(request, rules=own, progress=progress, within=within)
+    if found.shortage is not None:
+        found.shortage.for_python()
+    return found
 
 
 @_public

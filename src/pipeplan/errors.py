@@ -71,6 +71,10 @@ _WORDS = r"(?:[A-Z]+|yes|no|auto|all|none|circular|sequential|bidirectional|\w+-
 _FLAG = re.compile(rf"{_COMMAND}|(?<![\w-])--([a-z][a-z-]*[a-z])(?: (\d[\w.]*\+?(?![\w.])|'[^']*'(?![\w.])|{_WORDS}))?")
 
 
+_NAMED_OTHERWISE = {"dp": "replicas", "vp": "chunks"}
+"""Short flags of arguments that have a long name alone in the signatures of functions."""
+
+
 def argument_named(flag: str) -> str:
     """What a flag is called in Python: with underscores, and one more behind a word of the language."""
     name = flag.replace("-", "_")
@@ -86,7 +90,7 @@ def in_python(text: str) -> str:
     def argument(flag: re.Match[str]) -> str:
         if flag[1] is not None:
             return flag[1]
-        name, value = argument_named(flag[2]), flag[3]
+        name, value = argument_named(_NAMED_OTHERWISE.get(flag[2], flag[2])), flag[3]
         if value is None:
             return name
         return f"{name}={value if value.isdecimal() or value.isupper() or value.startswith(_QUOTE) else repr(value)}"
@@ -156,8 +160,18 @@ class InfeasibleError(PipeplanError):
         self, message: str, enough_bytes: int | None = None, would_do: Sequence[Mapping[str, int | str]] = ()
     ) -> None:
         self.enough_bytes = enough_bytes
-        self.would_do = tuple(would_do)
+        self._would_do = tuple(would_do)
         super().__init__(message)
+
+    @property
+    def would_do(self) -> tuple[Mapping[str, int | str], ...]:
+        """The changes; where Python asked, with its arguments in their words."""
+        if not self._asked_in_python:
+            return self._would_do
+        return tuple(
+            {key: in_python(each) if isinstance(each, str) else each for key, each in change.items()}
+            for change in self._would_do
+        )
 
     def figures(self) -> dict[str, object]:
         """What ``--json`` has where nothing fits: ``error``, and ``would_do``."""

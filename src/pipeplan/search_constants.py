@@ -879,11 +879,14 @@ SHORTAGE_ABOVE = (1.0, 1.02, 1.05, 1.1, 1.2)
 SHORTAGE_TIMES = (1, 2, 4)
 """Times what a plan without a limit takes that are tried as a limit. Not measured."""
 
-SHORTAGE_WORKING = 0.02
+SHORTAGE_WORKING = 0.05
 """Part of the limit that the process works for it. Not measured."""
 
 SHORTAGE_MOST_WORKING = 0.5
 """Seconds of that, at most. Not measured."""
+
+SHORTAGE_OPENED = 2.0
+"""Times the part for the least memory that flags which fix something have, all together. Not measured."""
 
 SHORTAGE_SCHEDULE_SECONDS = 1.0
 """Seconds for one schedule of a scheduler that is asked for. Not measured."""

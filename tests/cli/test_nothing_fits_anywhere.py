@@ -50,11 +50,16 @@ def said(path: str, verb: str, *asked: str) -> tuple[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS[1:])
-def test_the_verbs_say_the_same_where_nothing_fits(path: str, verb: str) -> None:
-    asked = "--devices", "2", "--memory", "500MB"
-    error, figures = said(path, "search", *asked)
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [("--memory 500MB", None), ("--memory 1.5GB --dp 2 --zero 0", "give --zero auto, or leave --dp out, or raise")],
+)
+def test_the_verbs_say_the_same_where_nothing_fits(path: str, verb: str, asked: str, first: str | None) -> None:
+    flags = "--devices", "2", *asked.split()
+    error, figures = said(path, "search", *flags)
     assert figures["would_do"]
-    own, found = said(path, verb, *asked)
+    assert f"; {first or 'raise'} " in error
+    own, found = said(path, verb, *flags)
     assert own == error
     assert {key: found[key] for key in figures} == figures
 

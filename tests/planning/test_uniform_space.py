@@ -772,7 +772,7 @@ def test_what_devices_cannot_keep_together_is_refused_at_once() -> None:
         assert search_plan(replace(request, **how)).plan.stages
     assert told.value.would_do[0]["num_devices"] > 4  # than there are blocks
     at_once = unfit_by_state(request)
-    assert str(at_once).endswith("or give more --devices, of this size at least 5")
+    assert str(at_once).endswith("; --memory of less than 4kB cannot do, nor, of this size, fewer --devices than 5")
     fixed = replace(request, shards=1, positions=2, replicas=1)
     with pytest.raises(InfeasibleError, match=r"2 devices of .* would do; that was found") as told:
         search_plan(fixed)

@@ -899,8 +899,8 @@ def _unfit_rows(request: Request) -> InfeasibleError | None:
     devices, memory = named_devices(request.num_devices), format_bytes(request.least_memory or 0)
     needed = format_bytes(rounded_up(math.ceil(least)))
     return InfeasibleError(
-        f"no plan was found for {devices} of {memory}: by closed form every layout needs more, {needed} at least; "
-        f"raise --memory beyond that"
+        f"no plan was found for {devices} of {memory}: by closed form every layout needs more; --memory of less than "
+        f"{needed} cannot do for those alike in all stages"
     )
 
 

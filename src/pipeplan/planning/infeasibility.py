@@ -49,6 +49,7 @@ from pipeplan.search_constants import (
     SHORTAGE_KEPT,
     SHORTAGE_LEAST_SECONDS,
     SHORTAGE_MOST_WORKING,
+    SHORTAGE_OPENED,
     SHORTAGE_PRECISION,
     SHORTAGE_SCHEDULE_SECONDS,
     SHORTAGE_SEARCH_SHARE,
@@ -156,24 +157,13 @@ def shortage(
             below.append(_least(asked, limit, left / (len(fewer) - index), step, of_memory=True))
     in_time = least.in_time and len(below) == len(fewer) and all(each.in_time for each in below)
     known = [each for each in (least, *below) if each.memory is not None]
-    if not known and least.about is not None:
-        needs, what = rounded_up(int(least.about.least_bytes)), choice_words(least.about.choice)
-        untried: dict[str, int | str] = {
-            "num_devices": request.num_devices,
-            "memory_bytes": needs,
-            "what": f"{what}, by closed form, not tried",
-        }
-        others = ", or ".join(["", *_other_remedies(least)])
-        return InfeasibleError(
-            f"{error}; by closed form {what} needs about {format_bytes(needs)} with all recomputed that may be, the "
-            f"least of all layouts alike in all stages: there was no time to try it{others}",
-            would_do=[*_with_devices(limit, least), untried],
-        )
-    if not known or min(each.enough for each in known) <= rounded_up(limit):
+    if not known:
+        return _without_memory(error, limit, least)
+    if min(each.enough for each in known) <= rounded_up(limit):
         return error
     counts = [request.num_devices, *(asked.num_devices for asked in fewer)]
     text = _text(counts, limit, least, known, in_time=in_time)
-    return InfeasibleError(text, min(each.enough for each in known), tuple(_remedies(limit, least, known)))
+    return InfeasibleError(text, min(each.enough for each in known), _remedies(limit, least, known))
 
 
 def _least(request: Request, limit: int, seconds: float, step: ExplainShortage, *, of_memory: bool = False) -> _Least:
@@ -204,8 +194,31 @@ def _weighing_levels(request: Request) -> Request:
 _FitOf = Callable[[Request], _Fit | None]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Something to look for, and how large a part of the time it has beside others."""
+
+    run: Callable[[], None]
+    weight: float = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """What is asked of less and less memory, or fewer and fewer devices: a ``point`` alone, or all that ``fit`` knows.
+
+    So much was ``refuted``, and less is not asked any more; ``fitted``: in what is known to be enough it fits.
+    """
+
+    fit: _FitOf
+    point: _Point | None = None
+    refuted: int = 0
+    fitted: bool = False
+
+
 class _Least:
     """The search for the least memory per device, then for the fewest devices; what it knows stands at any moment.
+
+    ``opened`` are flags that fix something, without one of which something fits as it is.
 
     Strategies for chains come first, which are quick to ask; then stages as a graph, with less than those need. Links
     of ``cluster``, whose devices the request is for, cost nothing here.
@@ -231,8 +244,14 @@ class _Least:
         self.devices: int | None = None
         self.on_devices: _Fit | None = None
         self.about_devices: tuple[int, BoundedChoice] | None = None
-        self.others: dict[str, int] = {}
+        self.opened: list[str] = []
         self.in_time = True
+        self._changes = list(_changed(request))
+        self._of_memory: list[_Question] = []
+        self._of_devices = [_Question(self._chain), _Question(self._graph)]
+        self._changed: _Least | None = None
+        self._below: int | None = None
+        self._alone: list[tuple[str, bool]] = []
 
     @property
     def num_devices(self) -> int:
@@ -245,24 +264,46 @@ class _Least:
         return _is_number_given(self._request)
 
     def find(self, seconds: float, *, of_memory: bool = False) -> None:
-        """Find both, and other changes, each in a part of the time; or memory alone."""
+        """Find both, and before them what flags that fix something keep from fitting; or memory alone.
+
+        Each has a part of the time, with what those before it left; what its part was too little for goes on in what
+        all of them left.
+        """
         whole = Budget(seconds, self._request.seed, self._request.deterministic)
-        parts = [self._find_memory]
-        if not of_memory and not self.number_is_given:
-            parts.append(self._find_devices)
-        if not of_memory:
-            parts.append(self._find_others)
-        for number, part in enumerate(parts, 1):
-            with whole.share(number * seconds / len(parts) - whole.used) as self._time:
-                if part != self._find_others:
-                    self._time.wait(0.0, self._working, self._step.seconds)
+        parts = [_Part(self._find_memory)] if of_memory else [*self._parts()]
+        parts = self._in_turn(parts, whole)
+        while parts and whole.remaining > 0.0:
+            parts = self._in_turn(parts, whole)
+        self.in_time = not parts
+
+    def _parts(self) -> Iterator[_Part]:
+        """What is looked for: first what takes no more than to leave out a flag."""
+        for change in self._changes:
+            yield _Part(partial(self._find_change, *change), min(1.0, SHORTAGE_OPENED / len(self._changes)))
+        yield _Part(self._find_memory)
+        if not self.number_is_given:
+            yield _Part(self._find_devices)
+        if self._changes:
+            yield _Part(self._find_changed)
+        if len(self._changes) > 1:
+            yield _Part(self._find_alone)
+
+    def _in_turn(self, parts: Sequence[_Part], whole: Budget) -> list[_Part]:
+        """Those of the parts that ran out of their time, for which each of them is waited as for all."""
+        begun, seconds = whole.used, whole.remaining
+        total, done, unfinished = sum(part.weight for part in parts), 0.0, []
+        for part in parts:
+            done += part.weight / total
+            with whole.share(begun + done * seconds - whole.used) as self._time:
+                self._time.wait(0.0, part.weight * self._working, self._step.seconds)
                 try:
                     with self._time.enforced():
-                        part()
+                        part.run()
                 except TimeUpError as up:
                     if up.limit is not self._time:
                         raise
-                    self.in_time = self.in_time and part == self._find_others  # what it finds is no less
+                    unfinished.append(part)
+        return unfinished
 
     def _go_on(self, worked: float = 0.0) -> None:
         """While there is time, of which as much has gone where it is work that counts."""
@@ -271,16 +312,18 @@ class _Least:
             raise TimeUpError(self._time)
 
     def _find_memory(self) -> None:
-        for point in self._points(self._request):
-            fit = partial(self._point, point)
-            if isinstance(point, BoundedChoice):
-                self.about = self.about or point
-                self._from_closed_form(point, fit)
+        if not self._of_memory:
+            points = self._points(self._request)
+            self._of_memory = [_Question(partial(self._point, point), point) for point in points]
+            self._of_memory.append(_Question(self._graph))
+            self.about = next((each for each in points if isinstance(each, BoundedChoice)), None)
+        for question in self._of_memory:
+            if isinstance(question.point, BoundedChoice):
+                self._from_closed_form(question, question.point)
             else:
-                self._lower(fit)
-        self._lower(self._graph)
+                self._lower(question)
 
-    def _from_closed_form(self, point: BoundedChoice, fit: _FitOf) -> None:
+    def _from_closed_form(self, question: _Question, point: BoundedChoice) -> None:
         """The least memory of a layout of the table, from what its closed form says, a little more each time.
 
         Where the form says no less than is known there is no question.
@@ -290,86 +333,120 @@ class _Least:
             memory = int(more * about)
             if self.memory is not None and memory * self._step.precision >= self.enough:
                 return
-            if self._less_memory(fit, memory):
+            if self._less_memory(question, memory):
                 return
 
     def _find_devices(self) -> None:
-        for fit in (self._chain, self._graph):
-            self._lower_devices(fit)
+        for question in self._of_devices:
+            self._lower_devices(question)
 
-    def _find_others(self) -> None:
-        """Changes each of which by itself makes something fit into the memory there is; or all of them together, and
-        more devices with these where nothing else would do."""
-        changes = list(_changed(self._request))
-        if self._fewest <= self._request.num_devices:
-            together = [_all_changed(self._request)] if len(changes) > 1 else []
-            for remedy, request in (*changes, *together):
-                within = request.within(self._limit)
-                if (remedy, request) in together and self.others:
-                    return
-                if any(fit(within) is not None for fit in (self._chain, self._graph)):
-                    self.others[remedy] = request.num_devices
-        if changes and not self.others and self.on_devices is None:
-            remedy, request = _all_changed(self._request)
-            if not _is_number_given(request):
-                other = _Least(request, self._limit, self._step, 0.0, self._node)
-                other._time = self._time
-                other._find_devices()
-                if other.devices is not None and other.on_devices is not None:
-                    what = f"{_have(other.devices, self.cluster)} and {remedy} ({other.on_devices.what})"
-                    self.others[what] = other.devices
+    def _find_change(self, remedy: str, request: Request) -> None:
+        """Whether a change by itself makes something fit into the memory there is."""
+        if self._fewest <= self._request.num_devices and self._fits(request):
+            self.opened.append(remedy)
 
-    def _lower(self, fit: _FitOf) -> None:
+    def _find_changed(self) -> None:
+        """Where none does: all of them together, on as many devices or, if need be, on more; fewer than do without."""
+        if self.opened:
+            return
+        remedy, request = _all_changed(self._request)
+        if len(self._changes) > 1:
+            self._find_change(remedy, request)
+        if self.opened or _is_number_given(request):
+            return
+        if self._changed is None:
+            self._changed = _Least(request, self._limit, self._step, 0.0, self._node)
+        changed = self._changed
+        changed._time, changed._below = self._time, self.devices
+        changed._find_devices()
+
+    def _find_alone(self) -> None:
+        """Which of them alone make something fit on as many devices as all together."""
+        changed = self._changed
+        if changed is None or changed.devices is None or self.opened:
+            return
+        changed._time = self._time
+        for remedy, request in self._changes[len(self._alone) :]:
+            asked = replace(request, num_devices=changed.devices)
+            self._alone.append((remedy, not _is_number_given(request) and changed._fits(asked)))
+
+    def _fits(self, request: Request) -> bool:
+        """Whether something fits into the memory there is."""
+        return any(fit(request.within(self._limit)) is not None for fit in (self._chain, self._graph))
+
+    def opened_on_more(self) -> Iterator[tuple[str, int]]:
+        """Changes that make something fit on more devices than there are, but on fewer than without them; how many."""
+        changed = self._changed
+        if self.opened or changed is None or changed.devices is None or changed.on_devices is None:
+            return
+        if self.devices is None or changed.devices < self.devices:
+            have = _have(changed.devices, self.cluster)
+            alone = [remedy for remedy, fits in self._alone if fits]
+            for remedy in alone:
+                yield f"{have} and {remedy}", changed.devices
+            if not alone:
+                remedy, _ = _all_changed(self._request)
+                yield f"{have} and {remedy} ({changed.on_devices.what})", changed.devices
+
+    def _lower(self, question: _Question) -> None:
         """The least memory with which something fits, if that is less than what is known."""
         if self.memory is None:
-            self._begin(fit)
-        elif not self._less_memory(fit, int(self.enough / self._step.precision)):
+            self._begin(question)
+        elif not question.fitted and not self._less_memory(question, int(self.enough / self._step.precision)):
             return
-        low = self._limit
-        while self.memory is not None and self.enough > low * self._step.precision:
-            middle = math.isqrt(low * self.enough)
-            if not self._less_memory(fit, middle):
-                low = middle
+        question.refuted = max(question.refuted, self._limit)
+        while self.memory is not None and self.enough > question.refuted * self._step.precision:
+            middle = max(question.refuted + 1, math.isqrt(question.refuted * self.enough))
+            if rounded_up(middle) >= self.enough:  # memory is said in so many digits
+                return
+            self._less_memory(question, middle)
 
-    def _begin(self, fit: _FitOf) -> None:
+    def _begin(self, question: _Question) -> None:
         """Some memory that is enough: what a plan without a limit takes, or little more."""
         self._go_on()
-        unlimited = fit(self._request.within(None))
+        unlimited = question.fit(self._request.within(None))
         if unlimited is not None:
             need = max(unlimited.peak_bytes, self._limit)
-            any(self._less_memory(fit, times * need) for times in SHORTAGE_TIMES)
+            any(self._less_memory(question, times * need) for times in SHORTAGE_TIMES)
 
-    def _less_memory(self, fit: _FitOf, memory: int) -> bool:
-        self._go_on()
-        found = fit(self._request.within(rounded_up(memory)))
-        if found is None:
+    def _less_memory(self, question: _Question, memory: int) -> bool:
+        if memory <= question.refuted:
             return False
-        self.memory, self.enough = found, rounded_up(memory)
+        self._go_on()
+        found = question.fit(self._request.within(rounded_up(memory)))
+        if found is None:
+            question.refuted = memory
+            return False
+        self.memory, self.enough, question.fitted = found, rounded_up(memory), True
         return True
 
-    def _lower_devices(self, fit: _FitOf) -> None:
+    def _lower_devices(self, question: _Question) -> None:
         """The fewest that may do, and then doubling until a number does; then halving the distance."""
-        low = self._refuted
-        # enough, if any number is: every block alone, split as far as it can be, its samples on as many replicas
-        samples = max(self._request.sizes or [self._request.batch.microbatch_size])
-        splits = open_splits(replace(self._request, num_devices=self._node or MAX_DEVICES))
-        width = max((each.width for each in splits), default=1)
-        most = min(MAX_DEVICES, max(len(self._request.profile.blocks) * samples * width, low))
+        question.refuted = max(question.refuted, self._refuted)
         unit = self._unit
         if self.devices is None:
-            counts, count = [low + unit], self._request.num_devices
+            most = self._most_devices
+            counts, count = [question.refuted + unit], self._request.num_devices
             while (count := min(2 * count, most)) < most:
                 counts += [count] * (count > counts[0])
             for count in (*counts, most):  # samples divide among twice as many more often than among one node more
-                if count <= most and self._fewer_devices(fit, count):
+                if count <= most and self._fewer_devices(question, count):
                     break
-                low = max(low, count)
-        elif self.devices - unit <= low or not self._fewer_devices(fit, self.devices - unit):
+        elif not question.fitted and not self._fewer_devices(question, self.devices - unit):
             return
-        while self.devices is not None and self.devices - low > unit:
-            middle = low + (self.devices - low) // (2 * unit) * unit
-            if not self._fewer_devices(fit, middle):
-                low = middle
+        while self.devices is not None and self.devices - question.refuted > unit:
+            half = (self.devices - question.refuted) // (2 * unit) * unit
+            self._fewer_devices(question, question.refuted + max(unit, half))
+
+    @property
+    def _most_devices(self) -> int:
+        """Enough, if any number is: every block alone, split as far as it can be, its samples on as many replicas; but
+        fewer than are known to do without changes."""
+        samples = max(self._request.sizes or [self._request.batch.microbatch_size])
+        splits = open_splits(replace(self._request, num_devices=self._node or MAX_DEVICES))
+        width = max((each.width for each in splits), default=1)
+        most = min(MAX_DEVICES, max(len(self._request.profile.blocks) * samples * width, self._refuted))
+        return most if self._below is None else min(most, self._below - self._unit)
 
     @property
     def _refuted(self) -> int:
@@ -381,12 +458,15 @@ class _Least:
         """Fewer devices have no room for the state."""
         return -(-least_state_bytes(self._request) // self._limit)
 
-    def _fewer_devices(self, fit: _FitOf, count: int) -> bool:
-        self._go_on()
-        found = fit(replace(self._request.within(self._limit), num_devices=count))
-        if found is None:
+    def _fewer_devices(self, question: _Question, count: int) -> bool:
+        if count <= question.refuted:
             return False
-        self.devices, self.on_devices = count, found
+        self._go_on()
+        found = question.fit(replace(self._request.within(self._limit), num_devices=count))
+        if found is None:
+            question.refuted = count
+            return False
+        self.devices, self.on_devices, question.fitted = count, found, True
         return True
 
     def _chain(self, request: Request) -> _Fit | None:
@@ -467,7 +547,7 @@ _OPENED = {
     "expert": "give --ep auto",
     "positions": "leave --pp out",
     "chunks": "leave --vp out",
-    "replicas": "leave --replicas out",
+    "replicas": "leave --dp out",
 }
 """Sizes that may be open, and what opens each."""
 
@@ -532,7 +612,7 @@ def _text(counts: Sequence[int], limit: int, least: _Least, known: Sequence[_Lea
     each_on = {each.num_devices: format_bytes(each.enough) for each in known}
     on = [f"{named_devices(count)} of {each_on[count]}" for count in sorted(each_on)]
     enough = f"{' or '.join(on)} would do"
-    remedies = [f"raise --memory to {memory} ({best.memory.what})", *_other_remedies(least)]
+    remedies = [*least.opened, f"raise --memory to {memory} ({best.memory.what})", *_more_devices(least)]
     if least.on_devices is not None:
         others = f"{best.num_devices} of {memory}" if len(on) == 1 else " or ".join(on)
         enough = f"{named_devices(least.devices or 0)} of this size would do, or {others}"
@@ -551,31 +631,42 @@ def _have(devices: int | None, cluster: Cluster | None) -> str:
     return f"raise --devices to {devices}" if there else f"give a cluster of {devices} devices"
 
 
-def _other_remedies(least: _Least) -> Iterator[str]:
-    """What to do but to raise memory: more devices, or other changes."""
+def _more_devices(least: _Least) -> Iterator[str]:
+    """How many devices would do, with all else as asked, and with less fixed if these are fewer."""
     if least.on_devices is not None:
         yield f"{_have(least.devices, least.cluster)} ({least.on_devices.what})"
     elif least.about_devices is not None:
         count, choice = least.about_devices
         have = _have(count, least.cluster)
         yield f"{have} ({choice_words(choice.choice)} by closed form, which was not tried)"
-    yield from least.others
+    yield from (remedy for remedy, _ in least.opened_on_more())
 
 
-def _with_devices(limit: int, least: _Least) -> Iterator[dict[str, int | str]]:
-    """On how many devices something was found to fit, as figures."""
-    if least.devices is not None and least.on_devices is not None:
-        yield {"num_devices": least.devices, "memory_bytes": limit, "what": least.on_devices.what}
+def _without_memory(error: InfeasibleError, limit: int, least: _Least) -> InfeasibleError:
+    """Where no memory was found that does: the error with what was, and what the closed forms say."""
+    text, would_do = str(error.args[0]), _remedies(limit, least, ())
+    if least.about is not None:
+        needs, what = rounded_up(int(least.about.least_bytes)), choice_words(least.about.choice)
+        text = (
+            f"{text}; by closed form {what} needs about {format_bytes(needs)} with all recomputed that may be, the "
+            "least of all layouts alike in all stages: there was no time to try it"
+        )
+        untried = f"{what}, by closed form, not tried"
+        would_do.append({"num_devices": least.num_devices, "memory_bytes": needs, "what": untried})
+    remedies = [*least.opened, *_more_devices(least)]
+    if not would_do and not least.in_time:
+        remedies = ["raise --time-limit: there was no time to find what would do"]
+    return InfeasibleError("; ".join(filter(None, (text, ", or ".join(remedies)))), would_do=would_do)
 
 
-def _remedies(limit: int, least: _Least, known: Sequence[_Least]) -> Iterator[dict[str, int | str]]:
+def _remedies(limit: int, least: _Least, known: Sequence[_Least]) -> list[dict[str, int | str]]:
     """The same as figures: devices, bytes that a plan may use of each, and the layout that was found to fit."""
-    yield from _with_devices(limit, least)
-    for each in known:
-        if each.memory is not None:
-            yield {"num_devices": each.num_devices, "memory_bytes": each.enough, "what": each.memory.what}
-    for other, count in least.others.items():
-        yield {"num_devices": count, "memory_bytes": limit, "what": other}
+    found: list[tuple[int, int, str]] = [(least.num_devices, limit, remedy) for remedy in least.opened]
+    if least.devices is not None and least.on_devices is not None:
+        found.append((least.devices, limit, least.on_devices.what))
+    found += [(each.num_devices, each.enough, each.memory.what) for each in known if each.memory is not None]
+    found += [(count, limit, remedy) for remedy, count in least.opened_on_more()]
+    return [{"num_devices": count, "memory_bytes": memory, "what": what} for count, memory, what in found]
 
 
 def unproved(*, in_time: bool) -> str:

@@ -63,7 +63,7 @@ from pipeplan.search_constants import (
     SECONDS_PER_LOOK,
 )
 from pipeplan.time_limit import shielded
-from pipeplan.units import format_bytes, rounded_up
+from pipeplan.units import format_bytes
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.folding import of_devices
@@ -940,9 +940,9 @@ def unfit_by_state(request: Request) -> InfeasibleError | None:
         return None
     return InfeasibleError(
         f"parameters, gradients and optimizer state take {format_bytes(state)}, each once, and "
-        f"{request.num_devices} devices have {format_bytes(sum(limits))} together: nothing fits; raise --memory to "
-        f"more than {format_bytes(rounded_up(state // request.num_devices))}, or give more --devices, of this size "
-        f"at least {-(-state // max(limits))}"
+        f"{request.num_devices} devices have {format_bytes(sum(limits))} together: nothing fits; --memory of less "
+        f"than {format_bytes(state // request.num_devices)} cannot do, nor, of this size, fewer --devices than "
+        f"{-(-state // max(limits))}"
     )
 
 
