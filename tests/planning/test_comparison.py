@@ -447,6 +447,9 @@ def test_what_there_was_no_time_for_is_not_reached_and_not_said_to_be_impossible
     text = printed(found)
     assert "not reached in the time limit: 1f1b, zb-h1" in text
     assert "; anything on v-shape; raise --time-limit to about " in text
+    again = NotThere(None, "one-to-one", "", reached=False)  # in a layout of its own
+    text = printed(replace(found, missing=(again,)))
+    assert "not reached in the time limit: other layouts of all schedules on one-to-one; raise" in text
 
 
 def test_a_known_schedule_that_does_not_fit_recomputes_as_search_lets_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from pipeplan.errors import InfeasibleError
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import unfit_by_state
 from pipeplan.time_limit import CountedClock
 
@@ -107,6 +109,12 @@ def test_without_any_time_necessary_conditions_are_no_advice() -> None:
     assert "--memory of less than 400MB cannot do, nor, of this size, fewer --devices than 16" in str(found)
     assert str(found).endswith("raise --time-limit: there was no time to find what would do")
     assert "--memory to" not in str(found)
+
+
+def test_a_level_for_which_sizes_leave_no_replicas_is_advised_to_be_left_out() -> None:
+    request = fixed(replicas=None, zero=1, shards=2, positions=2, memory_bytes=None, deterministic=True)
+    with pytest.warns(UserWarning, match="has no replicas; --tp 2 and --pp 2 leave no room for any"):
+        search_plan(replace(request, time_limit=0.1, scheduler="1f1b"))
 
 
 @pytest.mark.slow

@@ -224,9 +224,9 @@ class TestEveryClassic:
     @pytest.mark.parametrize(
         ("scheduler", "name", "reason"),
         [
-            ("1f1b", "zbv", "it needs one stage per device (--placement one-to-one)"),
+            ("1f1b", "zbv", "it needs one stage per device (--placement one-to-one, and no --vp)"),
             ("zb-h1", "v", "it needs input and weight gradients apart (--split-backward)"),
-            ("zb-h1", "zbv", "it needs one stage per device (--placement one-to-one)"),
+            ("zb-h1", "zbv", "it needs one stage per device (--placement one-to-one, and no --vp)"),
             ("zb-1p", "zbv split", "it needs a chain with stage d on device d alone (--placement one-to-one)"),
             ("zb-1p", "skip split", "it needs a chain of stages, and forwards of stage 0 go on to stages 1 and 3"),
             ("looped-bfs", "v", "it needs several stages per device in turn (--placement circular)"),

@@ -309,13 +309,16 @@ def _slices_left_out(request: Request, workload: Workload, why: str) -> tuple[st
 def _sharing_left_out(request: Request, workload: Workload) -> tuple[str, ...]:
     """That replicas of the plan divide nothing, where a level of ``--zero`` was asked for, which is warned of."""
     group, devices = request.zero_group, request.num_devices
-    if request.zero in (None, 0, AUTO) or any(stage.zero for stage in workload.stages):
-        return ()
+    if request.zero in (None, 0, AUTO) or any(stage.zero for stage in workload.stages) or request.replicas == 1:
+        return ()  # one copy is not asked for beside a level, but is that of a layout in a comparison
     asked = f"--zero {request.zero}{'' if group is None else f' --zero-group {group}'}"
     has = "no replicas" if group is None else f"no replicas in groups of {group}"
     remedy = f"give --replicas {'' if group is None else f'{group}, or a multiple, '}to look at no others"
     if request.replicas is None and isinstance(request.placement, str) and request.placement != "auto":
         remedy = f"--placement {request.placement} looks at no replicas unless --dp says so"
+    shards, context, positions = request.shards, request.context or 1, request.positions
+    if shards is not None and positions is not None and shards * context * positions == devices:
+        remedy = f"--tp {shards} and --pp {positions} leave no room for any; leave --zero out"
     if group is not None and devices % group:
         factor = next(each for each in range(2, devices + 1) if devices % each == 0)
         remedy = f"choose a --zero-group that divides {devices} devices, such as {factor}"

@@ -111,15 +111,17 @@ def _said_of_all(comparison: Comparison) -> list[str]:
 def _not_reached(comparison: Comparison) -> list[str]:
     """What there was no time for, and how long would do.
 
-    A placement may be tried in several layouts: a schedule with a row there lacks only the others.
+    A placement may be tried in several layouts: a schedule with a row there, or a placement with any, lacks only the
+    others.
     """
-    there = {(row.schedule, row.placement) for row in comparison.rows}
+    there = {(schedule, row.placement) for row in comparison.rows for schedule in (row.schedule, None)}
     unreached: dict[str, dict[str, None]] = {}
     others: dict[str, dict[str, None]] = {}
     for missing in comparison.missing:
         if not missing.reached:
-            known = others if (missing.schedule, missing.placement) in there else unreached
-            known.setdefault(missing.placement, {})[missing.schedule or "anything"] = None
+            some = (missing.schedule, missing.placement) in there
+            name = missing.schedule or ("all schedules" if some else "anything")
+            (others if some else unreached).setdefault(missing.placement, {})[name] = None
     texts = [*_by_names(unreached), *(f"other layouts of {text}" for text in _by_names(others))]
     if not texts:
         return []

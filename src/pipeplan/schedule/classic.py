@@ -501,7 +501,7 @@ def one_stage_each(problem: OneMicrobatch) -> str | None:
     devices = [device for stage in workload.stages for device in stage.devices]
     if len(set(devices)) == len(devices):
         return None
-    return "it needs one stage per device (--placement one-to-one)"
+    return "it needs one stage per device (--placement one-to-one, and no --vp)"
 
 
 def needs_shared(problem: OneMicrobatch) -> str | None:
