@@ -195,7 +195,7 @@ _FitOf = Callable[[Request], _Fit | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _ShortagePart:
     """Something to look for, and how large a part of the time it has beside others."""
 
     run: Callable[[], None]
@@ -203,7 +203,7 @@ class _Part:
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _ShortageQuestion:
     """What is asked of less and less memory, or fewer and fewer devices: a ``point`` alone, or all that ``fit`` knows.
 
     So much was ``refuted``, and less is not asked any more; ``fitted``: in what is known to be enough it fits.
@@ -247,8 +247,8 @@ class _Least:
         self.opened: list[str] = []
         self.in_time = True
         self._changes = list(_changed(request))
-        self._of_memory: list[_Question] = []
-        self._of_devices = [_Question(self._chain), _Question(self._graph)]
+        self._of_memory: list[_ShortageQuestion] = []
+        self._of_devices = [_ShortageQuestion(self._chain), _ShortageQuestion(self._graph)]
         self._changed: _Least | None = None
         self._below: int | None = None
         self._alone: list[tuple[str, bool]] = []
@@ -270,25 +270,25 @@ class _Least:
         all of them left.
         """
         whole = Budget(seconds, self._request.seed, self._request.deterministic)
-        parts = [_Part(self._find_memory)] if of_memory else [*self._parts()]
+        parts = [_ShortagePart(self._find_memory)] if of_memory else [*self._parts()]
         parts = self._in_turn(parts, whole)
         while parts and whole.remaining > 0.0:
             parts = self._in_turn(parts, whole)
         self.in_time = not parts
 
-    def _parts(self) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[_ShortagePart]:
         """What is looked for: first what takes no more than to leave out a flag."""
         for change in self._changes:
-            yield _Part(partial(self._find_change, *change), min(1.0, SHORTAGE_OPENED / len(self._changes)))
-        yield _Part(self._find_memory)
+            yield _ShortagePart(partial(self._find_change, *change), min(1.0, SHORTAGE_OPENED / len(self._changes)))
+        yield _ShortagePart(self._find_memory)
         if not self.number_is_given:
-            yield _Part(self._find_devices)
+            yield _ShortagePart(self._find_devices)
         if self._changes:
-            yield _Part(self._find_changed)
+            yield _ShortagePart(self._find_changed)
         if len(self._changes) > 1:
-            yield _Part(self._find_alone)
+            yield _ShortagePart(self._find_alone)
 
-    def _in_turn(self, parts: Sequence[_Part], whole: Budget) -> list[_Part]:
+    def _in_turn(self, parts: Sequence[_ShortagePart], whole: Budget) -> list[_ShortagePart]:
         """Those of the parts that ran out of their time, for which each of them is waited as for all."""
         begun, seconds = whole.used, whole.remaining
         total, done, unfinished = sum(part.weight for part in parts), 0.0, []
@@ -314,8 +314,8 @@ class _Least:
     def _find_memory(self) -> None:
         if not self._of_memory:
             points = self._points(self._request)
-            self._of_memory = [_Question(partial(self._point, point), point) for point in points]
-            self._of_memory.append(_Question(self._graph))
+            self._of_memory = [_ShortageQuestion(partial(self._point, point), point) for point in points]
+            self._of_memory.append(_ShortageQuestion(self._graph))
             self.about = next((each for each in points if isinstance(each, BoundedChoice)), None)
         for question in self._of_memory:
             if isinstance(question.point, BoundedChoice):
@@ -323,7 +323,7 @@ class _Least:
             else:
                 self._lower(question)
 
-    def _from_closed_form(self, question: _Question, point: BoundedChoice) -> None:
+    def _from_closed_form(self, question: _ShortageQuestion, point: BoundedChoice) -> None:
         """The least memory of a layout of the table, from what its closed form says, a little more each time.
 
         Where the form says no less than is known there is no question.
@@ -388,7 +388,7 @@ class _Least:
                 remedy, _ = _all_changed(self._request)
                 yield f"{have} and {remedy} ({changed.on_devices.what})", changed.devices
 
-    def _lower(self, question: _Question) -> None:
+    def _lower(self, question: _ShortageQuestion) -> None:
         """The least memory with which something fits, if that is less than what is known."""
         if self.memory is None:
             self._begin(question)
@@ -401,7 +401,7 @@ class _Least:
                 return
             self._less_memory(question, middle)
 
-    def _begin(self, question: _Question) -> None:
+    def _begin(self, question: _ShortageQuestion) -> None:
         """Some memory that is enough: what a plan without a limit takes, or little more."""
         self._go_on()
         unlimited = question.fit(self._request.within(None))
@@ -409,7 +409,7 @@ class _Least:
             need = max(unlimited.peak_bytes, self._limit)
             any(self._less_memory(question, times * need) for times in SHORTAGE_TIMES)
 
-    def _less_memory(self, question: _Question, memory: int) -> bool:
+    def _less_memory(self, question: _ShortageQuestion, memory: int) -> bool:
         if memory <= question.refuted:
             return False
         self._go_on()
@@ -420,7 +420,7 @@ class _Least:
         self.memory, self.enough, question.fitted = found, rounded_up(memory), True
         return True
 
-    def _lower_devices(self, question: _Question) -> None:
+    def _lower_devices(self, question: _ShortageQuestion) -> None:
         """The fewest that may do, and then doubling until a number does; then halving the distance."""
         question.refuted = max(question.refuted, self._refuted)
         unit = self._unit
@@ -458,7 +458,7 @@ class _Least:
         """Fewer devices have no room for the state."""
         return -(-least_state_bytes(self._request) // self._limit)
 
-    def _fewer_devices(self, question: _Question, count: int) -> bool:
+    def _fewer_devices(self, question: _ShortageQuestion, count: int) -> bool:
         if count <= question.refuted:
             return False
         self._go_on()
