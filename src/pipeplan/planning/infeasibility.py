@@ -71,8 +71,9 @@ class ExplainShortage(PlanStep):
     scheduled in as much, and then so many times as much (``above``), until they fit. A search without a plan keeps a
     part ``kept`` of its time for that, at most ``seconds``. Memory is looked for until the process has worked for a
     part ``working`` of the limit, at most ``most_working`` seconds, as there would be nothing else to say; on a busy
-    machine the clock ends it ``seconds`` after its share. Devices are looked for likewise, node by node where there are
-    nodes, from the fewest that have room for a model's state. One schedule of a scheduler that was asked for and is not
+    machine the clock ends it ``seconds`` after its share. Flags that fix something are opened before that, likewise,
+    and devices are looked for after it, node by node where there are nodes, from the fewest that have room for a
+    model's state. One schedule of a scheduler that was asked for and is not
     among those that are known at once may take ``seconds_per_schedule``.
     """
 
@@ -142,7 +143,7 @@ def shortage(
     """The error that says by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
 
     What would do is looked for with known schedules, for at most about ``seconds``; what is said was found to fit, and
-    where time has run out it is said that less may do. On ``fewer`` devices, where nothing fits either, it is looked
+    where time has run out before all of it was looked for it is said that less may do. On ``fewer`` devices, where nothing fits either, it is looked
     for in half of the time how much memory of each would.
     """
     limit = request.least_memory
@@ -251,7 +252,7 @@ class _Least:
         self._of_devices = [_ShortageQuestion(self._chain), _ShortageQuestion(self._graph)]
         self._changed: _Least | None = None
         self._below: int | None = None
-        self._alone: list[tuple[str, bool]] = []
+        self._alone: dict[tuple[str, int], bool] = {}
 
     @property
     def num_devices(self) -> int:
@@ -289,7 +290,7 @@ class _Least:
             yield _ShortagePart(self._find_alone)
 
     def _in_turn(self, parts: Sequence[_ShortagePart], whole: Budget) -> list[_ShortagePart]:
-        """Those of the parts that ran out of their time, for which each of them is waited as for all."""
+        """Those of the parts that ran out of their time; for none of them more is waited than for all."""
         begun, seconds = whole.used, whole.remaining
         total, done, unfinished = sum(part.weight for part in parts), 0.0, []
         for part in parts:
@@ -366,9 +367,11 @@ class _Least:
         if changed is None or changed.devices is None or self.opened:
             return
         changed._time = self._time
-        for remedy, request in self._changes[len(self._alone) :]:
-            asked = replace(request, num_devices=changed.devices)
-            self._alone.append((remedy, not _is_number_given(request) and changed._fits(asked)))
+        for remedy, request in self._changes:
+            key = remedy, changed.devices
+            if key not in self._alone:
+                asked = replace(request, num_devices=changed.devices)
+                self._alone[key] = not _is_number_given(request) and changed._fits(asked)
 
     def _fits(self, request: Request) -> bool:
         """Whether something fits into the memory there is."""
@@ -381,7 +384,7 @@ class _Least:
             return
         if self.devices is None or changed.devices < self.devices:
             have = _have(changed.devices, self.cluster)
-            alone = [remedy for remedy, fits in self._alone if fits]
+            alone = [remedy for (remedy, count), fits in self._alone.items() if fits and count == changed.devices]
             for remedy in alone:
                 yield f"{have} and {remedy}", changed.devices
             if not alone:
