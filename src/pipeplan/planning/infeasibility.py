@@ -73,8 +73,8 @@ class ExplainShortage(PlanStep):
     part ``working`` of the limit, at most ``most_working`` seconds, as there would be nothing else to say; on a busy
     machine the clock ends it ``seconds`` after its share. Flags that fix something are opened before that, likewise,
     and devices are looked for after it, node by node where there are nodes, from the fewest that have room for a
-    model's state. One schedule of a scheduler that was asked for and is not
-    among those that are known at once may take ``seconds_per_schedule``.
+    model's state. One schedule of a scheduler that was asked for and is not among those that are known at once may take
+    ``seconds_per_schedule``.
     """
 
     seconds: float = SHORTAGE_LEAST_SECONDS
@@ -143,8 +143,8 @@ def shortage(
     """The error that says by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
 
     What would do is looked for with known schedules, for at most about ``seconds``; what is said was found to fit, and
-    where time has run out before all of it was looked for it is said that less may do. On ``fewer`` devices, where nothing fits either, it is looked
-    for in half of the time how much memory of each would.
+    where time has run out before all of it was looked for it is said that less may do. On ``fewer`` devices, where
+    nothing fits either, it is looked for in half of the time how much memory of each would.
     """
     limit = request.least_memory
     if limit is None:
