@@ -94,7 +94,7 @@ def test_one_that_does_not_fit_is_said() -> None:
         ({"placement": "v-shape"}, "placement='?v-shape'? is asked for"),
         ({"microbatch_size": 2}, "microbatch_size=2 is asked for, and the plan has 1"),
         ({"tp": 2}, "--tp|tp"),
-        ({"replicas": 2}, "dp"),
+        ({"replicas": 2}, "replicas"),
         ({"pp": 2}, "pp=2 is asked for, and the plan has 4"),
         ({"zero": 1}, "zero"),
     ],
