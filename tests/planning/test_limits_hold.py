@@ -1374,7 +1374,7 @@ def test_a_large_request_has_an_even_cut_first_and_says_where_none_fits() -> Non
     assert best == 0
     assert "no even cut with GPipe or 1F1B was found that fits" in text
 
-    roomy = of(600, 8, 10**9, time_limit=0.0)
+    roomy = of(600, 8, 10**9, placement="one-to-one", time_limit=0.0)
     found = search_plan(roomy, steps=without({"stage graphs", "published planners"}), within=Limit(math.inf))
     assert found.plan.provenance.options["stages"] == "even"
     assert found.timed_out

@@ -396,7 +396,8 @@ def uniform_layouts(request: Request) -> Iterator[BoundedChoice]:
 def has_table(request: Request) -> bool:
     """Whether uniform layouts are one table: where only whole blocks are open, in pipelines of any length, there are
     fewer choices, on all devices; but of a large request each takes seconds, and the best rows come first."""
-    plain = open_splits(request) == (SplitSizes(1, 1),) and request.positions is None and not is_large(request)
+    plain = open_splits(request) == (SplitSizes(1, 1),) and request.positions is None
+    plain &= request.placement != "auto" or not is_large(request)
     plain &= not (first_layers_open(request) and isinstance(request.placement, str))
     return not (plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES)
 
