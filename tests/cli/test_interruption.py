@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from pipeplan.cli.output import say
 from pipeplan.cli.shared import Status
+from pipeplan.cli.survivor import survived
 from pipeplan.examples import shape
 from pipeplan.files import to_json
 from support.marks import one_in, slow_but
@@ -265,3 +267,15 @@ def test_a_terminal_that_closes_leaves_the_best_plan(tmp_path: Path) -> None:
         run.send_signal(signal.SIGHUP)
         run.wait(60)
     assert (tmp_path / "plan.json").read_text().startswith("{")
+
+
+def test_a_program_that_takes_what_a_command_prints_is_not_copied(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The copy would go on with that program's work, as these tests would twice."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("it was"))
+    assert survived(lambda: None, print) is None
+    assert sys.stdout is not sys.__stdout__
+    assert capsys.readouterr().out == ""

@@ -20,8 +20,9 @@ _ENDINGS = {0, 1, 2, 3, 130}
 def survived(died_of: Callable[[], str | None], tell: Callable[[str], None]) -> int | None:
     """Do the work of whoever calls in processes of its own: None there; here, when it is done, its exit code.
 
-    The work is done here, without another process, where torch or threads are at work already, or nothing can be
-    copied.
+    The work is done here, without another process, where torch or threads are at work already, where another program
+    runs the command and takes what it prints, since a copy of that one would go on with its work, too, or where nothing
+    can be copied.
 
     Args:
         died_of: says, after a process has died, what of, if its log has that; None if not.
@@ -30,7 +31,8 @@ def survived(died_of: Callable[[], str | None], tell: Callable[[str], None]) -> 
     Raises:
         ExecutionError: the process died of something that its log does not have.
     """
-    if not hasattr(os, "fork") or "torch" in sys.modules or threading.active_count() > 1:
+    taken = sys.stdout is not sys.__stdout__
+    if not hasattr(os, "fork") or taken or "torch" in sys.modules or threading.active_count() > 1:
         return None
     while True:
         sys.stdout.flush()
