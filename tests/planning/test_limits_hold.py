@@ -1366,7 +1366,7 @@ def test_a_large_request_of_whole_blocks_has_a_table_and_a_first_plan_where_1f1b
 @pytest.mark.slow
 def test_a_large_request_has_an_even_cut_first_and_says_where_none_fits() -> None:
     said: list[tuple[str, int]] = []
-    tight = of(600, 8, 50_000)
+    tight = of(600, 8, 50_000, placement="one-to-one")
     search = PlanSearch(tight, Budget(math.inf), lambda what, best, *_: said.append((what, best)), STEPS)
     EvenCut(seconds=math.inf).run(search)
     assert search.best is None

@@ -20,7 +20,7 @@ from builders.clusters import cluster_of
 from integration.test_sharded_state import profile_of
 from pipeplan.checker import check
 from pipeplan.cli.main import cli
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Cluster, CostRow, Profile, read_profile, write_file
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.dapple import dapple
@@ -329,6 +329,13 @@ def test_stages_that_are_said_are_those_of_every_plan(profile_path: str) -> None
     assert {row.placement for row in found.rows} == {"circular"}
     others = {each.placement: each.why for each in found.missing if each.schedule is None}
     assert others["one-to-one"].startswith("--chunks 3 does not apply to one-to-one")
+
+
+def test_stages_of_a_graph_are_as_many_as_are_said() -> None:
+    """Four blocks on four devices are no eight stages, and a schedule of one stage each is not what was asked for."""
+    asked = Request.of(profile_of([1000] * 4), devices=4, mini_batch=8, chunks=2, scheduler="1f1b", time_limit=0.1)
+    with pytest.raises(PipeplanError, match="--scheduler 1f1b does not apply"):
+        search_plan(replace(asked, deterministic=True))
 
 
 def test_a_larger_cluster_is_advised_where_it_has_too_few_devices() -> None:

@@ -1402,7 +1402,11 @@ class StageGraphs(CandidateStep):
             raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
         size = max(stage.microbatch_size or 0 for stage in placement.stages)
         batch = Batch(request.batch.mini_batch // size, size)
-        return PlacementCandidate(_around(placement, request.num_devices), batch, False, "GraphPipe")
+        placed = _around(placement, request.num_devices)
+        held = Counter(chain.from_iterable(stage.devices for stage in placed.stages))
+        if request.chunks is not None and set(held.values()) != {request.chunks}:
+            raise UsageError(f"--chunks {request.chunks}: GraphPipe's stages are not as many on every device")
+        return PlacementCandidate(placed, batch, False, "GraphPipe")
 
 
 @dataclass(frozen=True)

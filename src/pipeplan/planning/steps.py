@@ -787,8 +787,7 @@ class EvenCut(PlanStep):
                     self._other_sizes(search, candidate, cuts)
                 return short
             short = True
-        some = asked > 0 or has_table(request)  # which has no row of what fits nowhere
-        return short or (some and not unsuited and request.least_memory is not None)
+        return short or (asked > 0 and not unsuited and request.least_memory is not None)
 
     @staticmethod
     def _look_shorter(search: PlanSearch, request: Request, begin: Callable[[], None]) -> None:
