@@ -738,7 +738,7 @@ BY_FIRST = "above by its first cut"
 LATER = 1.03
 """Where a cell's schedule holds more than it should it is cut anew with less memory, which may be luckier by so much.
 
-Measured: 0 to 1.3 % in 263 cells; in sixteen grids, cut to the end since, it had hidden no shorter one.
+Measured: 0 to 1.3 % in 263 cells; in all 17 grids, cut to the end since, it had hidden no shorter one.
 """
 
 BY_CUT = "above by its cut"
