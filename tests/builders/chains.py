@@ -176,3 +176,32 @@ def chain_profile(num_blocks: int = 4, *, placed: bool = True, **costs: Any) -> 
 def with_devices_memory(workload: Workload, memory_bytes: int | None) -> Workload:
     """The same workload on devices with this memory."""
     return replace(workload, devices=tuple(Device(memory_bytes=memory_bytes) for _ in workload.devices))
+
+
+def split_chain(
+    num_blocks: int,
+    *,
+    shards: Sequence[int] = (1, 2, 4),
+    context: Sequence[int] = (1,),
+    forward_ns: int = 4000,
+    activation_bytes: int = 4 * 10**8,
+) -> Profile:
+    """Blocks alike of 100 MB of parameters, which so many devices can split and share sequences of; without placement.
+
+    A backward takes two forwards; times and bytes are of a sample on one device.
+    """
+    chain = chain_profile(num_blocks, placed=False, parameter_bytes=100_000_000)
+    rows = [
+        CostRow(
+            microbatch_size=1,
+            shards=each,
+            context=parts,
+            forward_ns=forward_ns // (each * parts),
+            backward_ns=2 * forward_ns // (each * parts),
+            activation_bytes=activation_bytes // (each * parts),
+        )
+        for each in shards
+        for parts in context
+    ]
+    blocks = tuple(block.model_copy(update={"costs": tuple(rows)}) for block in chain.blocks)
+    return chain.model_copy(update={"blocks": blocks})

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from builders.chains import chain_profile
+from builders.chains import split_chain
 from pipeplan import _api
 from pipeplan.cli.main import cli
 from pipeplan.errors import InfeasibleError
-from pipeplan.files import CostRow, write_file
+from pipeplan.files import write_file
 
 pytestmark = pytest.mark.counted(1e-4)
 
@@ -22,20 +22,9 @@ VERBS = ("search", "compare", "frontier --plans")
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Four blocks, each with 1.8 GB of state and 100 MB for a sample, which one, two or four devices can split."""
-    chain = chain_profile(4, placed=False, parameter_bytes=100_000_000)
-    rows = [
-        CostRow(
-            microbatch_size=1,
-            shards=shards,
-            forward_ns=1000 // shards,
-            backward_ns=2000 // shards,
-            activation_bytes=10**8 // shards,
-        )
-        for shards in (1, 2)
-    ]
-    blocks = tuple(block.model_copy(update={"costs": tuple(rows)}) for block in chain.blocks)
+    chain = split_chain(4, shards=(1, 2), forward_ns=1000, activation_bytes=10**8)
     where = tmp_path_factory.mktemp("chain") / "profile.json"
-    write_file(chain.model_copy(update={"blocks": blocks}), str(where))
+    write_file(chain, str(where))
     return str(where)
 
 

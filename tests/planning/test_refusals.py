@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from builders.chains import chain_profile
+from builders.chains import chain_profile, split_chain
 from builders.clusters import cluster_of
 from integration.test_sharded_state import profile_of
 from pipeplan.checker import check
 from pipeplan.cli.main import cli
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
-from pipeplan.files import Cluster, CostRow, Profile, read_profile, write_file
+from pipeplan.files import Cluster, CostRow, read_profile, write_file
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
@@ -60,30 +60,11 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def split_chain(num_blocks: int) -> Profile:
-    """Blocks alike of 100 MB of parameters, which one to four devices can split and share sequences of."""
-    chain = chain_profile(num_blocks, placed=False, parameter_bytes=100_000_000)
-    rows = [
-        CostRow(
-            microbatch_size=1,
-            shards=shards,
-            context=context,
-            forward_ns=4000 // (shards * context),
-            backward_ns=8000 // (shards * context),
-            activation_bytes=4 * 10**8 // (shards * context),
-        )
-        for shards in (1, 2, 4)
-        for context in (1, 2, 4)
-    ]
-    blocks = tuple(block.model_copy(update={"costs": tuple(rows)}) for block in chain.blocks)
-    return chain.model_copy(update={"blocks": blocks})
-
-
 @pytest.fixture(scope="module")
 def split_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two blocks alike."""
     path = tmp_path_factory.mktemp("split") / "profile.json"
-    write_file(split_chain(2), str(path))
+    write_file(split_chain(2, context=(1, 2, 4)), str(path))
     return str(path)
 
 
@@ -196,7 +177,7 @@ def test_sizes_that_are_fixed_are_advised_to_be_opened(split_path: str, asked: s
 def test_that_rows_do_not_fit_goes_before_what_others_could_not_be() -> None:
     """On 6 devices a mini-batch of 4 is none for the 3 replicas of whole blocks; 2 devices that split blocks fit it."""
     asked: dict[str, Any] = {"devices": 6, "positions": 2, "mini_batch": 4, "deterministic": True, "time_limit": 1.0}
-    chain = split_chain(2)
+    chain = split_chain(2, context=(1, 2, 4))
     chain = chain.model_copy(
         update={
             "blocks": tuple(
@@ -216,7 +197,7 @@ def test_that_rows_do_not_fit_goes_before_what_others_could_not_be() -> None:
 
 
 def test_a_schedule_for_shared_stages_names_the_flag_that_makes_them(tmp_path: Path) -> None:
-    profile = split_chain(3)
+    profile = split_chain(3, context=(1, 2, 4))
     first, *others = profile.blocks
     path = str(tmp_path / "shared.json")
     write_file(profile.model_copy(update={"blocks": (first.model_copy(update={"shared": True}), *others)}), path)
@@ -271,7 +252,7 @@ def test_as_many_devices_as_are_advised_do_and_half_do_not(devices: int) -> None
     def asked(count: int) -> Request:
         levels = [("node", 4, "1us", "100GB"), ("net", 32, "2us", "50GB")]
         cluster = None if devices == 2 else Cluster.of("c", count, levels=levels)
-        return Request.of(split_chain(2), devices=None if cluster else count, cluster=cluster, **how)
+        return Request.of(split_chain(2, context=(1, 2, 4)), devices=None if cluster else count, cluster=cluster, **how)
 
     with pytest.raises(InfeasibleError) as told:
         search_plan(asked(devices))

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import pipeplan
-from builders.chains import chain_profile
+from builders.chains import chain_profile, split_chain
 from pipeplan import time_limit
 from pipeplan.errors import InfeasibleError
-from pipeplan.files import CostRow, Profile
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
@@ -25,23 +24,6 @@ TIME_UP = "that was found in the time there was, and with more --time-limit less
 PUNCTUAL = ExplainShortage(seconds=0.0, working=0.0)
 FEWER: dict[str, Any] = {"placement": "one-to-one", "replicas": 2, "zero": 0, "mini_batch": 8, "scheduler": "1f1b"}
 FIXED: dict[str, Any] = {"memory_bytes": 5 * 10**8, "replicas": 4, "zero": 0, "mini_batch": 8}
-
-
-def split_chain(num_blocks: int) -> Profile:
-    """Blocks alike of 100 MB of parameters, which one, two or four devices can split."""
-    chain = chain_profile(num_blocks, placed=False, parameter_bytes=100_000_000)
-    rows = [
-        CostRow(
-            microbatch_size=1,
-            shards=shards,
-            forward_ns=4000 // shards,
-            backward_ns=8000 // shards,
-            activation_bytes=4 * 10**8 // shards,
-        )
-        for shards in (1, 2, 4)
-    ]
-    blocks = tuple(block.model_copy(update={"costs": tuple(rows)}) for block in chain.blocks)
-    return chain.model_copy(update={"blocks": blocks})
 
 
 def fixed(**others: Any) -> Request:

@@ -434,7 +434,7 @@ def _common(search: PlanSearch, best: Alternative, explained_before: Mapping[int
     bounds = dict(search.as_cut)
     for tried in search.trials:
         if (own := kept_choice(tried.candidate)) is not None:
-            bounds[_shape(own)] = tried.bound_ns
+            bounds[_shape(own)] = min(bounds.get(_shape(own), math.inf), tried.bound_ns)
     found: dict[tuple[int, int, int, str], tuple[float, Common]] = {}
     for each in sorted(chain(*map(likely_choices, search.request.levels)), key=lambda each: each.usual_ns):
         choice, name = each.choice, _name(each.choice)
