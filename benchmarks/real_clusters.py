@@ -508,6 +508,15 @@ def _is_short(each: BoundedChoice) -> bool:
     return each.choice.actions_looked_at <= SHORT
 
 
+class CellWork(NamedTuple):
+    """Ns of all blocks for a micro-batch; how long it is on its way through each, the least first; and of the blocks in
+    which that is at least some share of the work, this share and their ns together, for every share there is."""
+
+    work: int
+    ways: list[int]
+    shares: list[tuple[float, int]]
+
+
 class CellBounds:
     """Bounds of cells on devices of one kind, whatever their cut: often above the table's, which are of all schedules.
 
@@ -517,39 +526,57 @@ class CellBounds:
     Position p of P, in the order of the chain, begins once a micro-batch has been through p stages, each with a block
     at least; and where backward is whole, its last action goes on through the same ones. So an iteration T is no less
     than ``m W_p`` with the p least of blocks, whose sum over positions is ``P T >= m W + sum over p of these``.
+
+    With one stage each, a micro-batch is on its way through a position for at least a share r of its work on these
+    blocks: ``T >= m W_p + r (W_1 + ... + W_(p-1))``. So the first p together have at most ``(1 - (1 - r/m)^p) T / r``.
     """
 
     def __init__(self, request: Request) -> None:
         self.request, self.blocks = request, Blocks.of(request.profile)
-        self._known = dict[tuple[Pricing, tuple[Again, ...], bool], tuple[int, list[int]]]()
+        self._known = dict[tuple[Pricing, tuple[Again, ...], bool], CellWork]()
 
     def least_ns(self, choice: Choice) -> int:
         """Ns that no iteration of a cell is below."""
         work, waits = self.work_and_waits(choice)
-        return (choice.batch.num_microbatches * work + sum(waits)) // len(waits)
+        rounds, positions = choice.batch.num_microbatches, len(waits)
+        least_ns = (rounds * work + sum(waits)) // positions
+        if waits[-1] and choice.per_position == 1:
+            for share, work in self._known[self._key(choice)].shares:
+                least_ns = max(least_ns, int(share * work / (1 - (1 - share / rounds) ** positions) * (1 - ROUNDED)))
+        return least_ns
 
     def work_and_waits(self, choice: Choice) -> tuple[int, list[int]]:
         """Ns of all blocks for a micro-batch, and [position] ns that go by before it begins and after it ends."""
         assert choice.usual is not None
-        positions, whole = choice.positions or 1, not choice.usual.splits
-        key = choice.pricing, choice.levels or (choice.recompute,), whole
+        positions, key = choice.positions or 1, self._key(choice)
         if key not in self._known:
             self._known[key] = self._of_blocks(*key)
-        work, ways = self._known[key]
+        work, ways, _ = self._known[key]
         if STRATEGIES[choice.strategy].two_ways or not self.blocks.chained:
             return work, [0] * positions
         waits = [0, *accumulate(ways[: positions - 1])]
         return work, [*waits, *[waits[-1]] * (positions - len(waits))]
 
-    def _of_blocks(self, pricing: Pricing, levels: Sequence[Again], whole: bool) -> tuple[int, list[int]]:
-        """Ns of all blocks for a micro-batch; and how long it is on its way through each, the least first."""
+    @staticmethod
+    def _key(choice: Choice) -> tuple[Pricing, tuple[Again, ...], bool]:
+        assert choice.usual is not None
+        return choice.pricing, choice.levels or (choice.recompute,), not choice.usual.splits
+
+    def _of_blocks(self, pricing: Pricing, levels: Sequence[Again], whole: bool) -> CellWork:
         own = [pricing._replace(recompute=each) for each in levels]
         costs = zip(*(each.costs(self.blocks.profile, self.blocks.each) for each in own), strict=True)
-        work, ways = 0, list[int]()
+        work, ways, shares = 0, list[int](), list[tuple[float, int]]()
         for count, each in zip(self.blocks.counts.tolist(), costs, strict=True):
-            work += count * min(_least_work_ns(cost, whole) for cost in each)
-            ways += [min(cost.compute_ns if whole else cost.forward_ns for cost in each)] * count
-        return work, sorted(ways)
+            least = [_least_work_ns(cost, whole) for cost in each]
+            through = [cost.compute_ns if whole else cost.forward_ns for cost in each]
+            work += count * min(least)
+            ways += [min(through)] * count
+            share = min(way / ns if ns else 1.0 for way, ns in zip(through, least, strict=True))
+            shares.append((min(share, 1.0), count * min(least)))
+        shares.sort(reverse=True)
+        together = accumulate(ns for _, ns in shares)
+        named = [(share, ns) for (share, _), ns in zip(shares, together, strict=True) if share]
+        return CellWork(work, sorted(ways), named)
 
 
 def _least_work_ns(cost: StageCost, whole: bool) -> int:
@@ -760,10 +787,10 @@ def _simulated(
     assert usual is not None
     asked, least_ns = replace(request, split_backward=usual.splits), None
     if best_ns is not None and each.choice.levels and not to_the_end:
-        early = _first_cut(asked, each.choice)
-        if early is None:
+        first_ns = _first_ns(asked, each.choice, int(LATER * best_ns))
+        if first_ns is None:
             return None, "no cut fits", None
-        if (first_ns := int(weak_iteration_bound(early) / LATER)) >= best_ns:
+        if (first_ns := int(first_ns / LATER)) >= best_ns:
             return None, BY_FIRST, first_ns
     candidate = placed(asked, each.choice)
     if not isinstance(candidate, PlacementCandidate):
@@ -785,20 +812,37 @@ def _simulated(
     return (trial.value_ns, "", least_ns) if trial.best is not None else (None, "no schedule fits", least_ns)
 
 
-def _first_cut(request: Request, choice: Choice) -> Workload | None:
-    """The workload of a cell as it is cut first, by what its schedule should hold; None where nothing fits so.
+def _first_ns(request: Request, choice: Choice, enough_ns: int) -> int | None:
+    """Ns that no schedule of a cell is below as it is cut first, by what its schedule should hold; None where nothing
+    fits so.
 
-    What devices send each other takes no time where they may move, or where their actions may exchange state.
+    The longest of what positions wait and work will do where that takes ``enough_ns``. What devices send each other
+    takes no time where they may move, or where their actions may exchange state.
     """
     request = request.levelled
-    found = cut_to_fit(fitting_chain(request, choice), choice)
+    chain = fitting_chain(request, choice)
+    found = cut_to_fit(chain, choice)
     if found is None:
         return None
     assert choice.usual is not None
-    candidate, splits = cut_so(request, choice, "balanced", *found), choice.usual.splits
+    splits, costs = choice.usual.splits, dict(chain.ways)
+    work, ways, begins = Counter[int](), Counter[int](), (*found[0], chain.num_blocks)
+    for each, again in zip(chain.holdings, found[1], strict=True):
+        own = [costs[level][at] for at, level in zip(range(*begins[each.stage : each.stage + 2]), again, strict=True)]
+        work[each.position] += sum(_least_work_ns(cost, not splits) for cost in own)
+        ways[each.stage] += sum(cost.forward_ns if splits else cost.compute_ns for cost in own)
+    rounds = choice.batch.num_microbatches
+    if STRATEGIES[choice.strategy].two_ways:
+        least_ns = rounds // 2 * max(work.values())
+    else:  # until the first micro-batch comes to a position's first stage, and back from it where backward is whole
+        waits = [0, *accumulate(ways[stage] for stage in range(len(work) - 1))]
+        least_ns = max(rounds * work[position] + wait for position, wait in enumerate(waits))
+    if least_ns >= enough_ns:
+        return least_ns
+    candidate = cut_so(request, choice, "balanced", *found)
     if choice.zero.level >= IN_ACTIONS or may_move(request, candidate):
-        return _without_links(request, candidate, splits=splits)
-    return workload_of(request, candidate, split_backward=splits)
+        return weak_iteration_bound(_without_links(request, candidate, splits=splits))
+    return weak_iteration_bound(workload_of(request, candidate, split_backward=splits))
 
 
 def _without_links(request: Request, candidate: PlacementCandidate, *, splits: bool) -> Workload:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +72,43 @@ def in_order(rows: Sequence[BoundedChoice], choices: Sequence[Choice]) -> list[B
         return (choice.positions or 0) < longest[replace(choice, positions=None)], row.usual_ns
 
     return sorted(rows, key=key)
+
+
+def layouts(devices: int, node: int, blocks: int, mini_batch: int) -> Iterator[tuple[Any, ...]]:
+    """By loops over every size: (tp, cp, dp, pp, strategy, stages per position, samples, ZeRO level, its group)."""
+    every = range(1, devices + 1)
+    for tp, cp, dp, pp, samples in itertools.product((1, 2), (1, 2), every, every, (1, 2)):
+        if tp * cp * dp * pp > devices or mini_batch % (samples * dp) or pp > blocks:
+            continue
+        if tp * cp > node:
+            continue  # the profile does not say what those that share a block send each other
+        shared = [(0, 1)]
+        if dp * cp > 1:
+            groups = {dp * cp, math.gcd(dp * cp, node // tp)} - {1}
+            shared += [(1, dp * cp), *itertools.product((2, 3), groups)]
+        stages = [("one-to-one", 1)]
+        if pp > 1:
+            even = mini_batch // (samples * dp) % 2 == 0
+            stages += [("circular", vp) for vp in (2, 3, 4, 5, 6) if vp * pp <= blocks]
+            stages += [("v-shape", 2)] * (2 * pp <= blocks)
+            stages += [("bidirectional", 1)] * even
+            stages += [("bidirectional-v-shape", 2)] * (even and 2 * pp <= blocks)
+        for strategy, zero in itertools.product(stages, shared):
+            yield tp, cp, dp, pp, *strategy, samples, *zero
+
+
+def test_the_table_has_every_layout_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices, _ = table_of(asked("auto", None), monkeypatch)
+    found = [
+        (
+            *(each.shards, each.context, each.replicas, each.positions, each.strategy, each.per_position),
+            *(each.batch.microbatch_size // each.replicas, each.zero.level, each.zero.group),
+        )
+        for each in choices
+    ]
+    expected = list(layouts(8, 2, 6, 16))
+    assert len(expected) == len(set(expected)) == len(set(found))
+    assert set(found) == set(expected)
 
 
 @pytest.mark.parametrize("memory", [None, 1_200_000])

@@ -329,7 +329,7 @@ def test_reasons_do_not_refute_themselves_and_fsdp_is_a_common_layout() -> None:
     tie = "a tie, as closed forms are a few percent off"
     assert _why(tight, best, 2000) == f"about 99ns by closed form, {tie}; {recomputes}"
     quicker, short = replace(tight, usual_ns=75.0, usual_bytes=1.0), "about 75ns by closed form,"
-    assert _why(quicker, best, 2000) == f"{short} 25.0% shorter, but there was no time to look at it"
+    assert _why(quicker, best, 2000) == f"{short} 25.0% shorter, but it was not looked at before the search ended"
     assert _why(quicker, best, 2000, math.inf) == f"{short} but as it is cut it does not fit"
     assert _why(quicker, best, 2000, 101) == f"{short} but as it is cut at least 101ns"
     tried = "no schedule of it that was tried is shorter"

@@ -515,7 +515,7 @@ def _against_form(each: BoundedChoice, best: Alternative, as_cut: float | None) 
     if each.usual_ns >= (1 - FORMS_ERROR) * best.iteration_ns:
         return "a tie, as closed forms are a few percent off"
     if as_cut is None:
-        return f"{1 - each.usual_ns / best.iteration_ns:.1%} shorter, but there was no time to look at it"
+        return f"{1 - each.usual_ns / best.iteration_ns:.1%} shorter, but it was not looked at before the search ended"
     return f"but {shorter}"
 
 
