@@ -62,6 +62,9 @@ EVEN_CUT_LEFT = 0.5
 EVEN_CUT_MOST = 0.8
 """Part of what was left that a cut of a large request may take once begun. Not measured."""
 
+LEAN_CUTS = 16
+"""Layouts that are cut for little memory where no even cut fits. Not measured."""
+
 EVEN_CUT_HURRY = 1.0
 """Seconds left up to which a first plan is made however late it is. Not measured."""
 

@@ -240,6 +240,18 @@ def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None
     return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", cut)
 
 
+def least_held(request: Request, choice: Choice) -> float:
+    """Bytes that the fullest device of a choice holds at least, with one micro-batch, wherever its blocks are cut.
+
+    It is not known, and 0, where rules make the stages, or where all devices split shared blocks. Raises UsageError: a
+    block has no such costs.
+    """
+    if choice.spread or choice.strategy == SUBMODULES:
+        return 0.0
+    request = request.levelled
+    return _blocks_of(Same(request)).least_bytes(choice.pricing, _positions(request, choice))
+
+
 def kept_choice(candidate: PlacementCandidate) -> Choice | None:
     """A strategy's candidate with nothing recomputed, before it is cut; None if stages are no strategy's, or unlike."""
     strategy, stages = STRATEGIES.get(candidate.placement.strategy), candidate.placement.stages

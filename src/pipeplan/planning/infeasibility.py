@@ -17,24 +17,20 @@ from pipeplan.errors import (
     PipeplanError,
     SearchTimeoutError,
     SumError,
-    UsageError,
 )
 from pipeplan.files import Cluster, Placement
-from pipeplan.partition.chain.rebalance import least_short
 from pipeplan.planning.alternatives import choice_words, layout_words
 from pipeplan.planning.bounds import least_state_bytes
 from pipeplan.planning.candidates import (
     CandidateOrError,
     PlacementCandidate,
     StageGraphs,
-    grid,
-    has_table,
     is_large,
     likely_choices,
     longest_choices,
     open_splits,
-    placed,
 )
+from pipeplan.planning.leanest import Point, leanest_rows, least_bytes, placed_lean, plainest_first, weighing_levels
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
@@ -42,6 +38,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import SEARCHING
 from pipeplan.schedule.state import Schedule
 from pipeplan.search_constants import (
+    SECONDS_PER_CUT,
     SECONDS_PER_LOOK,
     SECONDS_PER_QUESTION,
     SHORTAGE_ABOVE,
@@ -171,25 +168,12 @@ def _least(request: Request, limit: int, seconds: float, step: ExplainShortage, 
     """What would do on a request's devices, or only how much memory of each."""
     # with its limit, since without one nothing would recompute
     asked = replace(
-        _weighing_levels(request.within(limit).unlinked), time_limit=max(1.0, SHORTAGE_SEARCH_SHARE * seconds)
+        weighing_levels(request.within(limit).unlinked), time_limit=max(1.0, SHORTAGE_SEARCH_SHARE * seconds)
     )
     node = request.unit if request.knows_links else None
     least = _Least(asked, limit, step, request.time_limit, node, request.cluster)
     least.find(seconds, of_memory=of_memory)
     return least
-
-
-def _weighing_levels(request: Request) -> Request:
-    """The same with every level by which replicas may divide what they keep, where that is open: as one table of
-    layouts, or as several requests."""
-    if request.zero not in (None, AUTO):
-        return request
-    if has_table(request):
-        return replace(request, zero=None, any_level=True)
-    placement = request.placement
-    given = [stage.copies for stage in placement.stages] if isinstance(placement, Placement) else None
-    may_divide = max(given) > 1 if given else request.num_devices > 1 and request.replicas != 1
-    return request.with_any_level() if may_divide else request
 
 
 _FitOf = Callable[[Request], _Fit | None]
@@ -208,12 +192,14 @@ class _ShortageQuestion:
     """What is asked of less and less memory, or fewer and fewer devices: a ``point`` alone, or all that ``fit`` knows.
 
     So much was ``refuted``, and less is not asked any more; ``fitted``: in what is known to be enough it fits.
+    ``about`` are bytes that the point should need, where it was placed.
     """
 
     fit: _FitOf
-    point: _Point | None = None
+    point: Point | None = None
     refuted: int = 0
     fitted: bool = False
+    about: int | None = None
 
 
 class _Least:
@@ -319,23 +305,56 @@ class _Least:
             self._of_memory.append(_ShortageQuestion(self._graph))
             self.about = next((each for each in points if isinstance(each, BoundedChoice)), None)
         for question in self._of_memory:
-            if isinstance(question.point, BoundedChoice):
-                self._from_closed_form(question, question.point)
-            else:
+            if question.point is not None:
+                self._as_placed(question, question.point)
+        for question in self._of_memory:
+            if not isinstance(question.point, BoundedChoice):
                 self._lower(question)
 
-    def _from_closed_form(self, question: _ShortageQuestion, point: BoundedChoice) -> None:
-        """The least memory of a layout of the table, from what its closed form says, a little more each time.
+    def _as_placed(self, question: _ShortageQuestion, point: Point) -> None:
+        """What a point needs as it is placed so that little memory does, if that is less than what is known.
 
-        Where the form says no less than is known there is no question.
+        Nothing is placed of which it is known before that it needs more. Of a layout of a table, where what it needs as
+        it is placed is not enough, a little more is tried each time.
         """
-        about = max(point.least_bytes, float(self._limit))
-        for more in self._step.above:
-            memory = int(more * about)
-            if self.memory is not None and memory * self._step.precision >= self.enough:
+        form, of_table = least_bytes(self._request, point), isinstance(point, BoundedChoice)
+        if not of_table:
+            question.refuted = max(question.refuted, min(MAX_BYTES, math.ceil(form)) - 1)
+        if self._no_less(form):
+            return
+        if question.about is None:
+            question.about = self._about(question, point)
+        if question.about == MAX_BYTES or self._no_less(question.about) or self._less_memory(question, question.about):
+            return
+        for more in self._step.above if of_table else ():
+            memory = more * max(form, question.about)
+            if self._no_less(memory) or self._less_memory(question, int(memory)):
                 return
-            if self._less_memory(question, memory):
-                return
+
+    def _no_less(self, memory: float) -> bool:
+        """Whether so much memory is no less than what is known to do."""
+        return self.memory is not None and memory * self._step.precision >= self.enough
+
+    def _about(self, question: _ShortageQuestion, point: Point) -> int:
+        """Bytes that a point needs where it is cut so that little memory does; :data:`MAX_BYTES`: it cannot be placed.
+
+        Where one micro-batch is as good as many the cut says it; of one stage per device no cut needs less.
+        """
+        request = self._request
+        self._go_on(SECONDS_PER_CUT if is_large(request) else SECONDS_PER_QUESTION)
+        if isinstance(point, PlacementCandidate) or not _waits_for_room(request):
+            roomy = question.fit(request.within(MAX_BYTES - max(request.reserve)))
+            return MAX_BYTES if roomy is None else max(roomy.peak_bytes, self._limit)
+        found = placed_lean(request.within(self._limit), point)
+        if isinstance(found, PlacementCandidate):
+            return self._limit
+        if not isinstance(found, InfeasibleError):
+            question.refuted = MAX_BYTES
+            return MAX_BYTES
+        about = max(found.enough_bytes or 0, self._limit)
+        if isinstance(point, Choice) and point.strategy == "one-to-one":
+            question.refuted = max(question.refuted, about - 1)
+        return about
 
     def _find_devices(self) -> None:
         for question in self._of_devices:
@@ -474,14 +493,11 @@ class _Least:
 
     def _chain(self, request: Request) -> _Fit | None:
         limit, more = request.least_memory or math.inf, request.num_devices > self._request.num_devices
-        able = [
-            point
-            for point in self._points(request, longest=more)
-            if not isinstance(point, BoundedChoice) or point.least_bytes <= limit
-        ]
-        if more and able and isinstance(able[0], BoundedChoice):
-            self.about_devices = request.num_devices, able[0]
-        return self._first_fit(request, (_placed(request, point) for point in able))
+        points = self._points(request, longest=more)
+        able = (point for point in points if least_bytes(request, point) <= limit)
+        if more and points and isinstance(points[0], BoundedChoice) and points[0].least_bytes <= limit:
+            self.about_devices = request.num_devices, points[0]
+        return self._first_fit(request, (placed_lean(request, point) for point in able))
 
     def _graph(self, request: Request) -> _Fit | None:
         """Not of large requests, where one graph takes all the time, and the table has what needs least."""
@@ -490,7 +506,7 @@ class _Least:
         every = chain.from_iterable(map(StageGraphs().candidates, request.levels))
         return self._first_fit(request, (propose() for propose in every))
 
-    def _points(self, request: Request, *, longest: bool = False) -> list[_Point]:
+    def _points(self, request: Request, *, longest: bool = False) -> list[Point]:
         """What there is without stages as a graph, to be placed so that little memory does: what should need least
         first.
 
@@ -502,13 +518,12 @@ class _Least:
         widest = max(widest, (request.shards or 1) * (request.context or 1))
         uniform = [each for each in choices(request.within(MAX_BYTES)) if each.choice.width <= widest]
         if uniform:
-            return [*sorted(uniform, key=lambda each: (each.least_bytes, each.usual_ns))]
-        points = [point for each in request.levels for point in grid(each) if not isinstance(point, UsageError)]
-        points.sort(key=lambda point: (not point.recompute, point.batch.microbatch_size))
-        return [*points]
+            return [*leanest_rows(uniform)]
+        plain, others = plainest_first(request)
+        return [*plain, *others]
 
-    def _point(self, point: _Point, request: Request) -> _Fit | None:
-        return self._first_fit(request, [_placed(request, point)])
+    def _point(self, point: Point, request: Request) -> _Fit | None:
+        return self._first_fit(request, [placed_lean(request, point)])
 
     def _first_fit(self, request: Request, found: Iterable[CandidateOrError | None]) -> _Fit | None:
         """The first candidate's schedule that fits, if there is one."""
@@ -525,8 +540,7 @@ class _Least:
     def _schedule(self, request: Request, candidate: PlacementCandidate) -> Schedule | None:
         """One that fits, if there is one: micro-batches one after another, or as the scheduler asked for has it."""
         try:
-            built_in = request.scheduler == "rules" and request.rules is None  # these wait for room
-            if built_in or request.scheduler in SEARCHING:  # one micro-batch is then as good as many
+            if _waits_for_room(request):  # one micro-batch is then as good as many
                 batch = replace(candidate.batch, num_microbatches=candidate.placement.num_routes)
                 trial = Trial.of(request, replace(candidate, batch=batch))
                 trial.look()
@@ -536,6 +550,11 @@ class _Least:
         except PipeplanError:
             return None
         return trial.best
+
+
+def _waits_for_room(request: Request) -> bool:
+    """Whether micro-batches run one after another where there is no room for more: in no schedule that is fixed."""
+    return request.scheduler in SEARCHING or (request.scheduler == "rules" and request.rules is None)
 
 
 def _is_number_given(request: Request) -> bool:
@@ -560,7 +579,7 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
     if request.recompute not in (None, True):
         yield "give --recompute auto", replace(request, recompute=None)
     if request.zero not in (None, AUTO):
-        open_zero = _weighing_levels(replace(request, zero=None, zero_group=None))
+        open_zero = weighing_levels(replace(request, zero=None, zero_group=None))
         if open_zero.any_level:
             yield "give --zero auto", open_zero
     if isinstance(request.placement, str):
@@ -585,17 +604,6 @@ def _all_changed(request: Request) -> tuple[str, Request]:
     given = [remedy.removeprefix("give ") for remedy in remedies if remedy.startswith("give ")]
     others = [remedy for remedy in remedies if not remedy.startswith("give ")]
     return " and ".join([*(["give " + " ".join(given)] if given else []), *others]), request
-
-
-_Point = BoundedChoice | Choice | PlacementCandidate
-
-
-def _placed(request: Request, point: _Point) -> CandidateOrError:
-    """A point cut so that little memory does: where it is open what blocks recompute, all do."""
-    point = point.choice if isinstance(point, BoundedChoice) else point
-    if isinstance(point, Choice) and point.levels:
-        point = replace(point, recompute=True, levels=())
-    return placed(request, point, least_short)
 
 
 def _layout_words(candidate: PlacementCandidate, schedule: Schedule) -> str:

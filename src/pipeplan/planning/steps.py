@@ -71,6 +71,7 @@ from pipeplan.planning.divided_state import DivideState
 from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
 from pipeplan.planning.expanding import of_blocks
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
+from pipeplan.planning.leanest import lean_cuts
 from pipeplan.planning.moves import Moves
 from pipeplan.planning.other_schedules import OtherSchedules
 from pipeplan.planning.own_ways import OwnWays
@@ -647,9 +648,10 @@ class EvenCut(PlanStep):
     cut that is begun then, while nothing else is known, is given up only when ``most`` of what was left is over: the
     work for it would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds
     are left it takes so little that it is made however late it is. If nothing fits with what replicas may divide by
-    default, something with more of it is kept for when nothing else is found. Where a published planner is asked for by
-    name, whatever is found here only stands in for its plan, until there is one; and so does GPipe or 1F1B in a large
-    request where rules are given, or a repetend is asked for.
+    default, something with more of it is kept for when nothing else is found. Where no even cut fits, one for little
+    memory is looked for, but of a large request. Where a published planner is asked for by name, whatever is found here
+    only stands in for its plan, until there is one; and so does GPipe or 1F1B in a large request where rules are given,
+    or a repetend is asked for.
     """
 
     seconds: float = EVEN_CUT_SECONDS
@@ -714,6 +716,8 @@ class EvenCut(PlanStep):
                         self._look(search, level, begin)
             if search.answer is None and auto and plain is None:
                 self._look(search, search.request, begin, held=1)
+            if search.answer is None and not is_large(search.request):
+                self._look_lean(search, begin)
             if search.answer is None and not telling.told and short:
                 search.say(f"no {what} was found that fits: the search goes on")
 
@@ -788,6 +792,24 @@ class EvenCut(PlanStep):
                 return short
             short = True
         return short or (asked > 0 and not unsuited and request.least_memory is not None)
+
+    @staticmethod
+    def _look_lean(search: PlanSearch, begin: Callable[[], None]) -> None:
+        """The first of those cut so that little memory does for which a known schedule fits."""
+        request = search.request
+        for candidate in lean_cuts(request):
+            begin()
+            with suppress(PipeplanError):  # it does not fit
+                trial = Trial.of(search.request, candidate, search.steps)
+                if _is_named(request):
+                    trial.search(request, search.budget, search.budget.remaining)
+                else:
+                    trial.look()
+                if trial.best is not None:
+                    every = candidate.placement.stages
+                    spare = search.may_divide and any(Zero.of(each) != request.sharing(each.copies) for each in every)
+                    search.found_first(trial, spare=spare, stands_in=_by_planner(request))
+                    return
 
     @staticmethod
     def _look_shorter(search: PlanSearch, request: Request, begin: Callable[[], None]) -> None:

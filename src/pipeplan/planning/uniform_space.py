@@ -133,7 +133,7 @@ class BoundedChoice:
     """A choice, ns that no iteration of it is below, and what its usual schedule takes on an even cut: ns, bytes.
 
     With bytes those of the fullest device where nothing is recomputed that need not be by the choice; ``least_bytes``
-    where all is that may be. ``parts`` are of ``usual_ns``.
+    where all is that may be, and of no less than the largest block. ``parts`` are of ``usual_ns``.
     """
 
     choice: Choice
@@ -352,6 +352,16 @@ class Blocks:
     def counts(self) -> Array:
         """[kind] how many blocks are of it."""
         return np.bincount(self.kinds, minlength=len(self.each))
+
+    def least_bytes(self, pricing: Pricing, positions: int) -> float:
+        """Bytes that the fullest of so many positions holds at least, with one micro-batch, wherever blocks are cut.
+
+        One of them has the largest block, and together they have all. Raises UsageError as above.
+        """
+        costs = self.columns(pricing)
+        held = costs.state.sum(axis=1) + np.maximum(0, costs.activation_bytes - self.loose_bytes(pricing))
+        every = int(np.dot(self.counts, held)) - self.counted_again(pricing.shards, pricing.zero).total
+        return max(int((held + costs.workspace_bytes).max()), every / positions)
 
     def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging) -> int:
         """Ns of what copies exchange of all blocks with each micro-batch."""
@@ -726,7 +736,7 @@ class _BoundTable:
                 (m * even, m * again / working, m * (longest_ns - even), m * exchanged / p, after_ns), axis=1
             ),
             needs=held,
-            smallest=smallest,
+            smallest=np.maximum(smallest, summed("alone_bytes")),
             fits=np.isfinite(again) & ((held <= limit) | (again > 0)),
             again=again > 0,
             possible=(static + summed("least_bytes") <= p * limit) & (summed("alone_bytes") <= limit),
