@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from builders.chains import chain_profile
 from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError
 from pipeplan.examples import model, shape
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning.block_splits import split_stages
+from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.frontier import _plan_notes
 from pipeplan.planning.plan_frontier import PlanFrontier, chains, plan_frontier
@@ -86,6 +88,20 @@ def test_one_stage_is_among_the_plans() -> None:
         )
     assert not frontier.interrupted
     assert not frontier.rough
+
+
+@pytest.mark.slow
+def test_the_bound_is_said_with_what_is_tried() -> None:
+    """Of all numbers of devices, in searches and after them: no point is below, and it is the searches' own at last."""
+    profile, heard = chain_profile(4, placed=False), list[tuple[str, int, int]]()
+    request = request_of(profile, (2, 4), Batch(2, 1))
+    found = plan_frontier(request, progress=lambda what, best, bound, _: heard.append((what, best, bound)))
+    best = min(point.iteration_ns for point in found.points)
+    told = [(what, bound) for what, known, bound in heard if known]
+    assert all(0 < bound <= best for _, bound in told)
+    assert any("partition" in what for what, _ in told)
+    assert any("on 4 devices" in what and "partition" not in what for what, _ in told)
+    assert told[-1][1] == min(request_bound(asked) for asked in request.by_devices)
 
 
 def test_without_time_there_is_something() -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing import active_children, parent_process
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from textwrap import indent
 from threading import Event
@@ -78,7 +78,7 @@ REQUESTS = [asked(), asked((1, 2)), asked(memory_bytes=40_000), asked((1, 2), sc
 )
 def test_what_is_given_away_comes_to_the_same(request_: Request) -> None:
     """Plan, bounds and how many candidates there were."""
-    alone, counting = search_plan(request_), Counting(Dying(0))
+    alone, counting = search_plan(request_), Counting(Dying())
     found = search_plan(request_, executor=counting)
     assert counting.given > 3
     assert (found.plan, found.candidates, found.lower_bound_ns) == (alone.plan, alone.candidates, alone.lower_bound_ns)
@@ -95,7 +95,7 @@ def test_workers_do_not_look_at_what_is_refuted(monkeypatch: pytest.MonkeyPatch)
         own(trial, **how)
 
     monkeypatch.setattr(Trial, "look", counted)
-    for executor in (None, Dying(0)):
+    for executor in (None, Dying()):
         looks.append(0)
         found = search_plan(asked((1, 2)), executor=executor)
     alone, given = looks
@@ -118,15 +118,15 @@ class Counting(Executor):
 
 
 class Dying(Executor):
-    """Does what it is given at once, but for the work with some number, of which its worker dies."""
+    """Does what it is given at once, but for the work with some numbers, of which its worker dies."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.given = number, 0
+    def __init__(self, *numbers: int) -> None:
+        self.numbers, self.given = numbers, 0
 
     def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
         self.given += 1
         future: Future[Any] = Future()
-        if self.given == self.number:
+        if self.given in self.numbers:
             future.set_exception(MemoryError("killed"))
         else:
             future.set_result(work(*items, **named))
@@ -138,6 +138,27 @@ def test_what_dies_costs_its_candidate() -> None:
     assert found.notes[0] == "a candidate was lost with its worker (MemoryError: killed)"
     assert found.candidates.left == alone.candidates.left + 1
     assert check(found.plan).valid
+
+
+@pytest.mark.slow
+def test_how_many_died_is_said() -> None:
+    alone, found = search_plan(asked()), search_plan(asked(), executor=Dying(3, 5, 6))
+    assert found.notes[0] == "3 candidates were lost with their workers (MemoryError: killed)"
+    assert found.candidates.left == alone.candidates.left + 3
+
+
+@pytest.mark.slow
+def test_what_is_cancelled_before_it_began_is_done_here() -> None:
+    class Cancelling(Dying):
+        def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
+            future = super().submit(work, *items, **named)
+            if self.given == 3:
+                future = Future()
+                future.cancel()
+            return future
+
+    alone, found = search_plan(asked()), search_plan(asked(), executor=Cancelling())
+    assert (found.plan, found.candidates, found.notes) == (alone.plan, alone.candidates, alone.notes)
 
 
 def test_workers_that_never_answer_are_gone_on_without() -> None:
@@ -156,7 +177,7 @@ FRONTIER = {"devices": (2, 4), "mini_batch": 16, "deterministic": True, "time_li
 def test_a_frontier_gives_its_searches_candidates_away() -> None:
     """The same points come out; what dies costs its candidate, and is said once."""
     asked = frontier_request(profile((1, 2)), **FRONTIER)
-    alone, counting = search_frontier(asked), Counting(Dying(0))
+    alone, counting = search_frontier(asked), Counting(Dying())
     found = search_frontier(asked, executor=counting)
     assert counting.given > 6
     assert found.points == alone.points
@@ -216,11 +237,11 @@ def dies_once(mark: Path, item: int) -> int:
     return 10 * item
 
 
-def all_of(ahead: Ahead[int, int], count: int) -> Iterator[int | str | None]:
+def all_of(ahead: Ahead[int, int], items: range) -> Iterator[int | str | None]:
     """What comes of so many items where new workers are waited for: until they answer nothing is given to them."""
     ahead.begin()
     wait_for_workers(ahead)
-    for given in ahead.over(iter(range(count)), lambda item: True):
+    for given in ahead.over(iter(items), lambda item: True):
         try:
             yield ahead.found(given)
         except LostError:
@@ -230,7 +251,7 @@ def all_of(ahead: Ahead[int, int], count: int) -> Iterator[int | str | None]:
 
 def wait_for_workers(ahead: Ahead[int, int]) -> None:
     deadline = time.monotonic() + 60
-    while not ahead._ready and time.monotonic() < deadline:
+    while not ahead._ready and not ahead._closed and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
@@ -239,17 +260,101 @@ def test_a_process_that_dies_costs_only_what_it_died_of(tmp_path: Path) -> None:
     """Others that were at work break with it, and are done again; so is what somebody else killed it at."""
     before = set(active_children())
     ahead = Ahead(dies_of_three, (), lambda: math.inf, 4, *processes(2))
-    assert list(all_of(ahead, 6)) == [0, 10, 20, "lost", 40, 50]
+    assert list(all_of(ahead, range(6))) == [0, 10, 20, "lost", 40, 50]
     ahead.end()
     ahead = Ahead(partial(dies_once, tmp_path / "mark"), (), lambda: math.inf, 4, *processes(2))
-    assert list(all_of(ahead, 6)) == [0, 10, 20, 30, 40, 50]
+    assert list(all_of(ahead, range(6))) == [0, 10, 20, 30, 40, 50]
     assert (tmp_path / "mark").exists()
     ahead.end()
     assert set(active_children()) == before
 
 
+@pytest.mark.slow
+def test_a_given_pool_that_breaks_costs_only_what_it_died_of() -> None:
+    """What was in progress is done again by a process that ends with it, the rest here; the pool stays its owner's."""
+    before = set(active_children())
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        given = Ahead(dies_of_three, (), lambda: math.inf, 4, partial(itself, pool), None)
+        found = list(all_of(given, range(3, 9)))
+        given.end()
+    assert [own or 10 * item for item, own in enumerate(found, start=3)] == ["lost", 40, 50, 60, 70, 80]
+    assert found[-2:] == [None, None], "they are for this process"
+    assert "the rest was done without them" in "".join(given.notes)
+    assert set(active_children()) == before
+
+
+def itself(pool: Executor) -> Executor:
+    return pool
+
+
+@pytest.mark.slow
+def test_a_given_pool_that_is_killed_gives_the_same_plan() -> None:
+    """With several candidates in flight, at which its processes were stopped before."""
+    request = asked()
+
+    class Killing(Counting):
+        def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
+            for number, what in ((4, signal.SIGSTOP), (12, signal.SIGKILL)):
+                for pid in list(pool._processes) if self.given == number else ():
+                    os.kill(pid, what)
+            return super().submit(work, *items, **named)
+
+    alone = search_plan(request)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        killing = Killing(pool)
+        found = search_plan(request, executor=killing)
+    assert killing.given >= 12
+    assert (found.plan, found.candidates) == (alone.plan, alone.candidates)
+    (note,) = set(found.notes) - set(alone.notes)
+    assert note.endswith("the rest was done without them")
+
+
+@pytest.mark.slow
+def test_a_script_whose_pool_breaks_is_not_run_again(tmp_path: Path) -> None:
+    """One that forks needs no line that keeps others from running it."""
+    (tmp_path / "died.py").write_text(f"import os, signal\n{WORK_THAT_DIES}")
+    (tmp_path / "forks.py").write_text(FORKS)
+    done = subprocess.run(
+        [sys.executable, "forks.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "begins\n0\nlost\n20\n"), done.stderr
+
+
+WORK_THAT_DIES = """
+def dies_of_one(item):
+    if item == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 10 * item
+"""
+
+FORKS = """
+print("begins", flush=True)
+import math
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from died import dies_of_one
+from pipeplan.planning.workers import Ahead, LostError
+with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+    ahead = Ahead(dies_of_one, (), lambda: math.inf, 3, lambda: pool, None)
+    ahead.begin()
+    ahead._first.result()
+    for given in ahead.over(iter(range(3)), lambda item: True):
+        try:
+            print(ahead.found(given), flush=True)
+        except LostError:
+            print("lost", flush=True)
+    ahead.end()
+"""
+
+
 def test_what_is_given_away_does_not_depend_on_when_answers_come() -> None:
-    ahead: Ahead[int, int] = Ahead(_noted, (), lambda: math.inf, 3, lambda: Dying(0), None)
+    ahead: Ahead[int, int] = Ahead(_noted, (), lambda: math.inf, 3, lambda: Dying(), None)
     _given.clear()
     found = [ahead.found(each) for each in ahead.over(iter(range(7)), lambda item: item != 2)]
     assert found == [0, 1, None, 3, 4, 5, 6]
@@ -266,7 +371,7 @@ def _noted(item: int) -> int:
 
 def test_workers_have_the_time_that_is_left() -> None:
     """Theirs is up: that is no fault of the search, and says so."""
-    ahead: Ahead[Request, Any] = Ahead(search_plan, (), lambda: 0.0, 2, lambda: Dying(0), None)
+    ahead: Ahead[Request, Any] = Ahead(search_plan, (), lambda: 0.0, 2, lambda: Dying(), None)
     (given,) = ahead.over(iter([replace(asked(), deterministic=False, time_limit=math.inf)]), lambda item: True)
     with pytest.raises(LostError):
         ahead.found(given)
@@ -347,7 +452,7 @@ def test_jobs_name_what_workers_know() -> None:
 def test_a_dask_cluster_of_which_one_process_is_killed_gives_the_same_plan() -> None:
     """When half of what is given away was."""
     distributed = pytest.importorskip("distributed")
-    request, counting = asked((1, 2), memory_bytes=40_000), Counting(Dying(0))
+    request, counting = asked((1, 2), memory_bytes=40_000), Counting(Dying())
     alone = search_plan(request)
     search_plan(request, executor=counting)
     half = counting.given // 2

@@ -26,6 +26,7 @@ from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning.alternatives import choice_words
 from pipeplan.planning.block_splits import group_splits, split_stages
+from pipeplan.planning.bounds import rows_bound
 from pipeplan.planning.candidates import (
     PlacementCandidate,
     any_form,
@@ -48,7 +49,7 @@ from pipeplan.planning.partition_trials import (
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, least_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS, num_left, plan_of, run_search, search_of
-from pipeplan.planning.trials import PlanSearch, Trial, unfit_by_state
+from pipeplan.planning.trials import PlanSearch, Trial, said_lost, unfit_by_state
 from pipeplan.planning.uniform_space import BoundedChoice
 from pipeplan.planning.workers import CandidateWorkers, workers_of
 from pipeplan.schedule.cpsat.solver import Budget
@@ -179,9 +180,10 @@ def plan_frontier(
 
     The request's memory is the most that any plan may take. Ends when all partitions have been tried, at Ctrl-C, or at
     the time limit, that of ``within``, too, whatever is going on then: with what there is. Where the ``quickest`` are
-    looked for, what promises least time comes first. ``progress`` hears what is tried, and of the quickest plan so far.
-    The searches give candidates to ``workers`` or an ``executor``, as :func:`pipeplan.planning.steps.search_plan` says.
-    Where plans of up to so many points are to be ``written``, it ends early enough to make them within the limit.
+    looked for, what promises least time comes first. ``progress`` hears what is tried, the quickest plan so far, and
+    what none is below. The searches give candidates to ``workers`` or an ``executor``, as
+    :func:`pipeplan.planning.steps.search_plan` says. Where plans of up to so many points are to be ``written``, it ends
+    early enough to make them within the limit.
 
     Raises:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
@@ -202,7 +204,7 @@ def plan_frontier(
     seconds, counts = found.limit.elapsed, {point.num_devices for point in points}
     failures = {count: error for count, error in found.failures.items() if count not in counts}
     how = found.num_tried, seconds, found.interrupted, untried, tuple(found.rough)
-    notes = tuple(dict.fromkeys(found.notes))
+    notes = (*said_lost(found.lost), *dict.fromkeys(found.notes))
     return PlanFrontier(tuple(points), *how, failures, notes, stopped=found.interrupted and limit.interrupted)
 
 
@@ -225,6 +227,8 @@ def _searched(
     whole = [asked for asked in requests if _any_partition(asked) and not asked.recompute]
     rough = [asked.num_devices for asked in whole]
     search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress, rough=rough, written=written)
+    if progress is not None:  # those of its searches are higher, and come one after another
+        search.bounds = {asked.num_devices: rows_bound(asked) for asked in requests}
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     if request.least_memory is not None:  # until there is a point, as a search keeps it
         limit.reserved = min(_HOW.explaining, SHORTAGE_KEPT * limit.seconds)
@@ -384,7 +388,8 @@ class _FrontierSearch:
     """What has been found until the time is up; whether there was more to try, and the ``partitions`` that are left.
 
     Of so many points, or all, plans are ``written`` afterwards; each is taken to be made in ``seconds_per_plan``, those
-    that the first one took.
+    that the first one took. ``lost`` are candidates whose workers died of them, and of what; ``bounds`` {devices: ns}
+    are below the time of any plan, as far as it is known.
     """
 
     limit: Limit
@@ -397,6 +402,8 @@ class _FrontierSearch:
     progress: Progress | None = None
     unsearched: bool = False
     notes: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    bounds: dict[int, int] = field(default_factory=dict)
     written: float = 0
     seconds_per_plan: float | None = None
 
@@ -424,6 +431,8 @@ class _FrontierSearch:
             run_search(search, workers)
         finally:
             self.notes += search.notes
+            self.lost += search.lost
+            self._learn(request, search.bound_ns)
             self._keep_trials(search)
         self.num_tried += search.looked_at
         self.unsearched |= num_left(search)[0] > 0
@@ -447,24 +456,34 @@ class _FrontierSearch:
             self.keep(found)
 
     def _heard(self, request: Request) -> Progress | None:
-        """What a search reports, with the devices that it is on; its bound where there are no others."""
-        tell, alone = self.progress, len(request.device_counts) == 1
+        """What a search reports, with the devices that it is on, and the bound of all numbers of devices."""
+        tell = self.progress
         if tell is None:
             return None
 
         def hear(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
             known = [best for best in (best_ns, *(point.iteration_ns for point in self.best)) if best]
             where = f"{what} on {named_devices(request.num_devices)}"
-            tell(where, min(known, default=0), bound_ns if alone else 0, self.limit.elapsed)
+            if best_ns:  # else it is one of what is being looked at alone
+                self._learn(request, bound_ns)
+            tell(where, *self._told(known, bound_ns), self.limit.elapsed)
 
         return hear
 
     def report(self, request: Request, what: str) -> None:
-        """Say what is tried, and of the quickest plan so far; no bound is known."""
+        """Say what is tried, the quickest plan so far, and the bound."""
         if self.progress is not None and self.best:
-            best = min(point.iteration_ns for point in self.best)
             where = f"{what} on {named_devices(request.num_devices)}, {len(self.best)} points"
-            self.progress(where, best, 0, self.limit.elapsed)
+            self.progress(where, *self._told([point.iteration_ns for point in self.best]), self.limit.elapsed)
+
+    def _told(self, known: Sequence[int], else_ns: int = 0) -> tuple[int, int]:
+        """The least of what is known and the bound, ns; before there is a plan only what bound is to be said."""
+        best = min(known, default=0)
+        return best, min(best, *self.bounds.values()) if best else else_ns
+
+    def _learn(self, request: Request, bound_ns: int) -> None:
+        """No plan on the devices of a request is below a bound."""
+        self.bounds[request.num_devices] = max(bound_ns, self.bounds.get(request.num_devices, 0))
 
     def left(self, share: float = 1.0) -> float:
         """Seconds until a share of the time is over."""

@@ -90,6 +90,7 @@ from pipeplan.planning.trials import (
     late_of,
     look_at,
     preferred,
+    said_lost,
     workloads,
 )
 from pipeplan.planning.uniform_space import Choice
@@ -1150,7 +1151,7 @@ def search_plan(
         at_least=not all_counted,
     )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
-    notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
+    notes = [*said_lost(search.lost), *search.notes, *(note for trial in search.trials for note in trial.notes)]
     beside = _BesidePlan.of(search, best, last, explain=explain)
     if beside.explanation is not None:
         notes += unexplained(beside.explanation, ended=search.unexplained)

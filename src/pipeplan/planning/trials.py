@@ -526,6 +526,7 @@ class PlanSearch:
     layouts that there was no time for are left ``unexplained``. Of a large request
     proposals are ``put_off`` whose ``row`` of the table should take long by what ``forms`` of its kind were off.
     To ``secure`` is to make the best trial's plan, or to keep time for it; ``not_made`` says why it was not made.
+    ``lost`` are candidates whose workers died of them: of what.
     """
 
     request: Request
@@ -558,6 +559,7 @@ class PlanSearch:
     unexplained: bool = False
     stands_in: Trial | None = None
     ahead: Ahead[LookAhead, LookedAt] | None = None
+    lost: list[str] = field(default_factory=list)
     forms: FormErrors | None = field(default_factory=FormErrors)
     row: BoundedChoice | None = None
     put_off: list[Proposal] = field(default_factory=list)
@@ -768,7 +770,7 @@ class PlanSearch:
             looked = self.ahead.found(coming.given)
         except LostError as lost:
             self.unfinished += 1
-            self.notes.append(f"a candidate was lost with its worker ({lost})")
+            self.lost.append(str(lost))
             return None
         if looked is None:
             return propose()
@@ -925,6 +927,16 @@ class PlanSearch:
             value, made_by, _ = known
             now = what if what == made_by else f"{what}; the best is from {made_by}"
             self.progress(now, value, min(self.bound_ns, value), self.budget.elapsed)
+
+
+def said_lost(lost: Sequence[str]) -> tuple[str, ...]:
+    """How many candidates were lost with their workers, and why, of which there may be none."""
+    if not lost:
+        return ()
+    whose = "a candidate was lost with its worker"
+    if len(lost) > 1:
+        whose = f"{len(lost)} candidates were lost with their workers"
+    return (f"{whose} ({'; '.join(dict.fromkeys(lost))})",)
 
 
 def unfit_by_state(request: Request) -> InfeasibleError | None:

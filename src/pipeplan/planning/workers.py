@@ -13,10 +13,12 @@ import math
 import os
 import pickle
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     BrokenExecutor,
+    CancelledError,
     Executor,
     Future,
     InvalidStateError,
@@ -27,10 +29,13 @@ from concurrent.futures import (
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import get_context, parent_process
+from multiprocessing import parent_process
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
 from tempfile import TemporaryFile
 from threading import Lock, Thread
+from types import ModuleType
 from typing import IO, Any, Generic, TypeVar, cast
 
 from pipeplan.errors import UsageError
@@ -55,7 +60,10 @@ class LostError(Exception):
 
 @dataclass(slots=True)
 class Given(Generic[Item, Found]):
-    """An item, and what is being done with it; ``future`` None: nothing yet."""
+    """An item, and what is being done with it; ``future`` None: nothing yet.
+
+    It is ``suspect`` if it was at work when workers broke, so that it is done again alone.
+    """
 
     item: Item
     future: Future[bytes] | None = None
@@ -71,8 +79,9 @@ class Ahead(Generic[Item, Found]):
     """What does ``work`` with items ahead: of so many at once, by an executor that ``renew`` makes, also anew.
 
     ``known`` are objects that items refer to, and that workers keep. ``left`` says for how many seconds they may work.
-    An executor that is given is not made anew: what does not come back from it is lost. ``close`` ends one that was
-    made. It is made with the first items, and until the first worker has answered nothing is given away.
+    ``close`` ends one that was made. An executor that is given has none, and is not made anew: where it breaks, what it
+    was at is done again by a process of our own, and the rest without workers. It is made with the first items, and
+    until the first worker has answered nothing is given away.
     """
 
     work: Callable[[Item], Found]
@@ -87,6 +96,7 @@ class Ahead(Generic[Item, Found]):
     _first: Future[bytes] | None = None
     _given: deque[Given[Item, Found]] = field(default_factory=deque)
     _closed: bool = False
+    _broke: bool = False
 
     def begin(self) -> None:
         """Let the first workers begin, once. Raises TimeUpError."""
@@ -105,6 +115,7 @@ class Ahead(Generic[Item, Found]):
         self._closed = True
         if self._executor is not None and self.close is not None:
             self.close(self._executor)
+        self._executor = None
         for given in self._given:
             if given.future is not None:
                 given.future.cancel()
@@ -114,25 +125,27 @@ class Ahead(Generic[Item, Found]):
         self.begin()
         self._given.clear()
         while True:
+            if self._broke and not any(each.suspect for each in self._given):
+                self.end()
             while len(self._given) < (1 if self._closed else self.window) and (item := next(items, None)) is not None:
                 self._given.append(Given(item))
             if not self._given:
                 return
             for given in self._given if self._ready else ():
-                if any(each.suspect for each in self._given):
+                if self._closed or any(each.suspect for each in self._given):
                     break  # each of those is to be alone
                 if given.future is None and wanted(given.item):
                     self._give(given)
             yield self._given.popleft()
 
     def found(self, given: Given[Item, Found]) -> Found | None:
-        """What has come, or comes, of an item; None where it was given to nobody.
+        """What has come, or comes, of an item; None where it was given to nobody, or nobody can take it.
 
         Raises:
             LostError: its worker died of it, or had no time for it.
             TimeUpError: there is no time to wait for it.
         """
-        if given.suspect and not self._closed:
+        if given.suspect and self._answers():
             self._give(given)  # alone, as others were in it with it
         if given.future is None:
             return None
@@ -140,13 +153,17 @@ class Ahead(Generic[Item, Found]):
             answer = self._waited(given.future)
         except (KeyboardInterrupt, TimeUpError):
             raise
+        except CancelledError:  # by its owner, before it began
+            return None
         except BrokenExecutor as error:
-            if self.close is None or given.suspect:
+            if given.suspect:
                 self._renewed()
-                raise LostError(str(error) or type(error).__name__) from None
-            self._broken(given)
+                raise LostError(_said(error)) from None
+            self._broken(error, given)
             return self.found(given)
         except Exception as error:  # of the executor: what work raises is an answer
+            if given.suspect and self._broke:
+                return None  # the process lives, and does not know what is somebody's own
             raise LostError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
         well, what = _loads(answer, self.known)
         if not well:
@@ -154,11 +171,33 @@ class Ahead(Generic[Item, Found]):
         found: Found = what
         return found
 
-    def _broken(self, *taken: Given[Item, Found]) -> None:
-        """All that was at work broke with one of them: nobody knows which."""
+    def _broken(self, error: BrokenExecutor, *taken: Given[Item, Found]) -> None:
+        """All that was at work broke with one of them, and nobody knows which: each is to be done again alone."""
+        suspects = [each for each in (*taken, *self._given) if each.future is not None and not _has_come(each.future)]
+        for given in suspects:
+            given.suspect, given.future = True, None
+        if self._closed:
+            return
+        if self.close is None:
+            if not suspects:
+                self._leave(f"workers take nothing more ({_said(error)})")
+                return
+            self.notes.append(f"the workers broke ({_said(error)}): the rest was done without them")
+            self._executor, self._broke = None, True  # it stays its owner's
+            self.renew, self.close = processes(1, context=_WithoutMain())
         self._renewed()
-        for given in (*taken, *self._given):
-            given.suspect, given.future = given.suspect or given.future is not None, None
+
+    def _answers(self) -> bool:
+        """Whether new workers have begun to answer, which is waited for. Raises TimeUpError."""
+        if self._closed or self._first is None:
+            return False
+        try:
+            self._waited(self._first)
+        except (KeyboardInterrupt, TimeUpError):
+            raise
+        except Exception:
+            pass  # which is said when they are asked whether they are ready
+        return self._ready
 
     @property
     def _ready(self) -> bool:
@@ -187,8 +226,8 @@ class Ahead(Generic[Item, Found]):
             return  # a function of somebody's own, say, which cannot be sent
         try:
             given.future = self._submitted(job)
-        except BrokenExecutor:
-            self._broken(given)
+        except BrokenExecutor as error:
+            self._broken(error)
 
     def _submitted(self, job: bytes) -> Future[bytes] | None:
         assert self._executor is not None
@@ -198,9 +237,9 @@ class Ahead(Generic[Item, Found]):
                 return submitted(self._executor, answered, self._told, job)
             return self._executor.submit(answered, self._told, job)  # by its owner's processes
         except (BrokenExecutor, RuntimeError) as error:
-            if isinstance(error, BrokenExecutor) and self.close is not None and self._first is not None:
-                raise  # ours, which can be made anew
-            self._leave(f"workers take nothing more ({error})")
+            if isinstance(error, BrokenExecutor) and self._first is not None:
+                raise  # with all that they are at
+            self._leave(f"workers take nothing more ({_said(error)})")
             return None
 
     def _waited(self, future: Future[bytes]) -> bytes:
@@ -213,6 +252,14 @@ class Ahead(Generic[Item, Found]):
                 if polls > MOST_POLLS and not future.done():
                     raise BrokenExecutor("a process has ended in the middle of an answer")
         return future.result()
+
+
+def _has_come(future: Future[bytes]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def answered(told: bytes, job: bytes) -> bytes:
@@ -366,19 +413,19 @@ def _taken(descriptor: Any, size: int) -> object:
 
 
 def processes(
-    count: int, begin: Callable[..., None] | None = None, *given: object
+    count: int, begin: Callable[..., None] | None = None, *given: object, context: SpawnContext | None = None
 ) -> tuple[Callable[[], ProcessPoolExecutor], Callable[[Executor], None]]:
     """What makes an executor of ``count`` processes, each running ``begin`` first; and what ends one at once.
 
     They end where the process that made them does, however that ends. They are to begin :func:`deaf`. Of what they are
-    ``given`` all that is large is :class:`HandedOver`.
+    ``given`` all that is large is :class:`HandedOver`. A ``context`` may begin them in another way.
     """
+    # Threads of a progress line, and of the solver, do not survive a fork.
+    how = SpawnContext() if context is None else context
 
     def made() -> ProcessPoolExecutor:
-        # Threads of a progress line, and of the solver, do not survive a fork.
-        context = get_context("spawn")
         with deaf():  # so that what keeps account of their semaphores outlives a terminal, too
-            executor: Any = ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(begin, given))
+            executor: Any = ProcessPoolExecutor(count, mp_context=how, initializer=_begin, initargs=(begin, given))
         # All begin with the first work: one that began later would come to a list that a thread of the executor goes
         # through as another one ends.
         executor._safe_to_dynamically_spawn_children = False
@@ -400,6 +447,23 @@ def processes(
         executor.shutdown(wait=True, cancel_futures=True)
 
     return made, ended
+
+
+class _ProcessWithoutMain(SpawnProcess):
+    """Does not import the main module, as others do: a script whose own executor forks need not be written for that."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:
+        own = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            return SpawnProcess._Popen(process_obj)
+        finally:
+            sys.modules["__main__"] = own
+
+
+class _WithoutMain(SpawnContext):
+    Process = _ProcessWithoutMain
 
 
 def submitted(executor: Executor, work: Callable[..., Found], *given: object) -> Future[Found]:
