@@ -38,7 +38,6 @@ import argparse
 import json
 import math
 import os
-import resource
 import shlex
 import subprocess
 import sys
@@ -373,7 +372,7 @@ def child(state: State, case: Case, off: Sequence[str], workers: int, *, determi
                 "first_s": told[0][0] if told else seconds,
                 "near_s": near,
                 "known": told,
-                "memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                "memory_bytes": _held(os.getpid(), "VmHWM"),
                 "layout": " and ".join(
                     f"tp {shards}{beside} dp {replicas}" + (f" ZeRO {zero}" if zero else "")
                     for shards, beside, replicas, zero in layouts

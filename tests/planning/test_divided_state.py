@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from pipeplan.checker import check
 from pipeplan.files import Recipe
 from pipeplan.planning.divided_state import divides_by_default
 from pipeplan.planning.request import Request
-from pipeplan.planning.steps import search_plan, without
+from pipeplan.planning.steps import STEPS, EvenCut, search_plan, without
+from pipeplan.planning.trials import PlanSearch
+from pipeplan.schedule.cpsat.solver import Budget
 
 KEPT_WHOLE = without({"divide state"})
 
@@ -37,18 +40,21 @@ def test_replicas_that_divide_all_take_the_place_of_stages_that_are_uneven() -> 
 
 @pytest.mark.parametrize(("sizes", "memory_bytes"), [([5, 20, 10], 1197), ([5, 10, 10], 559)])
 def test_what_is_found_is_never_longer_than_with_all_state_whole(sizes: list[int], memory_bytes: int) -> None:
-    request = asked(sizes, memory_bytes)
+    request = asked(sizes, memory_bytes, placement="one-to-one")
     found, whole = search_plan(request), search_plan(request, steps=KEPT_WHOLE)
     assert found.plan.predicted.iteration_ns <= whole.plan.predicted.iteration_ns
 
 
 def test_state_stays_whole_where_dividing_it_would_be_free_or_is_not_open() -> None:
-    request = asked([20, 20, 20], 1300)
+    request = asked([20, 20, 20], 1300, placement="one-to-one")
     assert divides_by_default(request)
-    assert divides_by_default(asked([20, 20, 20], None)), "for the optimizer's step is shared out, too"
+    assert divides_by_default(asked([20, 20, 20], None, placement="one-to-one")), (
+        "for the optimizer's step is shared out, too"
+    )
     custom = request.profile.model_copy(update={"recipe": Recipe()})
     for other in (
-        asked([20, 20, 20], 1300, devices=2),  # messages take no time
+        asked([20, 20, 20], 1300),  # in a table of layouts levels are choices like any other
+        asked([20, 20, 20], 1300, devices=2, placement="one-to-one"),  # messages take no time
         replace(request, profile=custom),  # as papers print bytes, which may not be apart
         replace(request, zero=0),
         replace(request, replicas=1),
@@ -57,3 +63,19 @@ def test_state_stays_whole_where_dividing_it_would_be_free_or_is_not_open() -> N
         replace(request, placement=search_plan(replace(request, zero=0)).plan.placed),
     ):
         assert not divides_by_default(other)
+
+
+def test_all_levels_are_open_at_once_where_the_first_plan_has_no_room_without_one() -> None:
+    """Two blocks that a third waits for, of which the first is too large for a device; half of the time was for whole
+    copies alone."""
+    profile = chain_of([60, 5, 5])
+    first, last = profile.edges
+    profile = profile.model_copy(update={"edges": (first.model_copy(update={"target": last.target}), last)})
+    request = Request.of(profile, cluster=pairs(2), memory_bytes=1000, mini_batch=8, time_limit=1.0, deterministic=True)
+    search = PlanSearch(request, Budget(math.inf), None, STEPS)
+    assert not search.gives_way
+    EvenCut(seconds=math.inf).run(search)
+    assert search.best is None
+    assert search.spare is not None
+    assert search.gives_way
+    assert search_plan(request).plan.predicted.iteration_ns <= (search.spare.value_ns or 0)

@@ -63,7 +63,11 @@ UNIFORM = without(
 
 @st.composite
 def chains(
-    draw: st.DrawFn, most: int = 6, contexts: tuple[int, ...] = (1,), experts: tuple[tuple[int, int], ...] = ((1, 1),)
+    draw: st.DrawFn,
+    most: int = 6,
+    contexts: tuple[int, ...] = (1,),
+    experts: tuple[tuple[int, int], ...] = ((1, 1),),
+    shards_of_rows: tuple[int, ...] = SHARDS,
 ) -> Profile:
     """Two to six blocks with costs for one and two shards and samples; half of a block takes more than half as long.
 
@@ -75,7 +79,7 @@ def chains(
         rows = []
         alone = draw(st.integers(2, 30)), draw(st.integers(2, 60)), draw(st.integers(1, 40))
         own = experts if index % 2 == 0 else ((1, 1),)
-        for size, shards, context, (expert, split) in itertools.product(SIZES, SHARDS, contexts, own):
+        for size, shards, context, (expert, split) in itertools.product(SIZES, shards_of_rows, contexts, own):
             parts = shards * context * (expert if index else 1)
             forward, backward, held = (part * size // parts + draw(st.integers(0, 2)) for part in alone)
             row = {"microbatch_size": size, "shards": shards, "context": context, "activation_bytes": held}
@@ -157,6 +161,15 @@ def test_search_finds_the_best_of_all_uniform_layouts(
     profile: Profile, num_devices: int, memory: int | None, recompute: bool
 ) -> None:
     """Every size of tensor, data and pipeline parallelism, micro-batch, cut and recomputation, by brute force."""
+    best_of_search(profile, num_devices, memory, recompute)
+
+
+@settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
+@given(chains(4, shards_of_rows=(1,)), st.integers(3, 6), LIMITS, st.booleans())
+def test_of_whole_blocks_the_best_of_all_is_found_too(
+    profile: Profile, num_devices: int, memory: int | None, recompute: bool
+) -> None:
+    """The same where no block can be split: shorter pipelines on some of the devices, too."""
     best_of_search(profile, num_devices, memory, recompute)
 
 

@@ -25,7 +25,7 @@ from pipeplan.files import Block, CostRow, Plan, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning.candidates import shards_of, strategy_choices, uniform_choices
+from pipeplan.planning.candidates import is_chain, shards_of, strategy_choices, uniform_choices
 from pipeplan.planning.held_bounds import HeldBound, back_ns, undominated, way_of
 from pipeplan.planning.request import SUBMODULES, Request, size_of
 from pipeplan.planning.uniform_space import Blocks, Choice
@@ -293,7 +293,7 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     if choice.strategy == "one-to-one" and not choice.spread and request.num_parted == 0:
         longest = max(own.all_ns for own in alone.values())
         bound = max(bound, count * at_speed(longest, fastest))  # it runs all of them on one device
-        if _is_chain(profile) and not splits:  # the last device waits for the others, and they for it
+        if is_chain(profile) and not splits:  # the last device waits for the others, and they for it
             bound = max(bound, way + (count - 1) * at_speed(alone[profile.blocks[-1].id].all_ns, fastest))
     return bound
 
@@ -363,10 +363,3 @@ def _longest_way(profile: Profile, alone: Mapping[str, _AloneTimes]) -> int:
     edges += [(count + target, count + source, own[target].back_ns) for source, target, needed in pairs if needed]
     begins = longest_paths([*order, *(count + block for block in reversed(order))], edges)
     return max(begins[count + block] + each.backward_ns for block, each in enumerate(own))
-
-
-def _is_chain(profile: Profile) -> bool:
-    """Whether every block waits for the one before it, and that for its gradient, possibly among others."""
-    edges = {(edge.source, edge.target) for edge in profile.edges if edge.gradient}
-    ids = [block.id for block in profile.blocks]
-    return all(pair in edges for pair in zip(ids, ids[1:], strict=False))

@@ -406,12 +406,26 @@ def uniform_layouts(request: Request) -> Iterator[BoundedChoice]:
 
 
 def has_table(request: Request) -> bool:
-    """Whether uniform layouts are one table: where only whole blocks are open, in pipelines of any length, there are
-    fewer choices, on all devices; but of a large request each takes seconds, and the best rows come first."""
+    """Whether uniform layouts are one table. Of whole blocks in pipelines of any length there are fewer choices, on all
+    devices: where a strategy is asked for, where blocks are no chain, whose stages are rather a graph, or where shared
+    ones may be spread. Of a large request each of these takes seconds, and the best rows come first."""
     plain = open_splits(request) == (SplitSizes(1, 1),) and request.positions is None
-    plain &= request.placement != "auto" or not is_large(request)
+    if plain and request.placement == "auto" and not is_large(request):
+        plain = not is_chain(request.profile) or any(True in _spreads(request, each) for each in _replicas(request))
+    else:
+        plain &= request.placement != "auto"
     plain &= not (first_layers_open(request) and isinstance(request.placement, str))
     return not (plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES)
+
+
+def is_chain(profile: Profile) -> bool:
+    """Whether every block waits for the one before it, and that for its gradient, possibly among others."""
+
+    def found() -> bool:
+        edges = {(edge.source, edge.target) for edge in profile.edges if edge.gradient}
+        return all(pair in edges for pair in pairwise(block.id for block in profile.blocks))
+
+    return profile.once("chain", found)
 
 
 class _Length(Enum):

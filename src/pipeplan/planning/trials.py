@@ -648,8 +648,10 @@ class PlanSearch:
 
     @property
     def gives_way(self) -> bool:
-        """Whether half of the time is over without a plan: the rest is for replicas that divide what they keep."""
-        return self.best is None and self.may_divide and self.budget.used > DIVIDED_AFTER * self.budget.seconds
+        """Whether the rest of the time is for replicas that divide what they keep: without a plan, once half of it is
+        over, or where the first plan did not fit unless they do."""
+        late = self.spare is not None or self.budget.used > DIVIDED_AFTER * self.budget.seconds
+        return self.best is None and self.may_divide and late
 
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         """In turn until all candidates are seen or steps have often ended with an error, and only repeat it."""
