@@ -104,8 +104,11 @@ def test_all_strategies_whatever_the_profile_says_and_rules_beside_them(zero_bub
     assert found["not_reached"] == []
 
 
-def test_too_few_blocks_for_some_placements(blocks: Path) -> None:
-    found = compared(blocks, "--devices", "8", *QUICKER)
+def test_too_few_blocks_for_some_placements(tmp_path: Path) -> None:
+    """Of three blocks no two devices have two each."""
+    path = tmp_path / "chain.json"
+    write_file(shape("v", 3).model_copy(update={"placement": None}), str(path))
+    found = compared(path, "--devices", "8", *QUICKER)
     assert {row["placement"] for row in found["rows"]} == {"one-to-one", "bidirectional"}
     reasons = {missing["placement"]: missing["why"] for missing in found["not_applicable"] if not missing["schedule"]}
     assert set(reasons) == {"circular", "v-shape", "bidirectional-v-shape"}

@@ -301,7 +301,8 @@ def test_a_plan_states_the_overhead_of_splitting(tmp_path: Path) -> None:
 
 
 def test_stages_can_be_edited_by_hand(chain: Path, tmp_path: Path) -> None:
-    first = ("search", chain, "--devices", 3, "--replicas", 1, "--mini-batch", 12, *QUICK, "--json")
+    said = ("--devices", 3, "--replicas", 1, "--placement", "one-to-one", "--mini-batch", 12)
+    first = ("search", chain, *said, *QUICK, "--json")
     done = pipeplan(*first, "--placement-output", tmp_path / "stages.json", "-o", tmp_path / "first.json")
     assert done.returncode == 0, done.stderr
     stages = json.loads((tmp_path / "stages.json").read_text())
