@@ -304,7 +304,7 @@ def test_memory_is_not_blamed_where_it_is_not_what_is_short() -> None:
 
 
 def test_no_even_cut_is_blamed_where_there_was_none_to_try() -> None:
-    """Where blocks may be split the table may have no row of 1F1B: then nothing was found out."""
+    """Where blocks may be split the table may have no row of 1F1B: then a lean layout of it is the first plan."""
     rows = tuple(
         CostRow(microbatch_size=1, shards=shards, forward_ns=40, backward_ns=80, input_grad_ns=40, weight_grad_ns=40)
         for shards in (1, 2, 4)
@@ -314,5 +314,5 @@ def test_no_even_cut_is_blamed_where_there_was_none_to_try() -> None:
     heard: list[str] = []
     search = PlanSearch(asked, Budget(math.inf), lambda what, *_: heard.append(what), STEPS)
     EvenCut(seconds=math.inf).run(search)
-    assert search.best is None
-    assert not heard
+    assert search.best is not None
+    assert not any("no even cut" in what for what in heard)
