@@ -648,7 +648,8 @@ def test_a_given_placement_is_divided_where_it_does_not_fit() -> None:
 def test_search_chooses_replicas_that_fit_divided() -> None:
     """Nothing but replicas on all devices has no bubbles; they fit only where they divide."""
     words = {"memory_bytes": 20_000, "cluster": cluster_of(4, latency_ns=1, bandwidth=10**12)}
-    whole, divided = search_plan(asked(**words)).plan, search_plan(asked(**words, zero="auto")).plan
+    whole, divided = (search_plan(asked(**words, zero=level)).plan for level in (0, "auto"))
+    assert search_plan(asked(**words)).plan.predicted.iteration_ns == divided.predicted.iteration_ns, "all are open"
     assert divided.predicted.iteration_ns < whole.predicted.iteration_ns
     assert {stage.zero for stage in divided.stages if stage.replicas > 1} == {1}
     grouped = search_plan(asked(**words, zero=1, zero_group=2)).plan
