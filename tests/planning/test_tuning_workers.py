@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +19,7 @@ from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.tuning import Workers
 from pipeplan.planning.workers import HandedOver
 from pipeplan.time_limit import Limit, TimeUpError
+from support.commands import script
 
 REQUEST = Request(shape("v", 2), 2, Batch(2, 1), sizes=(1,))
 
@@ -138,15 +137,7 @@ def test_processes_that_never_read_what_they_are_to_begin_with_keep_nobody(tmp_p
     sleeps.write_text("#!/bin/sh\nexec sleep 600\n")
     sleeps.chmod(0o755)
     (tmp_path / "beginning.py").write_text(BEGINNING)
-    done = subprocess.run(
-        [sys.executable, "beginning.py", true, str(sleeps)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        timeout=120,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = script("beginning.py", true, str(sleeps), cwd=tmp_path)
     said = "[2, 4, 6] ['worker', 'processes', 'died,']\nnot waited for\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 

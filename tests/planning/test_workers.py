@@ -35,6 +35,7 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import Trial
 from pipeplan.planning.workers import Ahead, LostError, answered, processes
 from pipeplan.time_limit import Limit
+from support.commands import script
 
 
 def profile(shards: tuple[int, ...] = (1,)) -> Profile:
@@ -314,15 +315,7 @@ def test_a_script_whose_pool_breaks_is_not_run_again(tmp_path: Path) -> None:
     """One that forks needs no line that keeps others from running it."""
     (tmp_path / "died.py").write_text(f"import os, signal\n{WORK_THAT_DIES}")
     (tmp_path / "forks.py").write_text(FORKS)
-    done = subprocess.run(
-        [sys.executable, "forks.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        timeout=120,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = script("forks.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "begins\n0\nlost\n20\n"), done.stderr
 
 
@@ -508,16 +501,7 @@ if __name__ == "__main__":
     end(pool)
 """
     (tmp_path / "terminal.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "terminal.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,
-        timeout=120,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = script("terminal.py", cwd=tmp_path, start_new_session=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -623,18 +607,9 @@ else:
 def test_a_worker_that_dies_in_the_middle_of_an_answer_keeps_nobody(when: str, tmp_path: Path) -> None:
     """Neither the search nor the end of the process waits for the rest, which never comes."""
     (tmp_path / "torn.py").write_text(TORN)
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     code = f"if __name__ == '__main__':\n{indent(ENDS[when], '    ')}"
     (tmp_path / "ends.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "ends.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = script("ends.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
