@@ -11,7 +11,7 @@ import pytest
 from builders.chains import chain_profile, split_chain
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import Profile, TiedParameter
-from pipeplan.planning.candidates import even_cuts, likely_choices
+from pipeplan.planning.candidates import even_cuts, has_table, likely_choices
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.leanest import least_bytes, placed_lean, plainest_first, weighing_levels
 from pipeplan.planning.request import Request
@@ -34,6 +34,12 @@ def shared_ends(own: int = OWN) -> Profile:
     return chain.model_copy(update={"blocks": tuple(blocks), "tied": (tied,)})
 
 
+def branching(chain: Profile) -> Profile:
+    """The same but that the third block waits for the first two, so that whole blocks have no table of layouts."""
+    first, second, *others = chain.edges
+    return chain.model_copy(update={"edges": (first.model_copy(update={"target": second.target}), second, *others)})
+
+
 def asked(memory_bytes: int, **others: Any) -> Request:
     how: dict[str, Any] = {"devices": 4, "mini_batch": 8, "memory_bytes": memory_bytes}
     return Request.of(shared_ends(), **how | others)
@@ -46,9 +52,15 @@ def on_four_replicas() -> int:
 
 @pytest.mark.counted(1e-4)
 @pytest.mark.parametrize("scheduler", ["auto", "1f1b"])
-def test_replicas_that_divide_their_state_are_asked_before_one_pipeline_is_asked_for_less(scheduler: str) -> None:
+@pytest.mark.parametrize("of_table", [False, True])
+def test_replicas_that_divide_their_state_are_asked_before_one_pipeline_is_asked_for_less(
+    scheduler: str, of_table: bool
+) -> None:
     """On one pipeline an end has all that is kept of the table, 8 GB; that was halved for most of the time."""
-    found = shortage(asked(3 * 10**9, scheduler=scheduler), InfeasibleError("no"), 0.15, PUNCTUAL)
+    request = asked(3 * 10**9, scheduler=scheduler)
+    request = request if of_table else replace(request, profile=branching(request.profile))
+    assert has_table(request) == of_table
+    found = shortage(request, InfeasibleError("no"), 0.15, PUNCTUAL)
     assert "(tp 1 dp 4 ZeRO 1 pp 1, all recomputed)" in str(found)
     assert found.enough_bytes is not None
     assert found.enough_bytes <= 1.01 * on_four_replicas()
@@ -90,7 +102,9 @@ def test_a_first_plan_fits_into_what_is_said_to_do(shards: tuple[int, ...]) -> N
         block.model_copy(update={"parameter_bytes": place * OWN, "optimizer_bytes": 0})
         for place, block in enumerate(chain.blocks, 1)
     ]
-    request = replace(asked(10**8), profile=chain.model_copy(update={"blocks": tuple(blocks)}))
+    profile = chain.model_copy(update={"blocks": tuple(blocks)})
+    request = replace(asked(10**8), profile=profile if len(shards) > 1 else branching(profile))
+    assert has_table(request) == (len(shards) > 1), "whole blocks that are no chain have none"
     enough = shortage(request, InfeasibleError("no"), 0.3, PUNCTUAL).enough_bytes
     assert enough is not None
     roomy = request.within(enough)
