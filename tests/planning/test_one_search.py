@@ -9,7 +9,7 @@ import pytest
 
 from pipeplan.checker import check
 from pipeplan.costs.clusters import named_cluster
-from pipeplan.errors import InfeasibleError
+from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model, shape
 from pipeplan.files import Block, Profile
 from pipeplan.planning.frontier import frontier_request
@@ -152,14 +152,28 @@ def test_a_model_has_a_plan_on_devices_of_little_memory(name: str, devices: int,
     assert max(memory.peak_bytes for memory in plan.predicted.memory) <= room
 
 
-def test_the_profile_s_own_placement_is_one_of_all() -> None:
-    """Where others may be chosen, searches try it as frontiers do."""
+@pytest.mark.parametrize("placement", ["auto", "all", "one-to-one"])
+def test_frontiers_place_stages_as_searches_do(placement: str) -> None:
+    """Alone by the profile's own placement unless all are asked for, which is one of them then, or a strategy is."""
     profile = shape("m", 4)
-    asked = frontier_request(profile, devices=(4,), mini_batch=8, **TO_THE_END)
-    found = search_plan(Request.of(profile, devices=4, placement="all", mini_batch=8, **TO_THE_END))
-    (best, *_) = sorted(plan_frontier(asked).points, key=lambda point: point.iteration_ns)
-    assert best.iteration_ns == found.plan.predicted.iteration_ns
-    assert found.lower_bound_ns <= best.iteration_ns
+    assert profile.placement is not None
+    how: dict[str, Any] = {"placement": placement, "mini_batch": 8, **TO_THE_END}
+    found = search_plan(Request.of(profile, devices=4, **how))
+    points = plan_frontier(frontier_request(profile, **how)).points  # on the devices that the placement is for
+    assert min(point.iteration_ns for point in points) == found.plan.predicted.iteration_ns
+    assert found.lower_bound_ns <= found.plan.predicted.iteration_ns
+    assert len({point.memory_bytes for point in points}) > 1
+    stages = [(stage.blocks, stage.devices) for stage in profile.placement.stages]
+    assert ([(stage.blocks, stage.devices) for stage in found.plan.stages] == stages) == (placement != "all")
+
+
+def test_frontiers_of_a_placement_are_on_its_devices() -> None:
+    """As searches are: others contradict it."""
+    profile = shape("m", 4)
+    assert frontier_request(profile, mini_batch=8).device_counts == (4,)
+    with pytest.raises(UsageError, match=r"--devices 2 contradicts the profile's placement, .*give --placement all"):
+        frontier_request(profile, devices=(2, 4), mini_batch=8)
+    assert frontier_request(profile, devices=(2, 4), mini_batch=8, placement="all").device_counts == (2, 4)
 
 
 def test_one_stage_has_each_block_split_in_a_way_of_its_own() -> None:

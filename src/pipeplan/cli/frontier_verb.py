@@ -22,6 +22,7 @@ from pipeplan.cli.shared import (
     FOLDER,
     LARGE_NUMBER,
     MEMORY_RESERVE,
+    PLACED,
     PROFILE_FOR,
     SEED,
     SPARES,
@@ -70,8 +71,9 @@ _ONLY_PLANS = {
     "deterministic": "--deterministic",
     "workers": "--workers",
     "executor": "--executor",
+    "placement": "--placement",
 }
-_PLANNING = ("uniform", "seed", "deterministic")
+_PLANNING = ("uniform", "seed", "deterministic", "placement")
 """Fields of the request that are flags of whole plans, beside sizes."""
 
 _DEVICES = (
@@ -101,6 +103,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--memory", type=BYTES, help="Memory limit of each device, such as 16GB.  [default: the cluster's]")
 @MEMORY_RESERVE
 @recipe_options
+@PLACED
 @zero_options
 @size_options
 @click.option(

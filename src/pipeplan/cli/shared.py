@@ -225,7 +225,7 @@ class _PlacementOption(click.Option):
         """The flag and its help, which is made when it is shown."""
         self.help = (
             f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file. "
-            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so. Stages that "
+            "With a strategy there are no replicas and no split blocks unless --dp and --tp say so. Stages that "
             "form a graph, for models with branches, are among those of auto; --planner graphpipe looks at no others."
         )
         return super().get_help_record(ctx)
@@ -515,6 +515,8 @@ SPARES = click.option(
     "failures it covers.",
 )
 
+PLACED = click.option("--placement", cls=_PlacementOption, type=PLACEMENT, default="auto", metavar="NAME|FILE")
+
 _OPTIONS = (
     click.argument("profile_path", type=FILE, metavar="PROFILE"),
     click.option("--devices", type=NUM_DEVICES, help="Number of devices.  [default: the placement's]"),
@@ -537,7 +539,7 @@ _OPTIONS = (
         type=NUMBER,
         help="Micro-batches per iteration.  [default: 4 x devices; searched with --mini-batch]",
     ),
-    click.option("--placement", cls=_PlacementOption, type=PLACEMENT, default="auto", metavar="NAME|FILE"),
+    PLACED,
     *_COPIES,
     *_ZERO,
     *_SPLITS,

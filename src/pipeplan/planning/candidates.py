@@ -185,10 +185,23 @@ def own_placement(request: Request) -> Iterator[PlacementCandidate]:
         return
     if request.uniform or request.chunks is not None or request.joined is not None:
         return
-    again = (False, True) if request.recompute is None else (request.recompute,)
-    for size, recompute in product(open_sizes(request), again):
+    for size, recompute in product(open_sizes(request), _again(request)):
         batch = Batch(request.batch.mini_batch // size, size)
         yield PlacementCandidate(sharing(request, placement), batch, recompute, "the profile's own")
+
+
+def as_asked(request: Request) -> Iterator[PlacementCandidate]:
+    """Those of a request that says where stages stand, by a placement or a strategy, whatever the memory limit is."""
+    for recompute in _again(request) if request.placement != "auto" else ():
+        asked = replace(request, recompute=recompute)
+        for each in map(partial(placed, asked), grid(asked)):
+            if isinstance(each, PlacementCandidate):
+                yield each
+
+
+def _again(request: Request) -> Sequence[Again]:
+    """What to recompute, be there a memory limit or not."""
+    return (False, True) if request.recompute is None else (request.recompute,)
 
 
 def _exchanging(profile: Profile, placement: Placement) -> Iterator[Placement]:

@@ -20,7 +20,8 @@ from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
 from pipeplan.errors import PipeplanError, SearchTimeoutError, UsageError
-from pipeplan.files import Cluster, Plan, Profile
+from pipeplan.files import Cluster, Placement, Plan, Profile
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, SharingPoints, plan_frontier, sharing_points
 from pipeplan.planning.request import (
     ALL,
@@ -28,6 +29,7 @@ from pipeplan.planning.request import (
     Batch,
     Request,
     Splitting,
+    choose_placement,
     input_notes,
     planned_for,
     require_devices,
@@ -292,18 +294,22 @@ def frontier_request(
     mode: Mode = "all",
     splitting: Splitting | None = None,
     spares: int = 0,
+    placement: Placement | str = "auto",
     **sizes: Any,
 ) -> Request:
     """The request of a frontier: with ``splitting`` of one stage on all devices, else of whole plans.
 
-    The mini-batch is the same for all numbers of devices; that of one stage is one micro-batch. ``sizes`` are fields of
-    whole plans' requests that say how devices are shared out, and ``recompute``; without ``devices`` the numbers are
-    those of the default that can be shared out so.
+    Plans are placed as ``placement`` says, as in a search: by the profile's own, or one that is given, on its devices
+    alone. The mini-batch is the same for all numbers of devices; that of one stage is one micro-batch. ``sizes`` are
+    fields of whole plans' requests that say how devices are shared out, and ``recompute``; without ``devices`` the
+    numbers are those of the default that can be shared out so.
 
     Raises:
         UsageError: no number of devices is said, or more than the cluster has; a mode that needs a memory limit;
-            devices that cannot be shared out as is said.
+            devices that cannot be shared out as is said, or that the placement is not for.
     """
+    if splitting is None:
+        placement, devices = _placed(profile, placement, devices, cluster)
     if devices is None and cluster is None and all(sizes.get(name) for name in AskedSizes._fields):
         devices = (prod(sizes[name] for name in AskedSizes._fields),)
     planned = planned_for(cluster, devices, spares) if spares else 0
@@ -322,7 +328,7 @@ def frontier_request(
         **sizes,
     }
     if splitting is None:
-        asked: dict[str, Any] = {"devices": counts[-1], "placement": ALL, "mini_batch": mini_batch}
+        asked: dict[str, Any] = {"devices": counts[-1], "placement": placement, "mini_batch": mini_batch}
         limit = FRONTIER_SECONDS if time_limit is None else time_limit
         request = replace(Request.of(profile, **asked, **common, time_limit=limit), spares=spares)
     else:
@@ -347,6 +353,18 @@ def frontier_request(
     if mode == "min-devices" and all(each.least_memory is None for each in request.by_devices):
         raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")
     return request
+
+
+def _placed(
+    profile: Profile, placement: Placement | str, devices: Sequence[int] | None, cluster: Cluster | None
+) -> tuple[Placement | str, Sequence[int] | None]:
+    """Where plans are placed, and on how many devices, as a search has it. Raises UsageError."""
+    own = profile.placement
+    if isinstance(placement, str) and ((placement, own) == ("auto", None) or placement in (ALL, *STRATEGIES)):
+        if devices is None and cluster is None and own is not None:
+            devices = (own.num_devices,)
+        return ALL if placement == "auto" else placement, devices
+    return placement, tuple(choose_placement(profile, placement, count)[1] for count in devices or (None,))
 
 
 def _shared_out(

@@ -22,7 +22,7 @@ from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
-from pipeplan.files import Plan
+from pipeplan.files import Placement, Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning.alternatives import choice_words
 from pipeplan.planning.block_splits import group_splits, split_stages
@@ -30,6 +30,7 @@ from pipeplan.planning.bounds import rows_bound
 from pipeplan.planning.candidates import (
     PlacementCandidate,
     any_form,
+    as_asked,
     longest_choices,
     own_placement,
     placed,
@@ -222,7 +223,8 @@ def _searched(
     splits = group_splits(request)
     levels = [level for asked in requests for level in asked.levels]
     free = [asked for asked in levels if _any_partition(asked)]
-    streams = [uniform(asked) for asked in levels], [chains(asked, splits, quickest=quickest) for asked in free]
+    laid_out = [] if isinstance(request.placement, Placement) else levels
+    streams = [uniform(asked) for asked in laid_out], [chains(asked, splits, quickest=quickest) for asked in free]
     partitions = in_turn([each for own in zip_longest(*streams) for each in own if each is not None])
     whole = [asked for asked in requests if _any_partition(asked) and not asked.recompute]
     rough = [asked.num_devices for asked in whole]
@@ -240,9 +242,9 @@ def _searched(
         for asked in whole:
             with search.noting("strategies of one stage"):
                 search.one_stage(asked)
-        for asked in free:
-            with search.noting("the profile's own placement"):
-                search.own_placement(asked)
+        with search.noting("placements that are given"):
+            for asked in levels:
+                search.as_placed(asked, own_placement(asked) if asked in free else as_asked(asked))
         search.try_all(partitions, share[0])
         others = [
             stage_graphs(each, search.memories(each.num_devices))
@@ -258,7 +260,9 @@ def _searched(
 
 def _any_partition(request: Request) -> bool:
     """Whether stages may be of any blocks, on any devices, alike ones; else only what searches and layouts have is."""
-    return not (says_sizes(request) or request.uneven or request.by_kinds or request.joined is not None)
+    return request.placement == "auto" and not (
+        says_sizes(request) or request.uneven or request.by_kinds or request.joined is not None
+    )
 
 
 def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
@@ -524,9 +528,9 @@ class _FrontierSearch:
                 self.rough.remove(request.num_devices)
             return
 
-    def own_placement(self, request: Request) -> None:
-        """Try the profile's own placement in less and less memory: how many micro-batches are in flight is left."""
-        for candidate in own_placement(request):
+    def as_placed(self, request: Request, found: Iterator[PlacementCandidate]) -> None:
+        """Try candidates in less and less memory: how many micro-batches are in flight is left."""
+        for candidate in found:
             limit = request.least_memory
             while not self.best or self.left() > 0:
                 tried = _tried(PartitionTrial(request.within(limit), candidate), candidate, ())

@@ -1288,7 +1288,7 @@ def choose_placement(
             where = "the profile's placement" if wanted == "auto" else given.where
             raise UsageError(
                 f"--devices {num_devices} contradicts {where}, which is for {given.num_devices}; leave --devices out, "
-                "or choose a --placement strategy"
+                "or give --placement all, or a strategy"
             )
         return given, given.num_devices
     assert isinstance(wanted, str)
