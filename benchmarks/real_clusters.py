@@ -135,6 +135,7 @@ MODELS = {
         Model("mixtral-8x7b", "mixtral-8x7b", 8192, expert="1,2,4,8"),
         Model("mixtral-8x22b", "mixtral-8x22b", 8192, expert="1,2,4,8"),
         Model("deepseek-v3", "deepseek-v3", 4096, sizes="1,2", expert="1,8,16,32,64"),
+        Model("deepseek-v3-8k", "deepseek-v3", 8192, sizes="1,2", expert="1,8,16,32,64"),
     )
 }
 
@@ -169,7 +170,7 @@ CASES = (
     *(Case("gpt3-175b", devices) for devices in (64, 512)),
     *(Case("mixtral-8x7b", devices) for devices in (64, 512)),
     *(Case("mixtral-8x22b", devices) for devices in (64, 512)),
-    Case("deepseek-v3", 512),
+    *(Case(model, 512) for model in ("deepseek-v3", "deepseek-v3-8k")),
     Case("gpt3-175b", 64, "a100"),
     *(
         Case(model, devices)
