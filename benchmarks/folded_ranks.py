@@ -99,6 +99,7 @@ def rank(path: str, model_name: str, which: str) -> None:
 
     from pipeplan.files import read_plan
     from pipeplan.runtime.executor.process_groups import AllRanks
+    from pipeplan.runtime.launch.machine import most_resident_bytes
     from pipeplan.runtime.launch.status import Board, Progress
     from pipeplan.runtime.models.load import load_model
     from pipeplan.runtime.parallel.device import Clock
@@ -111,7 +112,7 @@ def rank(path: str, model_name: str, which: str) -> None:
         def __init__(self, device: torch.device, progress: Progress, timeout: timedelta) -> None:
             self.clock = Clock(device)
 
-    imported, held = time.process_time(), _most_held()
+    imported, held = time.process_time(), most_resident_bytes()
     compared = vars(trainer)["alike_in_groups"]
     unheard = {"of_first": lambda value: value, "alike_in_groups": lambda *said: compared(*said) or True}
     vars(trainer).update(AllRanks=Alone, **unheard)
@@ -122,14 +123,8 @@ def rank(path: str, model_name: str, which: str) -> None:
         os.truncate(file.fileno(), Board.size(plan.num_devices))
         progress = Progress(Board(file.fileno(), plan.num_devices), own)
         trainer.Trainer(plan, model, TrainOptions(model_name, backend="fake"), progress)
-    found = {"import_s": imported, "whole_s": time.process_time(), "memory_mb": _most_held() / 1e6}
+    found = {"import_s": imported, "whole_s": time.process_time(), "memory_mb": most_resident_bytes() / 1e6}
     print(json.dumps(found | {"imports_mb": held / 1e6}))
-
-
-def _most_held() -> int:
-    """Bytes that this process held at most; what getrusage says begins with those of who started it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -52,3 +54,12 @@ def test_ranks_divide_the_cores_where_each_gets_one(
     for rank in range(ranks):
         machine.keep_to_own_cores(rank, ranks)
     assert kept == expected
+
+
+def test_what_a_larger_parent_held_is_not_a_child_s() -> None:
+    """As getrusage has it; the parent holds 200 MB when it starts the child."""
+    child = "from pipeplan.runtime.launch.machine import most_resident_bytes; print(most_resident_bytes())"
+    parent = f"import subprocess, sys; held = bytearray(200_000_000); subprocess.run([sys.executable, '-c', {child!r}])"
+    said = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True).stdout
+    assert 1_000_000 < int(said) < 150_000_000
+    assert machine.most_resident_bytes() > 1_000_000

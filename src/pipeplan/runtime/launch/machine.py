@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +39,20 @@ def keep_to_own_cores(rank: int, world_size: int) -> None:
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) >= world_size:
             os.sched_setaffinity(0, cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size])
+
+
+def most_resident_bytes() -> int:
+    """The most memory that this process has had resident.
+
+    Not what getrusage says where the system has better: what was resident in a larger parent counts there, too, as the
+    process is that one's copy until it starts its own program.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):  # not Linux
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 _LEAST_SECONDS = 0.2

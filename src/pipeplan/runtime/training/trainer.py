@@ -52,6 +52,7 @@ from pipeplan.runtime.launch.job import (
     longest_wait,
     run_job,
 )
+from pipeplan.runtime.launch.machine import most_resident_bytes
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.runtime.launch.stopping import STOPPING
 from pipeplan.runtime.models.given_names import PythonValue, found_at, made_by
@@ -477,10 +478,7 @@ class Trainer:
         """What the allocator held at most (CUDA), or the most resident memory of this process (CPU)."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return most_resident_bytes()
 
     def close(self) -> None:
         """Drop works and groups; what outlives the process group may die with it at exit."""
