@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
