@@ -238,14 +238,18 @@ def _executor(
 
 
 def _search_of(request: Request) -> Callable[..., Result]:
-    """What searches for a plan as it is asked for."""
-    from pipeplan.planning.kernel_search import search_kernels
-    from pipeplan.planning.steps import search_plan
-    from pipeplan.planning.targeted import search_target
-
+    """What searches for a plan as it is asked for; what does not is not imported."""
     if request.kernels is not None:
+        from pipeplan.planning.kernel_search import search_kernels
+
         return search_kernels
-    return search_plan if request.only is None else search_target
+    if request.only is not None:
+        from pipeplan.planning.targeted import search_target
+
+        return search_target
+    from pipeplan.planning.steps import search_plan
+
+    return search_plan
 
 
 def tune(

@@ -281,6 +281,17 @@ def test_the_exact_search_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert shortest_run(chain, 10**6) is None
 
 
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_few_choices_at_once_find_the_same(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of many states are made a part at a time; where those of a single one are too many it gives up."""
+    devices, costs = STRATEGIES["circular"].routes(3, 3)[0], [(5 + index % 7, 0, 9, 0) for index in range(16)]
+    chain = chain_of(costs, devices, [60, None, 60])
+    found = shortest_run(chain, 10**6)
+    assert found is not None
+    monkeypatch.setattr(rebalance, "CHOICES_AT_ONCE", at_once)
+    assert shortest_run(chain, 10**6) == (None if at_once == 1 else found)
+
+
 @given(st.lists(st.integers(0, 9), min_size=4, max_size=30), st.integers(1, 600), st.integers(1, 200))
 def test_longest_stages_to_try_are_times_of_stages_however_many_ranges_there_are(
     times: list[int], below: int, most: int

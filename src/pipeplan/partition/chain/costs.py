@@ -117,6 +117,18 @@ class Chain:
         held = self.held(ranges)
         return held.peak + held.statics
 
+    def all_bytes_of(self, ranges: Sequence[tuple[Array, Array]]) -> Array:
+        """:meth:`bytes_of` many devices at once: (begins, ends) of the first stage of each, of the second one, ..."""
+        held = peak = statics = np.zeros_like(ranges[0][0])
+        for begins, ends in ranges:
+            held = held + _between(self.costs.activations, begins, ends)
+            peak = np.maximum(peak, held + self.costs.workspace(begins, ends))
+            statics = statics + _between(self.costs.sums[4], begins, ends)
+        for each, before in self.costs.tied:
+            blocks = np.sum([before[ends] - before[begins] for begins, ends in ranges], axis=0)
+            statics = statics - each.state.total * np.maximum(0, blocks - 1)
+        return peak + statics
+
     def held(self, ranges: Sequence[Range]) -> Held:
         """What a device's stages of these blocks take, in the order of the chain."""
         held = peak = 0

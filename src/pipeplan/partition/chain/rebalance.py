@@ -20,7 +20,7 @@ meet is tried out.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, product
@@ -31,14 +31,28 @@ from numpy.typing import NDArray
 from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array, Chain, Held, Range
 from pipeplan.partition.chain.kernel import Cost, Fits, balanced_split, least_split
-from pipeplan.search_constants import BORDER_STEPS, MAX_REBALANCED, MOST_LENGTH_RANGES, MOST_LENGTHS, PER_DEVICE
-from pipeplan.time_limit import checked
+from pipeplan.search_constants import (
+    BORDER_STEPS,
+    CHOICES_AT_ONCE,
+    MAX_REBALANCED,
+    MOST_LENGTH_RANGES,
+    MOST_LENGTHS,
+    PER_DEVICE,
+)
+from pipeplan.time_limit import checked, checkpoint
 
-State = tuple[Range, ...]
-"""What is left of each segment."""
 
-Layer = dict[State, tuple[int, State]]
-"""What is left -> (busiest device so far in ns, what was left before this device)."""
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What may be left of the segments: ``begins`` and ``ends`` [state, segment] of blocks, each state once.
+
+    ``busiest`` [state] is what the busiest device so far takes, in ns, and ``before`` [state] the state it came from.
+    """
+
+    begins: Array
+    ends: Array
+    busiest: Array
+    before: Array
 
 
 def run_time(chain: Chain, begins: Sequence[int]) -> int:
@@ -54,11 +68,14 @@ def shortest_run(chain: Chain, below: int) -> tuple[int, ...] | None:
     """
     if chain.speeds or math.comb(chain.num_blocks - 1, len(_sides(chain)) - 1) > MAX_REBALANCED:
         return None
-    best, steps = None, iter(range(MAX_REBALANCED))
+    best, steps = None, MAX_REBALANCED
     for longest in checked(_lengths(chain, below), 1):
-        found = least_busiest(chain, -(-(below - longest) // PER_DEVICE), longest, steps)
+        found, looked_at = least_busiest(chain, -(-(below - longest) // PER_DEVICE), longest, steps)
         if found is not None:
             best, below = found, run_time(chain, found)
+        steps -= looked_at
+        if steps < 0:
+            break
     return best
 
 
@@ -83,28 +100,69 @@ def _lengths(chain: Chain, below: int) -> list[int]:
     return lengths[::-1]
 
 
-def least_busiest(chain: Chain, below: int, longest: int, steps: Iterator[int]) -> tuple[int, ...] | None:
-    """Cuts that fit and minimise the work of the busiest device, if that is below ``below`` ns.
+def least_busiest(chain: Chain, below: int, longest: int, steps: int) -> tuple[tuple[int, ...] | None, int]:
+    """Cuts that fit and minimise the work of the busiest device, if that is below ``below`` ns; and the steps it took.
 
     No stage takes more than ``longest`` ns. None if there are none, or if finding them takes more than ``steps``.
     """
     num_devices, sides = len(chain.memory), _sides(chain)
-    junctions = len(sides) - 1
     if below <= -(-chain.times[-1] // num_devices):
-        return None
-    layers: list[Layer] = [dict.fromkeys(_starts(chain.num_blocks, junctions), (0, ()))]
-    limits = below - 1, longest
+        return None, 0
+    starts = np.array(list(_starts(chain.num_blocks, len(sides) - 1)))
+    none = np.zeros(len(starts), dtype=np.int64)
+    layers, looked_at = [_Left(starts[:, :, 0], starts[:, :, 1], none, none)], 0
     for device in range(num_devices):
-        following: Layer = {}
-        for state, (value, _) in layers[-1].items():
-            for left, load, taken in checked(_takes(chain, sides, device, state, limits)):
-                if next(steps, None) is None:
-                    return None
-                better = left not in following or max(value, load) < following[left][0]
-                if better and chain.fits(device, taken):
-                    following[left] = (max(value, load), state)
-        layers.append(following)
-    return _traced(sides, layers)
+        found, last, first, count = [], layers[-1], 0, len(layers[-1].before)
+        while first < len(last.before):
+            checkpoint()
+            some = slice(first, first + count)
+            after = num_devices - 1 - device
+            takes = _takes(chain, sides, after, last.begins[some], last.ends[some], below - 1, longest)
+            if takes is None:  # of fewer states, then
+                if count == 1:
+                    return None, steps + 1
+                count = max(1, count // 2)
+                continue
+            looked_at += len(takes[0])
+            if looked_at > steps:
+                return None, looked_at
+            found.append((takes[0] + first, *takes[1:]))
+            first += count
+        of, *taken = map(np.concatenate, zip(*found, strict=True))
+        layers.append(_least_busy(chain, device, sides, last, of, *taken))
+        if not len(layers[-1].before):
+            return None, looked_at
+    return _traced(sides, layers), looked_at
+
+
+def _least_busy(
+    chain: Chain, device: int, sides: Sequence[int], last: _Left, of: Array, begins: Array, ends: Array, loads: Array
+) -> _Left:
+    """Every state once, as after the takes of a device that leave it least busy: of states ``of`` the ``last``."""
+    if (limit := chain.memory[device]) is not None:
+        taken = list[tuple[Array, Array]]()
+        for segment, each in enumerate(sides):
+            cuts = last.begins[of, segment], begins[:, segment], ends[:, segment], last.ends[of, segment]
+            taken += [cuts[:2], cuts[2:]][:each]
+        fits = chain.all_bytes_of(taken) <= limit
+        of, begins, ends, loads = of[fits], begins[fits], ends[fits], loads[fits]
+    busiest, states = np.maximum(last.busiest[of], loads), _numbered(chain.num_blocks + 1, begins, ends)
+    order = np.lexsort((busiest, states))
+    firsts = np.flatnonzero(np.diff(states[order], prepend=-1))
+    seen = np.minimum.reduceat(order, firsts) if len(order) else order
+    best = order[firsts][np.argsort(seen)]  # in the order in which they were found
+    return _Left(begins[best], ends[best], busiest[best], of[best])
+
+
+def _numbered(base: int, begins: Array, ends: Array) -> Array:
+    """[row] a number for what is left, the same for the same."""
+    numbers, count = np.zeros(len(begins), dtype=np.int64), 1
+    for column in (*begins.T, *ends.T):
+        if count > np.iinfo(np.int64).max // base:
+            different, numbers = np.unique(numbers, return_inverse=True)
+            count = len(different)
+        numbers, count = numbers * base + column, count * base
+    return numbers
 
 
 def _sides(chain: Chain) -> list[int]:
@@ -116,76 +174,71 @@ def _sides(chain: Chain) -> list[int]:
     return sides
 
 
-def _starts(num_blocks: int, junctions: int) -> Iterator[State]:
+def _starts(num_blocks: int, junctions: int) -> Iterator[tuple[Range, ...]]:
+    """Where segments may meet: blocks of each."""
     for cuts in checked(combinations(range(1, num_blocks), junctions)):
         yield tuple(zip((0, *cuts), (*cuts, num_blocks), strict=True))
 
 
 def _takes(
-    chain: Chain, sides: Sequence[int], device: int, state: State, limits: tuple[int, int]
-) -> Iterator[tuple[State, int, list[Range]]]:
-    """(what is left, ns of work, blocks) for every choice of the device's stages that leaves the others enough.
+    chain: Chain, sides: Sequence[int], after: int, begins: Array, ends: Array, most: int, longest: int
+) -> tuple[Array, Array, Array, Array] | None:
+    """Every choice of a device's stages from each state that leaves a block for each stage of those ``after`` it.
 
-    ``limits`` are the most ns of a device, and of a stage.
+    (state it is of, what it leaves: begins and ends, ns of work), by states, then the first segment's first stage, the
+    shortest first. It takes no more than ``most``, and leaves others no more than that; none of its stages takes more
+    than ``longest``. None if there are too many to be looked at together.
     """
-    (most, longest), after = limits, len(chain.memory) - 1 - device
-    must = sum(chain.time(begin, end) for begin, end in state) - after * most
-    for left, load in _bites(chain, sides, after, state, must, most, longest):
-        taken: list[Range] = []
-        for (begin, end), (low, high), ends in zip(state, left, sides, strict=True):
-            taken += [(begin, low), (high, end)][:ends]
-        if after or all(low == high for low, high in left):
-            yield left, load, taken
+    times = np.asarray(chain.times)
+    must = (times[ends] - times[begins]).sum(axis=1) - after * most
+    two = np.array(sides) == 2
+    least = times[begins + 1] - times[begins] + np.where(two, times[ends] - times[ends - 1], 0)
+    rest = [np.cumsum(each[:, ::-1], axis=1)[:, ::-1] - each for each in (least, times[ends] - times[begins])]
+    of, loads, lows, highs = np.arange(len(begins)), np.zeros(len(begins), dtype=np.int64), begins, ends
+    for segment, count in enumerate(sides):
+        for side in range(count):
+            begin, end = lows[:, segment], highs[:, segment]
+            others = count - 1 - side
+            later = longest * (sum(sides[segment + 1 :]) + others)
+            at_least, at_most = rest[0][of, segment], np.minimum(later, rest[1][of, segment] + others * longest)
+            if others:
+                at_least = at_least + times[end] - times[end - 1]
+            need, room = must[of] - loads - at_most, np.minimum(longest, most - loads - at_least)
+            if side == 0:
+                first = np.maximum(begin + 1, np.searchsorted(times, times[begin] + need))
+                last = np.minimum(
+                    end - others - count * after, np.searchsorted(times, times[begin] + room, "right") - 1
+                )
+                if count == 1 and not after:
+                    first = np.maximum(first, end)
+            else:
+                first = np.maximum(begin + 2 * after, np.searchsorted(times, times[end] - room))
+                last = np.minimum(end - 1, np.searchsorted(times, times[end] - np.maximum(0, need), "right") - 1)
+                if not after:
+                    last = np.minimum(last, begin)
+            counts = np.maximum(0, last - first + 1)
+            if counts.sum() > CHOICES_AT_ONCE:
+                return None
+            rows = np.repeat(np.arange(len(of)), counts)
+            nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+            of, lows, highs = of[rows], lows[rows], highs[rows]
+            if side == 0:
+                lows[:, segment] = first[rows] + nth
+                loads = loads[rows] + times[lows[:, segment]] - times[begin[rows]]
+            else:
+                highs[:, segment] = last[rows] - nth
+                loads = loads[rows] + times[end[rows]] - times[highs[:, segment]]
+    return of, lows, highs, loads
 
 
-def _bites(
-    chain: Chain, sides: Sequence[int], after: int, state: State, must: int, most: int, longest: int
-) -> Iterator[tuple[State, int]]:
-    """Bites from all segments that take ``must`` to ``most`` ns together and leave a block for each later stage."""
-    if len(state) == 1:
-        for left, load in _bite(chain, sides[0], after, state[0], must, most, longest):
-            yield (left,), load
-        return
-    alone = max(0, must - longest * sum(sides[1:]))
-    for left, load in _bite(chain, sides[0], after, state[0], alone, most, longest):
-        for others, more in _bites(chain, sides[1:], after, state[1:], must - load, most - load, longest):
-            yield (left, *others), load + more
-
-
-def _bite(
-    chain: Chain, ends: int, after: int, segment: Range, must: int, most: int, longest: int
-) -> Iterator[tuple[Range, int]]:
-    """The same for one segment: at least one block from each of its ends."""
-    begin, end = segment
-    if ends == 1:
-        enough = bisect_left(chain.times, chain.times[begin] + must)
-        for low in range(max(begin + 1, enough), end - after + 1):
-            if chain.time(begin, low) > min(most, longest):
-                return
-            yield (low, end), chain.time(begin, low)
-        return
-    for low in range(begin + 1, end - 2 * after):
-        head = chain.time(begin, low)
-        if head > min(most, longest):
-            return
-        enough = bisect_right(chain.times, chain.times[end] - max(0, must - head)) - 1
-        for high in range(min(end - 1, enough), low + 2 * after - 1, -1):
-            if chain.time(high, end) > min(most - head, longest):
-                break
-            yield (low, high), head + chain.time(high, end)
-
-
-def _traced(sides: Sequence[int], layers: Sequence[Layer]) -> tuple[int, ...] | None:
-    """First block of each stage on the way to the best last layer."""
-    if not layers[-1]:
-        return None
-    left = min(layers[-1], key=lambda state: layers[-1][state][0])
+def _traced(sides: Sequence[int], layers: Sequence[_Left]) -> tuple[int, ...]:
+    """First block of each stage on the way to the best state of the last layer."""
+    state = int(np.argmin(layers[-1].busiest))
     begins: list[int] = []
-    for layer in reversed(layers[1:]):
-        state = layer[left][1]
-        for (begin, _), (_, high), ends in zip(state, left, sides, strict=True):
-            begins += [begin, high][:ends]
-        left = state
+    for before, layer in zip(layers[-2::-1], layers[:0:-1], strict=True):
+        high, state = layer.ends[state], int(layer.before[state])
+        for segment, count in enumerate(sides):
+            begins += [int(before.begins[state, segment]), int(high[segment])][:count]
     return tuple(sorted(begins))
 
 
