@@ -89,9 +89,6 @@ CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 MOST_ENDED = 10
 """Steps that an error has ended, from which on no more candidates are looked at. Not measured."""
 
-MOST_IN_TURN = 512
-"""Groups of devices beyond which each has two stages in turn. Measured: on 512 all are 3 to 4 % of rows, no time."""
-
 MANY_GROUPS = 256
 """Groups of devices beyond which pipelines of fewer than half of them have no rows. Not measured."""
 

@@ -56,7 +56,6 @@ from pipeplan.search_constants import (
     MANY_GROUPS,
     MANY_KINDS,
     MOST_ENTRIES,
-    MOST_IN_TURN,
     PER_DEVICE,
     PLANNERS_DOWNSETS,
     PLANNERS_MOST,
@@ -485,7 +484,7 @@ def _uniform(request: Request, split: SplitSizes, length: _Length) -> Iterator[C
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
                 continue  # a target's may be of both kinds
-            for chunks in _chunks(request, strategy, units)[: 1 if longest else None]:
+            for chunks in _chunks(request, strategy)[: 1 if longest else None]:
                 most = min(units // replicas, blocks // (chunks or 1))
                 lengths = _lengths(request, units, most)[0 if length is _Length.ANY else -1 :]
                 for positions, (recompute, levels) in product(lengths, again):
@@ -529,13 +528,13 @@ def _directions(choice: Choice, uneven: bool) -> Iterator[Choice]:
         yield replace(choice, backwards=True)
 
 
-def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]:
+def _chunks(request: Request, strategy: str) -> Sequence[int | None]:
     """How many stages a position may have on each route: as asked; those of a V or W are two, or as asked."""
     if not STRATEGIES[strategy].chunked:
         return (None,)
     if request.chunks is not None:
         return (request.chunks,)
-    return CHUNKS if strategy == "circular" and units <= MOST_IN_TURN else (2,)
+    return CHUNKS if strategy == "circular" else (2,)
 
 
 def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
