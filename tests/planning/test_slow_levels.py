@@ -179,6 +179,16 @@ def replicas_beside(number: int) -> Placement:
     return Placement(strategy="one-to-one", num_devices=32, stages=tuple(stages))
 
 
+def test_orders_are_all_that_keep_to_levels() -> None:
+    """Also those that fill several groups of a level, where several fill one of the next: 4 and 8 replicas."""
+    cluster = racks_of_16(4.0)
+    node, rack, _ = cluster.levels
+    found = device_orders(replicas_beside(8), cluster.model_copy(update={"levels": (node,)}))
+    assert [each.stages for each in found] == [replicas_beside(number).stages for number in (4, 2, 1)]
+    found = device_orders(replicas_beside(8), cluster.model_copy(update={"levels": (node, rack)}))
+    assert [each.stages for each in found] == [replicas_beside(number).stages for number in (4, 2, 1)]
+
+
 def in_first_order(ratio: float) -> tuple[Request, PlacementCandidate]:
     """Eight replicas of each of two positions in a rack of their own, whose messages all cross the spine."""
     batch = Batch(8, 8)

@@ -374,7 +374,7 @@ def test_virtual_stages_are_a_choice() -> None:
     assert len(two.stages) == 8
     assert two.predicted.iteration_ns > search_plan(request).plan.predicted.iteration_ns
     assert {each.choice.per_position for each in uniform_choices(replace(request, chunks=3))} == {3}
-    larger = replace(request, num_devices=512, batch=Batch(512, 1), positions=4, replicas=None)
+    larger = replace(request, num_devices=1024, batch=Batch(1024, 1), positions=4, replicas=None)
     assert {each.choice.per_position for each in uniform_choices(larger)} == {2, 3, 4}
 
 

@@ -589,7 +589,7 @@ def _tidy(layout: GroupLayout) -> tuple[Devices, ...]:
 
 
 def device_orders(placement: Placement, cluster: Cluster) -> Iterator[Placement]:
-    """The placement with other numbers of replicas side by side, those that fill groups of the cluster's levels.
+    """The placement with other numbers of replicas side by side, those that keep to the cluster's levels.
 
     None where positions are not alike, or have no devices that have to be neighbours.
     """
@@ -619,17 +619,16 @@ def _moved(stage: PlacedStage, devices: tuple[int, ...]) -> PlacedStage:
 
 
 def _numbers_beside(width: int, replicas: int, positions: int, cluster: Cluster) -> list[int]:
-    """How many replicas of a position may lie side by side: all, one, and as fill a group of a level, most first.
+    """How many replicas of a position may lie side by side, most first.
 
-    Or as all positions together do. What lies together then crosses a level's border as a whole or not at all.
+    What lies together crosses a level's border as a whole or not at all, and so do all positions together, unless these
+    are all there are.
     """
     sizes = [level.group_size for level in cluster.levels]
-    found = {1, replicas}
-    for size in sizes:
-        found |= {size // each for each in (width, width * positions) if size % each == 0}
 
     def fits(beside: int) -> bool:
         runs = beside * width, beside * width * positions
-        return replicas % beside == 0 and all(size % run == 0 or run % size == 0 for size in sizes for run in runs)
+        return beside == replicas or all(size % run == 0 or run % size == 0 for size in sizes for run in runs)
 
-    return sorted((beside for beside in found if beside == replicas or fits(beside)), reverse=True)
+    divisors = [beside for beside in range(1, replicas + 1) if replicas % beside == 0]
+    return [beside for beside in reversed(divisors) if fits(beside)]
