@@ -387,6 +387,9 @@ def reports(request: pytest.FixtureRequest) -> Reports:
 
 SHORT = (
     "even four",
+    "uneven context",
+    "even context two",
+    "full_pieces context",
     "mixtral context",
 )
 """Cases that run with the slow tests; the others with the long ones."""
@@ -471,16 +474,17 @@ def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeyp
             assert given.of_rank[rank][BETWEEN_STAGES] == sent
             if stage.expert == 1 or stage.shards == 1:
                 assert given.of_rank[rank] == own + Counter({BETWEEN_STAGES: sent})
-            elif stage.expert_shards == stage.context == 1:  # words of half a sequence do not choose evenly
+            elif stage.expert_shards == 1:
                 assert given.of_rank[rank] == _as_words_choose(own, stage, rank)
 
 
 def _as_words_choose(planned: Counter[Given], stage: Stage, rank: int) -> Counter[Given]:
     """With as many rows as a shard's words send to other devices, in place of as many as those of all do on average."""
-    place, words = stage.devices.index(rank), SEQUENCE // stage.shards
-    begin, each = place % stage.shards * words, EXPERTS // stage.expert
-    reached = ({expert // each for expert in pair} - {place} for pair in expert_models.evenly()[begin : begin + words])
-    more = Fraction(sum(map(len, reached))) / Fraction(places_reached(stage.expert, EACH) * words)
+    place, each = stage.devices.index(rank), EXPERTS // stage.expert
+    sequence = own_positions(SEQUENCE // stage.context, Shards(stage.context, place // stage.shards % stage.context))
+    words = sequence.chunk(stage.shards)[place % stage.shards].tolist()
+    reached = ({expert // each for expert in pair} - {place} for pair in map(expert_models.evenly().__getitem__, words))
+    more = Fraction(sum(map(len, reached))) / Fraction(places_reached(stage.expert, EACH) * len(words))
     found = Counter(planned)
     for one in planned:
         if one.how == "all_to_all":
