@@ -58,6 +58,8 @@ ZOO: dict[str, Callable[[], Model]] = {
     "full_pieces": expert_models.full_pieces,
     "gpt2-tiny": lambda: load_model("gpt2-tiny"),
     "odd": lambda: load_model("gpt2-experts-tiny", sequence=ODD),
+    "zoo": lambda: load_model("gpt2-experts-tiny"),
+    "zoo with capacity": lambda: load_model("gpt2-experts-capacity-tiny"),
 }
 
 MICROBATCH, NUM_MICROBATCHES = 4, 2
@@ -229,6 +231,14 @@ def test_words_beyond_a_capacity_are_left_out_of_each_devices_own(sizes: dict[st
     if not own:
         losses = [run_in_threads(plan, model_of(name), 3).loss for name in ("full", "uneven")]
         assert abs(losses[0] - losses[1]) > 1e-6, "something is left out"
+
+
+def test_a_model_of_the_zoo_has_a_capacity() -> None:
+    """Of which each device leaves out what is beyond it, as the same model without one does not."""
+    losses = [
+        run_in_threads(one_stage(name, expert=4), model_of(name), 3).loss for name in ("zoo", "zoo with capacity")
+    ]
+    assert abs(losses[0] - losses[1]) > 1e-6
 
 
 @pytest.mark.parametrize(("capacity", "stands_in"), [(None, False), (1, False), (2, False), (None, True)])
