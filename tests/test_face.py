@@ -426,7 +426,7 @@ def test_a_frontier_says_what_is_best_so_far() -> None:
     def hear(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
         heard.append((threading.current_thread() is threading.main_thread(), best_ns))
 
-    asked: dict[str, Any] = {"devices": [1, 2], "plans": True, "time_limit": 1, "progress": hear}
+    asked: dict[str, Any] = {"devices": [1, 2], "placement": "all", "plans": True, "time_limit": 1, "progress": hear}
     with ThreadPoolExecutor() as threads:
         found = threads.submit(pipeplan.frontier, chain_profile(2), **asked).result(60)
     assert heard

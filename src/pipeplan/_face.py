@@ -551,6 +551,7 @@ def frontier(
     plans: bool = False,
     uniform: bool = False,
     mini_batch: int | None = None,
+    placement: Placement | Path = "auto",
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     zero_exchange: Literal["auto", "inside"] = "auto",
@@ -582,7 +583,8 @@ def frontier(
 
     Args:
         profile: the model's blocks and what each one costs, or the path of a profile file.
-        devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's.
+        devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's, and
+            with ``plans`` those of the placement.
         cluster: devices, memory, links and prices, or the path of a cluster file.
         spares: devices of ``cluster`` to keep spare, in whole nodes; the result's ``spares`` say what that costs.
         profile_for: with ``plans``: profiles of kinds of devices, as in :func:`search`.
@@ -596,6 +598,8 @@ def frontier(
         plans: consider pipelines as well, and make every point a plan, instead of one stage on all devices.
         uniform: with ``plans``: only layouts that trainers take as settings, with the same sizes for every stage.
         mini_batch: samples per iteration, on any number of devices.
+        placement: with ``plans``: as in :func:`search`; a profile that has one is planned on it alone, on its devices,
+            unless this says ``"all"``.
         zero: with ``plans``: sharded state, as in :func:`search`; by default none.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
         zero_exchange: when levels 2 and 3 exchange: ``"inside"`` of each action, block by block, as FSDP does that
@@ -627,7 +631,9 @@ def frontier(
         UsageError: an argument makes no sense.
 
     Example:
-        >>> found = pipeplan.frontier("profiles/tessel-v.json", devices=[1, 2], plans=True, time_limit=5)
+        >>> found = pipeplan.frontier(
+        ...     "profiles/tessel-v.json", devices=[1, 2], placement="all", plans=True, time_limit=5
+        ... )
         >>> [(point.num_devices, point.memory_bytes, point.time_ns) for point in found.points]
     """
     from pipeplan.cli.frontier_verb import frontier_request

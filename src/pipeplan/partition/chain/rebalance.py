@@ -43,7 +43,7 @@ from pipeplan.time_limit import checked, checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class _LeftOver:
     """What may be left of the segments: ``begins`` and ``ends`` [state, segment] of blocks, each state once.
 
     ``busiest`` [state] is what the busiest device so far takes, in ns, and ``before`` [state] the state it came from.
@@ -110,7 +110,7 @@ def least_busiest(chain: Chain, below: int, longest: int, steps: int) -> tuple[t
         return None, 0
     starts = np.array(list(_starts(chain.num_blocks, len(sides) - 1)))
     none = np.zeros(len(starts), dtype=np.int64)
-    layers, looked_at = [_Left(starts[:, :, 0], starts[:, :, 1], none, none)], 0
+    layers, looked_at = [_LeftOver(starts[:, :, 0], starts[:, :, 1], none, none)], 0
     for device in range(num_devices):
         found, last, first, count = [], layers[-1], 0, len(layers[-1].before)
         while first < len(last.before):
@@ -136,8 +136,15 @@ def least_busiest(chain: Chain, below: int, longest: int, steps: int) -> tuple[t
 
 
 def _least_busy(
-    chain: Chain, device: int, sides: Sequence[int], last: _Left, of: Array, begins: Array, ends: Array, loads: Array
-) -> _Left:
+    chain: Chain,
+    device: int,
+    sides: Sequence[int],
+    last: _LeftOver,
+    of: Array,
+    begins: Array,
+    ends: Array,
+    loads: Array,
+) -> _LeftOver:
     """Every state once, as after the takes of a device that leave it least busy: of states ``of`` the ``last``."""
     if (limit := chain.memory[device]) is not None:
         taken = list[tuple[Array, Array]]()
@@ -151,7 +158,7 @@ def _least_busy(
     firsts = np.flatnonzero(np.diff(states[order], prepend=-1))
     seen = np.minimum.reduceat(order, firsts) if len(order) else order
     best = order[firsts][np.argsort(seen)]  # in the order in which they were found
-    return _Left(begins[best], ends[best], busiest[best], of[best])
+    return _LeftOver(begins[best], ends[best], busiest[best], of[best])
 
 
 def _numbered(base: int, begins: Array, ends: Array) -> Array:
@@ -231,7 +238,7 @@ def _takes(
     return of, lows, highs, loads
 
 
-def _traced(sides: Sequence[int], layers: Sequence[_Left]) -> tuple[int, ...]:
+def _traced(sides: Sequence[int], layers: Sequence[_LeftOver]) -> tuple[int, ...]:
     """First block of each stage on the way to the best state of the last layer."""
     state = int(np.argmin(layers[-1].busiest))
     begins: list[int] = []
