@@ -78,8 +78,8 @@ _PLANNING = ("uniform", "seed", "deterministic", "placement")
 
 _DEVICES = (
     "Numbers of devices to consider; with --mode min-devices a single number is the maximum.  [default: the cluster's; "
-    "also the powers of two below it with --plans, --mode profile or --mode min-devices; with --plans and no cluster the "
-    "placement's]"
+    "also the powers of two below it with --plans, --mode profile or --mode min-devices; with --plans and "
+    "no cluster the placement's]"
 )
 _MINI_BATCH = (
     "Global batch size: samples per iteration, on any number of devices.  [default: the largest profiled size "
