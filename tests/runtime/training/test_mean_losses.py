@@ -336,7 +336,19 @@ def test_batch_norms_take_the_statistics_of_micro_batches_and_that_is_said(model
     )
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if name.endswith("-tiny")])
+CAPACITY = "gpt2-experts-capacity-tiny"
+
+
+def test_what_experts_leave_out_is_said_to_be_of_micro_batches() -> None:
+    """Nobody takes it for a mistake that a sample's loss depends on those beside it."""
+    model = zoo_model(CAPACITY)
+    assert model.loss_of == "micro-batches"
+    assert find_losses(model).means == {}
+    with pytest.raises(UsageError, match="makes other numbers of a sample when another is beside it"):
+        find_losses(replace(model, loss_of=""))
+
+
+@pytest.mark.parametrize("name", [name for name in ZOO if name.endswith("-tiny") and name != CAPACITY])
 def test_losses_of_the_zoo_are_sums(name: str) -> None:
     """That nobody looks at them when they run is right."""
     model = zoo_model(name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -163,12 +164,13 @@ class GPTExpertsSize(GPTSize):
         return Mixture(*sizes, self.capacity, self.spread, self.load)
 
     def model(self, name: str) -> Model:
-        """The model of this size, of which devices may share experts."""
+        """The model of this size, of which devices may share experts; a capacity is of a micro-batch's words."""
 
         def of_one(count: int, load: float) -> Model:
             return replace(self, spread=count, load=load).model(name)
 
-        return replace(GPTSize.model(self, name), spread=of_one)
+        alone: Literal["", "micro-batches"] = "micro-batches" if self.capacity else ""
+        return replace(GPTSize.model(self, name), spread=of_one, loss_of=alone)
 
     def _writing(self, name: str, placed: bool, count: int) -> Model:
         """Nothing is left out of texts that are written on, where it would depend on whose words come together."""
