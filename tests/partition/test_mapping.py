@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 from random import Random
 from typing import Any
 
@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
-from pipeplan.partition.mapping import GroupLinks, GroupMemory, LayoutSearch, LinkTime, link_time, mapped
+from pipeplan.partition.mapping import (
+    GroupLinks,
+    GroupMemory,
+    LayoutSearch,
+    LinkTime,
+    link_time,
+    mapped,
+    neighbours,
+    num_neighbours,
+)
 from support.marks import some_of
 
 Devices = tuple[int, ...]
@@ -342,3 +351,12 @@ def test_a_search_ends_when_its_work_is_done(groups: tuple[int, ...], monkeypatc
 
 def two_nodes() -> Cluster:
     return cluster_of((NODES, NETWORK), ((8, None),))
+
+
+@pytest.mark.parametrize("levels", [(), (NODES,), (NODES, NETWORK)], ids=len)
+def test_groups_of_neighbours_are_counted(levels: tuple[LinkLevel, ...]) -> None:
+    """Also where nodes or the last of them have devices left over, and where groups are larger than all levels."""
+    kind = DeviceKind(name="device", count=20)
+    cluster = Cluster(name="some", source=Source(method="estimated"), devices=(kind,), levels=levels)
+    for known, count, size in product((None, cluster), range(1, 21), range(1, 21)):
+        assert num_neighbours(known, count, size) == len(neighbours(known, count, size))

@@ -208,13 +208,23 @@ def neighbours(cluster: Cluster | None, num_devices: int, size: int) -> list[Dev
 
     Devices that are left over in a unit are in none: groups of 3 in nodes of 8 leave two of each node idle.
     """
-    sizes = [level.group_size for level in cluster.levels] if cluster is not None else []
-    unit = next((each for each in sizes if each >= size), num_devices)
+    unit = _unit_for(cluster, num_devices, size)
     return [
         tuple(range(first, first + size))
         for begin in range(0, num_devices, unit)
         for first in range(begin, min(begin + unit, num_devices) - size + 1, size)
     ]
+
+
+def num_neighbours(cluster: Cluster | None, num_devices: int, size: int) -> int:
+    """How many these are."""
+    unit = _unit_for(cluster, num_devices, size)
+    return num_devices // unit * (unit // size) + num_devices % unit // size
+
+
+def _unit_for(cluster: Cluster | None, num_devices: int, size: int) -> int:
+    sizes = [level.group_size for level in cluster.levels] if cluster is not None else []
+    return next((each for each in sizes if each >= size), num_devices)
 
 
 Way = Callable[[Sequence[int], Sequence[int]], list[Devices]]

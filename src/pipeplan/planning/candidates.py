@@ -31,7 +31,7 @@ from pipeplan.partition.chain.rebalance import balanced, even
 from pipeplan.partition.dapple import dapple
 from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.links import CountedLinks
-from pipeplan.partition.mapping import neighbours
+from pipeplan.partition.mapping import neighbours, num_neighbours
 from pipeplan.partition.pipedream import pipedream
 from pipeplan.partition.piper import piper
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
@@ -467,12 +467,13 @@ def _uniform(request: Request, split: SplitSizes, length: _Length) -> Iterator[C
     longest = length is _Length.LONGEST
     again = _ways_again(request)
     width, blocks, uneven = split.width, len(request.profile.blocks), request.uneven
-    rest, units = split.rest, len(neighbours(request.cluster, request.num_devices, width))
+    rest, units = split.rest, num_neighbours(request.cluster, request.num_devices, width)
     every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
     if request.positions is not None and request.replicas is None:
         every = range(units // request.positions, 0, -1)  # as samples may not divide among all that there is room for
     known = _profiled(request, 1, False, split)
-    for replicas in checked(every if request.replicas is None else (request.replicas,), 1):
+    whole = [each for each in every if request.batch.mini_batch % each == 0]  # others have no micro-batches to share
+    for replicas in checked(whole if request.replicas is None else (request.replicas,), 1):
         batches = list(_batches(request, replicas, False, split, known))
         if not batches or split.width * replicas % split.expert:
             continue
