@@ -353,10 +353,11 @@ def two_nodes() -> Cluster:
     return cluster_of((NODES, NETWORK), ((8, None),))
 
 
-@pytest.mark.parametrize("levels", [(), (NODES,), (NODES, NETWORK)], ids=len)
-def test_groups_of_neighbours_are_counted(levels: tuple[LinkLevel, ...]) -> None:
+@pytest.mark.parametrize("sizes", [(), (20,), (4, 20), (5, 10, 20)], ids=str)
+def test_groups_of_neighbours_are_counted(sizes: tuple[int, ...]) -> None:
     """Also where nodes or the last of them have devices left over, and where groups are larger than all levels."""
     kind = DeviceKind(name="device", count=20)
+    levels = tuple(NODES.model_copy(update={"name": str(size), "group_size": size}) for size in sizes)
     cluster = Cluster(name="some", source=Source(method="estimated"), devices=(kind,), levels=levels)
     for known, count, size in product((None, cluster), range(1, 21), range(1, 21)):
         assert num_neighbours(known, count, size) == len(neighbours(known, count, size))
