@@ -368,7 +368,7 @@ MAX_REBALANCED = 50_000
 """Choices that balancing looks at before it gives up. Measured: some tenths of a second; more bring hardly anything."""
 
 CHOICES_AT_ONCE = 2**17
-"""Choices that balancing makes together, which take some 10 MB. Not measured."""
+"""Choices that balancing makes together, which bounds its memory. Not measured."""
 
 MOST_LENGTHS = 64
 """Longest stages that balancing tries. Not measured."""

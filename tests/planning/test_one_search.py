@@ -174,6 +174,9 @@ def test_frontiers_of_a_placement_are_on_its_devices() -> None:
     with pytest.raises(UsageError, match=r"--devices 2 contradicts the profile's placement, .*give --placement all"):
         frontier_request(profile, devices=(2, 4), mini_batch=8)
     assert frontier_request(profile, devices=(2, 4), mini_batch=8, placement="all").device_counts == (2, 4)
+    for request in (frontier_request, Request.of):  # also beside spare ones, of which nobody said a number to plan for
+        with pytest.raises(UsageError, match="--devices 7 contradicts the profile's placement"):
+            request(profile, cluster=named_cluster("cluster-h100", 8), spares=1, mini_batch=8)
 
 
 def test_one_stage_has_each_block_split_in_a_way_of_its_own() -> None:

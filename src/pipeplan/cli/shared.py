@@ -226,7 +226,7 @@ class _PlacementOption(click.Option):
         self.help = (
             f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file. "
             "With a strategy there are no replicas and no split blocks unless --dp and --tp say so. Stages that "
-            "form a graph, for models with branches, are among those of auto; --planner graphpipe looks at no others."
+            "form a graph, for models with branches, are among those of auto."
         )
         return super().get_help_record(ctx)
 

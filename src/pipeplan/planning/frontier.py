@@ -308,11 +308,11 @@ def frontier_request(
         UsageError: no number of devices is said, or more than the cluster has; a mode that needs a memory limit;
             devices that cannot be shared out as is said, or that the placement is not for.
     """
-    if splitting is None:
-        placement, devices = _placed(profile, placement, devices, cluster)
     if devices is None and cluster is None and all(sizes.get(name) for name in AskedSizes._fields):
         devices = (prod(sizes[name] for name in AskedSizes._fields),)
     planned = planned_for(cluster, devices, spares) if spares else 0
+    if splitting is None:
+        placement, devices = _placed(profile, placement, devices, cluster, planned)
     counts = _counts(devices, cluster.first(planned) if cluster and planned else cluster, mode, splitting)
     if splitting is None:
         counts = _shared_out(profile, cluster, counts, sizes | {"zero": zero}, given=devices is not None)
@@ -356,15 +356,22 @@ def frontier_request(
 
 
 def _placed(
-    profile: Profile, placement: Placement | str, devices: Sequence[int] | None, cluster: Cluster | None
+    profile: Profile,
+    placement: Placement | str,
+    devices: Sequence[int] | None,
+    cluster: Cluster | None,
+    planned: int,
 ) -> tuple[Placement | str, Sequence[int] | None]:
-    """Where plans are placed, and on how many devices, as a search has it. Raises UsageError."""
+    """Where plans are placed, and on how many devices, as a search has it; beside spare ones on those ``planned``.
+
+    Raises UsageError.
+    """
     own = profile.placement
     if isinstance(placement, str) and ((placement, own) == ("auto", None) or placement in (ALL, *STRATEGIES)):
         if devices is None and cluster is None and own is not None:
             devices = (own.num_devices,)
         return ALL if placement == "auto" else placement, devices
-    return placement, tuple(choose_placement(profile, placement, count)[1] for count in devices or (None,))
+    return placement, tuple(choose_placement(profile, placement, count)[1] for count in devices or (planned or None,))
 
 
 def _shared_out(

@@ -155,11 +155,6 @@ class Chain:
                 needed -= each.state.total * (blocks[ends] > blocks[begins])
         return needed + before.statics + after.statics
 
-    def fits(self, device: int, ranges: Sequence[Range]) -> bool:
-        """Whether a device holds stages of these blocks."""
-        limit = self.memory[device]
-        return limit is None or self.bytes_of(ranges) <= limit
-
     def loads(self, begins: Sequence[int]) -> list[int]:
         """[device] ns of work for one micro-batch."""
         loads = [0] * len(self.memory)
