@@ -118,6 +118,19 @@ SHAPES: dict[str, tuple[str, list[Group]]] = {
             ("layer3.attention layer3.ffn head", (0, 1, 3, 2), 4),
         ],
     ),
+    "slices of branches": (
+        "mmt-tiny",
+        [
+            ("branch0.embedding branch0.layer0.attention branch0.layer0.ffn", (0, 1), 2),
+            ("branch0.layer1.attention branch0.layer1.ffn", (3,), 1),
+            (
+                "branch1.embedding branch1.layer0.attention branch1.layer0.ffn branch1.layer1.attention "
+                "branch1.layer1.ffn concatenation head",
+                (2, 0),
+                2,
+            ),
+        ],
+    ),
     "slices of replicas": (
         FOUR_HEADS,
         [
@@ -290,6 +303,7 @@ def middle_of_frontier(name: str) -> Case:
 QUICK = (
     "mllm split",
     "slices of two sequences split",
+    "slices of branches split",
     "words over 4, layers 2 x 2 split",
     "by operator",
     "frontier of candle-uno-tiny",
@@ -354,6 +368,7 @@ COUNTED = (
     f"LlamaConfig({DECODER})",
     f"MixtralConfig({DECODER}, num_local_experts=4)",
     "GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=64, n_positions=16)",
+    "mmt-tiny",
 )
 
 
@@ -367,7 +382,7 @@ def test_bytes_that_shards_move_are_the_plans(how: str, monkeypatch: pytest.Monk
     Rows are for float32, and this runs in float64, but for which experts are chosen: long integers in both. So what
     several products take is gathered once in F, and once for all their weights' gradients. Of a block that is
     recomputed plans have all of its forward again; torch ends that where backward has all it needs, before the block's
-    last scatter.
+    last scatter, or patches' all-to-all.
     """
     moved = Counter[tuple[str, int]]()
     gather = ThreadGroup.gather
@@ -389,7 +404,13 @@ def test_bytes_that_shards_move_are_the_plans(how: str, monkeypatch: pytest.Monk
         note("all_reduce", self._name[self._index], tensor)
         return torch.stack(gather(self, tensor)).sum(0)
 
+    def exchanged(self: ThreadGroup, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        together = torch.stack(list(pieces))
+        note("all_to_all", self._name[self._index], together)
+        return [found[self._index] for found in gather(self, together)]
+
     monkeypatch.setattr(ThreadGroup, "gather", gathered)
+    monkeypatch.setattr(ThreadGroup, "exchange", exchanged)
     monkeypatch.setattr(ThreadGroup, "scatter", scattered)
     monkeypatch.setattr(ThreadGroup, "sum", summed)
 
@@ -406,8 +427,8 @@ def test_bytes_that_shards_move_are_the_plans(how: str, monkeypatch: pytest.Monk
             splits_of(model, (2,), torch.float32, None)[-1].model.blocks, plan.stages[0].again, strict=True
         ):
             repeated = [each for each in block.collectives if each.phase == "F" and again]
-            if again:
-                repeated.remove(next(each for each in repeated if each.operation == "reduce_scatter"))
+            if repeated:  # a concatenation has none
+                repeated.remove(next(each for each in repeated if each.operation in ("reduce_scatter", "all_to_all")))
             for each in (*block.collectives, *repeated):
                 priced[each.operation] += 3 * each.bytes_per_sample
         kinds = sorted({kind for kind, _ in moved})

@@ -20,7 +20,7 @@ import torch
 
 import pipeplan
 from pipeplan.checker import check
-from pipeplan.costs.communication import COUNTS_BYTES, places_reached
+from pipeplan.costs.communication import places_reached
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Plan, Profile
 from pipeplan.runtime.executor.rank_program import program_of, programs_of
@@ -482,25 +482,56 @@ def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeyp
             hops = (hop for each in plan.dependencies for hop in each.hops if hop.source_device == rank)
             sent = sum(hop.bytes for hop in hops) * plan.num_microbatches
             assert given.of_rank[rank][BETWEEN_STAGES] == sent
-            if stage.expert == 1 or stage.shards == 1:
-                assert given.of_rank[rank] == own + Counter({BETWEEN_STAGES: sent})
-            elif stage.expert_shards == 1:
-                assert given.of_rank[rank] == _as_words_choose(own, stage, rank)
+            chosen = own if stage.expert == 1 else _as_words_choose(own, stage, rank)
+            assert given.of_rank[rank] == chosen + Counter({BETWEEN_STAGES: sent})
 
 
 def _as_words_choose(planned: Counter[Given], stage: Stage, rank: int) -> Counter[Given]:
-    """With as many rows as a shard's words send to other devices, in place of as many as those of all do on average."""
-    place, each = stage.devices.index(rank), EXPERTS // stage.expert
-    sequence = own_positions(SEQUENCE // stage.context, Shards(stage.context, place // stage.shards % stage.context))
-    words = sequence.chunk(stage.shards)[place % stage.shards].tolist()
-    reached = ({expert // each for expert in pair} - {place} for pair in map(expert_models.evenly().__getitem__, words))
-    more = Fraction(sum(map(len, reached))) / Fraction(places_reached(stage.expert, EACH) * len(words))
-    found = Counter(planned)
+    """With as many rows as its words and its experts make this rank give, in place of those of all ranks on average.
+
+    Devices side by side may have parts of the same experts. Rows go to the one at the same place among those, and from
+    it to the others. A row to experts says which ones, a row back does not.
+    """
+    parts, places = stage.expert_shards, range(len(stage.devices))
+    each, words = parts * EXPERTS // stage.expert, [_words_of(stage, place) for place in places]
+
+    def rows(source: int, target: int) -> int:
+        """From a place to the experts of another, or its own."""
+        if source // stage.expert != target // stage.expert or source % parts != target % parts:
+            return 0
+        own = target % stage.expert // parts
+        return sum(own in (one // each, other // each) for one, other in words[source])
+
+    def given(place: int) -> Counter[tuple[str, str]]:
+        """Bytes by phase and kind of exchange."""
+        forth, back = (4 * (HIDDEN + 2 * EACH), 4 * HIDDEN)
+        gone = sum(rows(place, other) for other in places if other != place)
+        come = sum(rows(other, place) for other in places if other != place)
+        begin = place // parts * parts
+        here, *others = (
+            sum(rows(other, mate) for other in places) for mate in sorted(range(begin, begin + parts), key=place.__ne__)
+        )
+        found = Counter[tuple[str, str]]()
+        for phase, there, returned in (("F", forth, back), ("I", back, forth)):
+            found[phase, "all_to_all"] = gone * there + come * returned
+            found[phase, "all_gather"] = (parts - 1) * here * there
+            found[phase, "reduce_scatter"] = sum(others) * returned
+        return found
+
+    every = [given(place) for place in places]
+    found, own = Counter(planned), every[stage.devices.index(rank)]
     for one in planned:
-        if one.how == "all_to_all":
-            counts = NUM_MICROBATCHES * COUNTS_BYTES * stage.expert * (stage.expert - 1) * (one.phase == "F")
-            found[one] = counts + (planned[one] - counts) * more
+        if one.block.endswith("experts"):
+            kind = one.phase, one.how
+            found[one] += own[kind] - Fraction(sum(one[kind] for one in every), len(every))
     return found
+
+
+def _words_of(stage: Stage, place: int) -> list[tuple[int, int]]:
+    """The experts of each word that a place has in a mini-batch."""
+    piece = own_positions(SEQUENCE // stage.context, Shards(stage.context, place // stage.shards % stage.context))
+    samples = NUM_MICROBATCHES * MICROBATCH * stage.shards * stage.context // len(stage.devices)
+    return samples * [expert_models.evenly()[word] for word in piece.chunk(stage.shards)[place % stage.shards].tolist()]
 
 
 @slow_but("name", [each for each in CASES if "blocks" not in each], lambda _: False, lambda name: name not in SHORT)

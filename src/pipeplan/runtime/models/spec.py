@@ -46,7 +46,8 @@ Output = str | tuple[str, int]
 class Collective:
     """What one device's share of a split block needs of the others: ``bytes_per_sample`` of the array it is about.
 
-    It is of F, I or W in ``phase``; B counts as the latter two. All-gather and reduce-scatter count the whole array.
+    It is of F, I or W in ``phase``; B counts as the latter two. All-gather and reduce-scatter count the whole array,
+    all-to-all what one device has of it.
     The others are those that split the block, or those that share sequences (``over``).
     """
 

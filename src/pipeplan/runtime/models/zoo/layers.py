@@ -62,12 +62,7 @@ def columns(name: str, *, parts: int = 1, biased: bool = True) -> dict[str, Cut]
     return {f"{name}.{each}": cut for each in (("weight", "bias") if biased else ("weight",))}
 
 
-def replicated(build: Callable[[], nn.Module]) -> Split:
-    """A block that every device has and does in full."""
-    return Split(lambda shards: build())
-
-
-ArrayExchange = tuple[Literal["all_reduce", "all_gather", "reduce_scatter"], Literal["F", "I", "W"], int]
+ArrayExchange = tuple[Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"], Literal["F", "I", "W"], int]
 """What devices do, in which phase, about how many numbers per sample."""
 
 

@@ -19,6 +19,7 @@ from pipeplan.runtime.models.spec import BlockSpec, Model, stacked
 from pipeplan.runtime.models.zoo.gpt import GPTSize, words
 from pipeplan.runtime.models.zoo.layers import (
     WORDS,
+    ArrayExchange,
     ClassHead,
     LayerStack,
     SelfAttention,
@@ -30,7 +31,6 @@ from pipeplan.runtime.models.zoo.layers import (
     loss_exchange,
     num_targets,
     positions_of,
-    replicated,
 )
 from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
@@ -51,12 +51,12 @@ class MultiModalSize(ZooSize):
     @property
     def stack(self) -> LayerStack:
         """The layers of a branch."""
-        return LayerStack(self.layers, self.hidden, self.heads, self.sequence)
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, divided=True)
 
     def _model(self, name: str, shards: Shards) -> Model:
         """Branches, their outputs concatenated for every token, and a number per token with its loss."""
         branches = [self._branch(f"branch{index}", f"patches{index}", shards) for index in range(self.branches)]
-        return _joined(name, branches, self.sequence * self.hidden, self.hidden, self._sample)
+        return _joined(name, branches, self.sequence * self.hidden, self.hidden, self._sample, self.stack, shards)
 
     def _branch(self, id_: str, sample: str, shards: Shards) -> list[BlockSpec]:
         first = patches(f"{id_}.embedding", self.stack, self.patch, sample, shards)
@@ -167,10 +167,15 @@ def _joined(
     numbers: int,
     width: int,
     sample: Callable[[Generator], dict[str, Tensor]],
+    stack: LayerStack | None = None,
+    shards: Shards = WHOLE,
 ) -> Model:
-    """Branches that give ``numbers`` numbers per sample, in rows of ``width``: concatenated, with a number per row."""
-    joined = concatenation("concatenation", {branch[-1].id: numbers for branch in branches})
-    head = value_head(joined.id, len(branches) * width)
+    """Branches that give ``numbers`` numbers per sample, in rows of ``width``: concatenated, with a number per row.
+
+    With a ``stack`` rows are tokens, which devices divide as the branches' layers do.
+    """
+    joined = concatenation("concatenation", {branch[-1].id: numbers for branch in branches}, stack, shards)
+    head = value_head(joined.id, len(branches) * width, stack, shards)
     blocks = (*(block for branch in branches for block in branch), joined, head)
     return Model(name, blocks, partial(stacked, sample), num_targets)
 
@@ -199,12 +204,12 @@ class CaptionsSize(ZooSize):
     @property
     def image(self) -> LayerStack:
         """The tower for images."""
-        return LayerStack(self.layers, self.hidden, self.heads, self.tokens)
+        return LayerStack(self.layers, self.hidden, self.heads, self.tokens, divided=True)
 
     @property
     def cross(self) -> LayerStack:
-        """The cross-encoder."""
-        return replace(self.image, sequence=self.sequence + self.tokens)
+        """The cross-encoder; of its two sequences the paper's lengths, 77 and 197, have no divisor in common."""
+        return replace(self.image, sequence=self.sequence + self.tokens, divided=False)
 
     def _model(self, name: str, shards: Shards) -> Model:
         """Both towers, the cross-encoder on all devices, and a class per sample with its loss."""
@@ -257,14 +262,16 @@ class Patches(nn.Module):
 
     def __init__(self, stack: LayerStack, patch: int, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.shards, own = shards, hidden_of(shards)
+        self.shards, self.divided, own = shards, stack.divides(shards), hidden_of(shards)
         self.embed = linear(patch, stack.hidden // shards.count // own.count)
         positions = own.sliced(positions_of(stack.sequence, stack.hidden))
+        positions = (shards if self.divided else WHOLE).sliced(positions, 0)
         self.register_buffer("positions", positions, persistent=False)
 
     def forward(self, patches: Tensor) -> Tensor:
-        """[samples, sequence, patch] to [samples, sequence, hidden], or this device's part of hidden."""
-        return self.shards.gathered(self.embed(patches)) + self.positions
+        """[samples, sequence, patch] to [samples, sequence, hidden], or this device's part of sequence and hidden."""
+        made = self.embed(patches)
+        return (self.shards.exchanged(made, 1, 2) if self.divided else self.shards.gathered(made)) + self.positions
 
 
 class Dense(nn.Module):
@@ -301,28 +308,38 @@ class ConcatenationBlock(nn.Module):
 
 
 class ValueHead(nn.Module):
-    """A number for every row by a linear layer, and the sum of their squared errors."""
+    """A number for every row by a linear layer, and the sum of their squared errors.
 
-    def __init__(self, width: int) -> None:
+    Of several ``shards`` each has a slice of every sample's rows; they exchange a number per sample.
+    """
+
+    def __init__(self, width: int, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.output = linear(width, 1)
+        self.shards, self.output = shards, linear(width, 1)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[samples, ..., width] and targets [samples, ...] to a scalar, in float32 at least."""
+        """[samples, ..., width], or a slice of the rows, and targets [samples, ...] to a scalar, in float32 at least."""
         found = precise(self.output(x).squeeze(-1))  # a sum of thousands needs the digits
-        return F.mse_loss(found, targets.to(found.dtype), reduction="sum")
+        if self.shards.count == 1:  # one operator instead of several
+            return F.mse_loss(found, targets.to(found.dtype), reduction="sum")
+        errors = found - self.shards.sliced(targets, 1).to(found.dtype)
+        return self.shards.summed(errors.square().sum(1)).sum()
 
 
 def patches(id_: str, stack: LayerStack, patch: int, sample: str, shards: Shards) -> BlockSpec:
     """The embedding of a batch's patches."""
+    own = stack.numbers // shards.count
+    divided: tuple[ArrayExchange, ...] = ("all_to_all", "F", own), ("all_to_all", "I", own)
+    whole: tuple[ArrayExchange, ...] = (("all_gather", "F", stack.numbers),)
     return BlockSpec(
         id_,
         "patch-embedding",
         partial(Patches, stack, patch, shards),
         samples=(sample,),
         dimensions=stack.sizes | {"patch": patch},
-        collectives=exchanged(shards, ("all_gather", "F", stack.numbers)),
-        split=Split(partial(Patches, stack, patch), columns("embed")),
+        collectives=exchanged(shards, *(divided if stack.divides(shards) else whole)),
+        split=stack.split(partial(Patches, stack, patch), columns("embed")),
+        divided=stack.divides(shards),
         splits={HIDDEN: Split(partial(Patches, stack, patch), columns("embed"), gives=True)},
     )
 
@@ -358,23 +375,43 @@ def perceptron(
     return blocks
 
 
-def concatenation(id_: str, numbers: Mapping[str, int]) -> BlockSpec:
-    """Joins blocks, which give these ``numbers`` per sample."""
+def concatenation(
+    id_: str, numbers: Mapping[str, int], stack: LayerStack | None = None, shards: Shards = WHOLE
+) -> BlockSpec:
+    """Joins blocks, which give these ``numbers`` per sample; of a ``stack``, in slices where its devices divide it."""
     sizes = {"outputs": sum(numbers.values())}
-    split = replicated(ConcatenationBlock)
-    return BlockSpec(id_, "concatenation", ConcatenationBlock, tuple(numbers), dimensions=sizes, split=split)
+    split, divided = _by_rows(stack, shards, lambda _: ConcatenationBlock())
+    return BlockSpec(
+        id_, "concatenation", ConcatenationBlock, tuple(numbers), dimensions=sizes, split=split, divided=divided
+    )
 
 
-def value_head(source: str, width: int) -> BlockSpec:
-    """A number for every row of a block's output, against ``targets``."""
-    build = partial(ValueHead, width)
+def value_head(source: str, width: int, stack: LayerStack | None = None, shards: Shards = WHOLE) -> BlockSpec:
+    """A number for every row of a block's output, against ``targets``; rows as :func:`concatenation` has them."""
+    split, divided = _by_rows(stack, shards, partial(ValueHead, width))
     return BlockSpec(
         "head",
         "head",
-        build,
+        partial(ValueHead, width, shards if divided else WHOLE),
         (source,),
         ("targets",),
         loss=True,
         dimensions={"inputs": width, "outputs": 1},
-        split=replicated(build),
+        collectives=exchanged(shards, ("all_reduce", "F", 1)) if divided else (),
+        split=split,
+        divided=divided,
     )
+
+
+def _by_rows(stack: LayerStack | None, shards: Shards, build: Callable[[Shards], nn.Module]) -> tuple[Split, bool]:
+    """How devices split a block whose parameters all have: by a stack's tokens where it can be; and whether these do.
+
+    Else each does all of it.
+    """
+
+    def own(shards: Shards) -> nn.Module:
+        return build(shards if stack is not None and stack.divides(shards) else WHOLE)
+
+    if stack is None:
+        return Split(own), False
+    return stack.split(own), stack.divides(shards)
