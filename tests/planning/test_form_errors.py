@@ -125,3 +125,27 @@ def test_rows_that_should_take_longer_come_last_and_none_is_lost(monkeypatch: py
     search.forms = FormErrors()
     search.learn(trial)
     assert all_taken() == ["off", "near", "far"], "of small requests all are looked at"
+
+
+def test_what_takes_long_to_look_at_waits_for_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A little above the best is enough, by how far off the longest run of its kind was, or else by its closed form."""
+    request = Request.of(_PROFILE, devices=2, mini_batch=8)
+    search = PlanSearch(request, Budget(1.0, deterministic=True), None, STEPS)
+    placement = place(_PROFILE, "one-to-one", 2, microbatch_size=1)
+    trial = Trial.of(request, PlacementCandidate(placement, Batch(8, 1), False, "by hand"))
+    trial.look()
+    assert trial.best is not None
+    search.trials.append(trial)
+    value, forms = trial.best.iteration_ns, search.forms
+    assert forms is not None
+    monkeypatch.setattr(trials, "is_large", lambda request: True)
+    row = _row("zb-v", 1.02 * value, 0.0)
+    assert not search.is_put_off(row), "a look takes a moment"
+    monkeypatch.setattr(trials, "LONG_LOOK", 0)
+    assert search.is_put_off(row)
+    assert not search.is_put_off(_row("zb-v", 0.99 * value, 0.0))
+    longer = replace(row, choice=replace(row.choice, batch=Batch(64, 1)))
+    forms.learn(longer, round(0.9 * longer.usual_ns))
+    forms.learn(row, round(1.1 * row.usual_ns))
+    assert not search.is_put_off(row), "the longer run was shorter than it should be"
+    assert search.is_put_off(_row("zb-v", 1.12 * value, 0.0))

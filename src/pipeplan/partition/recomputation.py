@@ -479,6 +479,8 @@ class FittingChain:
 
         The longest is as short as can be, then the sum of squares.
         """
+        if self.num_stages == 1:  # of all ranges only one is looked at
+            return (0,) if self.all_fit((0,)) else None
         uneven = max(each.speed for each in self.holdings) / min(each.speed for each in self.holdings)
         share = int(-(-int(self.sums.compute[0, -1]) // self.num_stages) * uneven)
         most = RECOMPUTED_LONGEST * share + int(np.diff(self.sums.compute[0]).max())

@@ -17,12 +17,14 @@ from pipeplan.planning.uniform_space import BoundedChoice
 
 @dataclass(slots=True)
 class FormErrors:
-    """{kind: the least that a row took, in times of its estimate}; {cut: the least bytes of rows that did not fit}.
+    """{kind: the least that a row took, in times of its estimate; actions of the longest, and the same of that}; {cut:
+    the least bytes of rows that did not fit}.
 
     A cut is of a kind, with so many positions and stages on each.
     """
 
     _times: dict[Hashable, float] = field(default_factory=dict)
+    _longest: dict[Hashable, tuple[int, float]] = field(default_factory=dict)
     _short: dict[Hashable, float] = field(default_factory=dict)
 
     def learn(self, row: BoundedChoice, value_ns: int | None) -> None:
@@ -31,8 +33,13 @@ class FormErrors:
             cut = _cut(row)
             self._short[cut] = min(row.usual_bytes, self._short.get(cut, math.inf))
         else:
-            kind = _kind(row)
-            self._times[kind] = min(value_ns / row.usual_ns, self._times.get(kind, math.inf))
+            kind, times, actions = _kind(row), value_ns / row.usual_ns, row.choice.actions_looked_at
+            self._times[kind] = min(times, self._times.get(kind, math.inf))
+            self._longest[kind] = max((actions, times), self._longest.get(kind, (0, 0.0)))
+
+    def likely_ns(self, row: BoundedChoice) -> float:
+        """What it should take if it is as far off as the longest run of its kind that was looked at."""
+        return row.usual_ns * self._longest.get(_kind(row), (0, 1.0))[1]
 
     def expected_ns(self, row: BoundedChoice) -> float:
         """What it should take, at best; inf where it should not fit, 0 where no row of its kind was looked at."""

@@ -55,6 +55,7 @@ from pipeplan.search_constants import (
     FIRST_SECONDS,
     LATE,
     LATE_SHARE,
+    LONG_LOOK,
     MOST_ENDED,
     MOST_ENTRIES,
     NEAR,
@@ -831,10 +832,15 @@ class PlanSearch:
         return self.row is not None and self.is_put_off(self.row)
 
     def is_put_off(self, row: BoundedChoice) -> bool:
-        """Whether others come before a row of a large request."""
+        """Whether others come before a row of a large request.
+
+        They do where it should take longer than the best by what is known of its kind: by little, if a look takes long.
+        """
         best = self.best
         if best is None or best.value_ns is None or self.forms is None or not is_large(self.request):
             return False
+        if row.choice.actions_looked_at > LONG_LOOK and self.forms.likely_ns(row) > best.value_ns:
+            return True
         return self.forms.expected_ns(row) > NEAR * best.value_ns
 
     def learn(self, trial: Trial | None) -> None:

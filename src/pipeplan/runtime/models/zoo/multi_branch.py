@@ -318,7 +318,7 @@ class ValueHead(nn.Module):
         self.shards, self.output = shards, linear(width, 1)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[samples, ..., width], or a slice of the rows, and targets [samples, ...] to a scalar, in float32 at least."""
+        """[samples, ..., width], or a slice of rows, and targets [samples, ...] to a scalar, in float32 at least."""
         found = precise(self.output(x).squeeze(-1))  # a sum of thousands needs the digits
         if self.shards.count == 1:  # one operator instead of several
             return F.mse_loss(found, targets.to(found.dtype), reduction="sum")
