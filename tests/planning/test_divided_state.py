@@ -11,10 +11,12 @@ import pytest
 from builders.sharded import chain_of, pairs
 from pipeplan.checker import check
 from pipeplan.files import Recipe
+from pipeplan.partition.placement import place
+from pipeplan.planning.candidates import PlacementCandidate, has_table
 from pipeplan.planning.divided_state import divides_by_default
-from pipeplan.planning.request import Request
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, EvenCut, search_plan, without
-from pipeplan.planning.trials import PlanSearch
+from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 
 KEPT_WHOLE = without({"divide state"})
@@ -79,3 +81,19 @@ def test_all_levels_are_open_at_once_where_the_first_plan_has_no_room_without_on
     assert search.spare is not None
     assert search.gives_way
     assert search_plan(request).plan.predicted.iteration_ns <= (search.spare.value_ns or 0)
+
+
+def test_a_table_that_has_all_levels_is_looked_at_though_the_first_plan_divides_state() -> None:
+    """A search ended with its first plan, three times as long as the best of what it had not looked at."""
+    whole = Request.of(
+        chain_of([5, 5, 5]), cluster=pairs(2), replicas=2, placement="one-to-one", memory_bytes=99, mini_batch=8
+    )
+    table = replace(whole, num_devices=4, cluster=pairs(4), positions=2)
+    assert not has_table(whole)
+    assert has_table(table)
+    for request, gives_way in ((whole, True), (table, False)):
+        search = PlanSearch(request, Budget(math.inf), None, STEPS)
+        assert not search.gives_way
+        placement = place(request.profile, "one-to-one", 2, microbatch_size=1)
+        search.spare = Trial.of(request, PlacementCandidate(placement, Batch(8, 1), False, "by hand"))
+        assert search.gives_way == gives_way

@@ -595,7 +595,7 @@ class PlanSearch:
             else:
                 self._try_all(candidates, in_turn)
             short = unfit is None and self.best is None and self.may_divide
-            if short and any(isinstance(e, InfeasibleError) for e in self.failures):
+            if short and (self.gives_way or any(isinstance(e, InfeasibleError) for e in self.failures)):
                 self.request, self.begun = self.request.with_any_level(), (self.spare or self.stands_in) is not None
                 self.trials += [] if self.spare is None else [self.spare]
                 self._try_all(candidates, in_turn)
@@ -650,9 +650,12 @@ class PlanSearch:
     @property
     def gives_way(self) -> bool:
         """Whether the rest of the time is for replicas that divide what they keep: without a plan, once half of it is
-        over, or where the first plan did not fit unless they do."""
-        late = self.spare is not None or self.budget.used > DIVIDED_AFTER * self.budget.seconds
-        return self.best is None and self.may_divide and late
+        over, or where the first plan did not fit unless they do; but a table of layouts has such replicas among all
+        others where links are known."""
+        if self.best is not None or not self.may_divide:
+            return False
+        late = self.budget.used > DIVIDED_AFTER * self.budget.seconds
+        return late or (self.spare is not None and not (self.request.knows_links and has_table(self.request)))
 
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         """In turn until all candidates are seen or steps have often ended with an error, and only repeat it."""
