@@ -346,17 +346,23 @@ def simulate(
     return simulate(plan, num_microbatches, profile, cluster)
 
 
-def with_measured(simulation: Simulation, paths: Sequence[str]) -> Simulation:
+def with_measured(
+    simulation: Simulation, paths: Sequence[str], profile: Profile | None = None, cluster: Cluster | None = None
+) -> Simulation:
     """Predicted beside measured: of a trace that a run of the plan wrote, or what another trainer says of its run.
+
+    ``profile`` and ``cluster`` are what the plan was simulated with.
 
     Raises:
         FileError: a file cannot be read, or says nothing of a run.
         UsageError: it is of another plan.
     """
-    return measured_run(simulation, paths)[0]
+    return measured_run(simulation, paths, profile, cluster)[0]
 
 
-def measured_run(simulation: Simulation, paths: Sequence[str]) -> tuple[Simulation, MeasuredTrace | RunLog]:
+def measured_run(
+    simulation: Simulation, paths: Sequence[str], profile: Profile | None = None, cluster: Cluster | None = None
+) -> tuple[Simulation, MeasuredTrace | RunLog]:
     """The same, and the run, for :func:`pipeplan.reporting.beside.trace_beside`."""
     from dataclasses import replace
 
@@ -367,7 +373,7 @@ def measured_run(simulation: Simulation, paths: Sequence[str]) -> tuple[Simulati
         from pipeplan.files.folded import unfolded
         from pipeplan.simulator.simulation import simulate
 
-        simulation = simulate(unfolded(simulation.plan), simulation.workload.num_microbatches)
+        simulation = simulate(unfolded(simulation.plan), simulation.workload.num_microbatches, profile, cluster)
     run = read_run(paths, simulation.plan.num_devices)
     measured = compared_with_log(simulation, run) if isinstance(run, RunLog) else compared(simulation, run)
     return replace(simulation, measured=measured), run

@@ -719,8 +719,9 @@ def simulate(
 
     given = _asked("simulate", locals()).params
     made: Plan = given_file("plan", given["plan_path"])
-    found = _api.simulate(made, given["microbatches"], *checked_against(given, plan=made))
-    return found if measured is None else _api.with_measured(found, given["measured_paths"])
+    against = checked_against(given, plan=made)
+    found = _api.simulate(made, given["microbatches"], *against)
+    return found if measured is None else _api.with_measured(found, given["measured_paths"], *against)
 
 
 @_public

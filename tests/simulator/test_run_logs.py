@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from builders.folds import plans_of
 from builders.requests import request_of
 from pipeplan import _api, example
 from pipeplan.errors import FileError, PipeplanError, UsageError
@@ -487,6 +488,28 @@ def test_a_profilers_actions_are_beside_the_prediction(simulation: Simulation, t
     assert ("0F0", 0, 0.0) in predicted[0]
     ends = [min(each["ts"] for each in events[name] if each["args"]["step"] == 1) for name in ("predicted", "measured")]
     assert ends[0] == ends[1] > 0
+
+
+def test_of_a_folded_plan_the_prediction_is_by_the_profile_and_the_cluster_that_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded, devices, profile, cluster = plans_of(1, monkeypatch)
+    slower = cluster.model_copy(
+        update={
+            "levels": tuple(
+                each.model_copy(update={"bandwidth_bytes_per_s": each.bandwidth_bytes_per_s // 2})
+                for each in cluster.levels
+            )
+        }
+    )
+    log = [str(_written(tmp_path, TITAN))]
+    for against in ((None, None), (profile, slower), (None, slower)):
+        expected, given = (simulate(plan, None, *against) for plan in (devices, folded))
+        found = _api.with_measured(given, log, *against)
+        assert found.rates == expected.rates
+        assert isinstance(found.measured, LoggedComparison)
+        assert found.measured == _api.with_measured(expected, log, *against).measured
+    assert simulate(devices).rates != simulate(devices, None, None, slower).rates, "or all would be the same"
 
 
 @pytest.mark.parametrize("log", [TITAN, MEGATRON])

@@ -131,10 +131,10 @@ def simulate_command(
     _require_one_stdin([*inputs, *(("--measured", path) for path in measured_paths)])
     with Outputs({"--svg": svg_path, "--trace": trace_path}, as_json=as_json) as outputs:
         plan = _api.read_plan(plan_path)
-        simulation = _api.simulate(plan, microbatches, *checked_against(given, plan=plan))
-        run = None
+        against = checked_against(given, plan=plan)
+        simulation, run = _api.simulate(plan, microbatches, *against), None
         if measured_paths:
-            simulation, run = _api.measured_run(simulation, measured_paths)
+            simulation, run = _api.measured_run(simulation, measured_paths, *against)
         if svg_path is not None:
             from pipeplan.reporting.drawing.svg import timeline_svg
 

@@ -55,7 +55,6 @@ LONG = (
     "a configuration's shares in stages, then divided, then sequences shared, then whole",
     "replicas come and go",
     "parameters divided, then optimizers, then whole",
-    "a configuration's experts and sequences over two, then whole",
     "whole, then shares in stages, then shares with optimizers divided, then with all",
     "and the other way round",
     "whole, then split over three",
