@@ -36,6 +36,9 @@ from pipeplan.runtime.parallel.device import precise
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding, hidden_of
 
+_NO_TOKENS = LayerStack(layers=0, hidden=0, heads=0, sequence=0)
+"""Of features that are no sequence, which devices have whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class MultiModalSize(ZooSize):
@@ -167,12 +170,12 @@ def _joined(
     numbers: int,
     width: int,
     sample: Callable[[Generator], dict[str, Tensor]],
-    stack: LayerStack | None = None,
+    stack: LayerStack = _NO_TOKENS,
     shards: Shards = WHOLE,
 ) -> Model:
     """Branches that give ``numbers`` numbers per sample, in rows of ``width``: concatenated, with a number per row.
 
-    With a ``stack`` rows are tokens, which devices divide as the branches' layers do.
+    Those of a ``stack`` are tokens, which devices divide as the branches' layers do.
     """
     joined = concatenation("concatenation", {branch[-1].id: numbers for branch in branches}, stack, shards)
     head = value_head(joined.id, len(branches) * width, stack, shards)
@@ -376,7 +379,7 @@ def perceptron(
 
 
 def concatenation(
-    id_: str, numbers: Mapping[str, int], stack: LayerStack | None = None, shards: Shards = WHOLE
+    id_: str, numbers: Mapping[str, int], stack: LayerStack = _NO_TOKENS, shards: Shards = WHOLE
 ) -> BlockSpec:
     """Joins blocks, which give these ``numbers`` per sample; of a ``stack``, in slices where its devices divide it."""
     sizes = {"outputs": sum(numbers.values())}
@@ -386,7 +389,7 @@ def concatenation(
     )
 
 
-def value_head(source: str, width: int, stack: LayerStack | None = None, shards: Shards = WHOLE) -> BlockSpec:
+def value_head(source: str, width: int, stack: LayerStack = _NO_TOKENS, shards: Shards = WHOLE) -> BlockSpec:
     """A number for every row of a block's output, against ``targets``; rows as :func:`concatenation` has them."""
     split, divided = _by_rows(stack, shards, partial(ValueHead, width))
     return BlockSpec(
@@ -403,15 +406,13 @@ def value_head(source: str, width: int, stack: LayerStack | None = None, shards:
     )
 
 
-def _by_rows(stack: LayerStack | None, shards: Shards, build: Callable[[Shards], nn.Module]) -> tuple[Split, bool]:
+def _by_rows(stack: LayerStack, shards: Shards, build: Callable[[Shards], nn.Module]) -> tuple[Split, bool]:
     """How devices split a block whose parameters all have: by a stack's tokens where it can be; and whether these do.
 
     Else each does all of it.
     """
 
     def own(shards: Shards) -> nn.Module:
-        return build(shards if stack is not None and stack.divides(shards) else WHOLE)
+        return build(shards if stack.divides(shards) else WHOLE)
 
-    if stack is None:
-        return Split(own), False
     return stack.split(own), stack.divides(shards)
