@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeplan.costs.communication import COUNTS_BYTES, places_reached
 from pipeplan.costs.wide_groups import AROUND, GroupSizes, among_parts
-from pipeplan.files import CostRow, Profile
+from pipeplan.files import CostRow, Plan, Profile
 from pipeplan.files.row_messages import RowMessages
 from pipeplan.runtime.executor.rank_program import ProgramStep
 from pipeplan.runtime.executor.stage import StageRunner
@@ -38,6 +38,9 @@ BETWEEN_STAGES = Given("", "", "send")
 Bytes = Counter[Given]
 """By exchange, what a rank gives others, as float32."""
 
+Pair = tuple[int, int]
+"""The ranks that send and receive messages between stages."""
+
 
 def of_array(how: str, array_bytes: int, devices: int) -> Fraction:
     """What each of some devices gives in a collective about an array, which is whole where it is gathered."""
@@ -45,13 +48,14 @@ def of_array(how: str, array_bytes: int, devices: int) -> Fraction:
 
 
 class GivenBytes:
-    """Counts what each rank gives others while it is patched in, in float64 as half of that.
+    """Counts what each rank gives others while it is patched in, in float64 as half of that; and ``between`` ranks.
 
     Devices of ``stages`` that split the same experts gather and scatter by routing.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stages: Sequence[Stage]) -> None:
         self.of_rank: dict[int, Bytes] = defaultdict(Counter)
+        self.between: Counter[Pair] = Counter()
         self._here = threading.local()
         self._parts = {
             stage.devices[at : at + stage.expert_shards]
@@ -92,7 +96,9 @@ class GivenBytes:
             return begin_passing(group, tensors, by)
 
         def sent(channels: MailChannels, step: ProgramStep, tensors: Sequence[Tensor], made: object) -> None:
-            counts.of_rank[channels._program.rank][BETWEEN_STAGES] += sum(map(_size, tensors))
+            size = sum(map(_size, tensors))
+            counts.of_rank[channels._program.rank][BETWEEN_STAGES] += size
+            counts.between[channels._program.rank, step.peer] += size
             send(channels, step, tensors, made)
 
         route, begin_passing, send = ThreadGroup.route, ThreadGroup.begin_passing, MailChannels.send
@@ -158,6 +164,15 @@ def planned_of(profile: Profile, stage: Stage) -> Bytes:
         if row.messages is not None:
             for (phase, how), size in _of_row(profile.messages[row.messages], row, around=around).items():
                 found[Given(block, phase, how)] += size
+    return found
+
+
+def planned_between(plan: Plan) -> Counter[Pair]:
+    """What ranks send each other in a mini-batch, between stages of the same micro-batches."""
+    found: Counter[Pair] = Counter()
+    for each in plan.dependencies:
+        for hop in each.hops:
+            found[hop.source_device, hop.target_device] += hop.bytes * plan.num_microbatches
     return found
 
 

@@ -20,7 +20,7 @@ from pipeplan.runtime.executor.channels import TransferError
 from pipeplan.runtime.executor.interpreter import Executor
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep, program_of, programs_of
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
-from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
+from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec, spec_of
 from pipeplan.runtime.launch.status import Board, Cause, Progress
 from pipeplan.runtime.models.spec import Model, placed
 from pipeplan.runtime.parallel import Share
@@ -80,8 +80,8 @@ class MailChannels:
             raise TransferError(Cause.TIMEOUT, step.peer, "nothing came")
         label, tensors = sent[place]
         assert label == _label(step)
-        names = self._program.tensors[step.message]
-        expected = [self._specs[name].of(len(step.samples[0])) for name in names]
+        keys, count = self._program.keys(step.message), len(step.samples[0])
+        expected = [spec_of(self._specs, key).of(count) for key in keys]
         assert [tuple(tensor.shape) for tensor in tensors] == expected
         return list(tensors)
 
@@ -182,7 +182,7 @@ def together(count: int, work: Callable[[Shards], Result]) -> list[Result]:
 def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
     """Run every rank's program once, in fp64; of a plan of inference as a run does it, of a folded one each its own."""
     run_as = model.shared_by(max(stage.context for stage in plan.stages))
-    asked = [block.id for block in model.blocks], run_as.edges, model.name
+    asked = [block.id for block in model.blocks], run_as.edges, model.name, run_as.divides_shards
     tied = [{block for block, _ in group} for group in model.tied]
     if plan.players:
         programs = tuple(program_of(plan, rank, *asked, tied=tied) for rank in range(plan.num_devices))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
@@ -40,7 +40,7 @@ from pipeplan.workload.elements import Stage
 from pipeplan.workload.mesh import EXPERTS as EXPERTS_AXIS
 from pipeplan.workload.mesh import Mesh
 from runtime_support import expert_models
-from runtime_support.exchanged_bytes import BETWEEN_STAGES, Given, GivenBytes, hidden_ns, planned_of
+from runtime_support.exchanged_bytes import BETWEEN_STAGES, Given, GivenBytes, hidden_ns, planned_between, planned_of
 from runtime_support.expert_models import EACH, EXPERTS, FEW, HIDDEN, SEQUENCE
 from runtime_support.hugging_face import SEED, text, training_of
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
@@ -99,15 +99,20 @@ def two_stages(name: str, **more: Any) -> Plan:
     return placed_plan(model_of(name), stages, num_microbatches=3, microbatch_size=MICROBATCH, **more)
 
 
-def in_a_ring(profile: Profile) -> Plan:
-    """Two stages, each of whose two devices share sequences, around a ring, and experts."""
+TWO, FOUR = ((0, 1), (3, 2)), ((0, 1, 2, 3), (5, 4, 7, 6))
+"""The devices of two stages."""
+
+
+def in_a_pipeline(profile: Profile, pipeline: Sequence[tuple[int, ...]], **how: Any) -> Plan:
+    """Two stages on these devices, which share experts, sequences or blocks."""
     ids = [block.id for block in model_of("even").blocks]
     cut = len(ids) // 2
-    how: dict[str, Any] = {"context": 2, "context_exchange": "ring", "expert": 2, "microbatch_size": MICROBATCH}
     stages = [
-        PlacedStage(blocks=tuple(own), devices=on, **how) for own, on in ((ids[:cut], (0, 1)), (ids[cut:], (3, 2)))
+        PlacedStage(blocks=tuple(own), devices=on, microbatch_size=MICROBATCH, **how)
+        for own, on in zip((ids[:cut], ids[cut:]), pipeline, strict=True)
     ]
-    return placed_plan(model_of("even"), stages, num_microbatches=3, microbatch_size=MICROBATCH, profile=profile)
+    run = {"num_microbatches": NUM_MICROBATCHES, "microbatch_size": MICROBATCH}
+    return placed_plan(model_of("even"), stages, **run, profile=profile)
 
 
 SPLITS = [
@@ -443,7 +448,9 @@ def test_ranks_move_what_the_plan_says_where_words_choose_evenly(name: str, repo
         pytest.param({"expert": 1, "shards": 2, "context": 2}, marks=pytest.mark.long),
         pytest.param({"expert": 4, "shards": 2, "context": 2}, marks=pytest.mark.long),
         {"expert": 1, "shards": 2, "name": "odd"},
-        {"pipeline": True},
+        {"pipeline": TWO, "expert": 2, "context": 2, "context_exchange": "ring"},
+        pytest.param({"pipeline": TWO, "expert": 1, "shards": 2}, marks=pytest.mark.long),
+        {"pipeline": FOUR, "expert": 4, "shards": 2, "replicas": 2},
     ],
     ids=str,
 )
@@ -462,16 +469,18 @@ def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeyp
     links = (Cluster.of("links", 4, levels=[("node", 4, 0, rate)]) for rate in (10**6, 10**15))
     profile, other = (pipeplan.estimate("gpt2-experts-tiny", cluster=each, **how) for each in links)  # of equal sizes
     plan, fast = (
-        in_a_ring(each) if "pipeline" in sizes else one_stage(profile=each, **{"name": name} | sizes)
+        in_a_pipeline(each, **sizes) if "pipeline" in sizes else one_stage(profile=each, **{"name": name} | sizes)
         for each in (profile, other)
     )
     given = GivenBytes(monkeypatch, plan.stages)
     run_in_threads(plan, model_of(name), 3)
+    assert given.between == planned_between(plan)
+    assert len(given.between) == sum(map(len, sizes.get("pipeline", ())))
     for number, stage in enumerate(plan.stages):
         planned = planned_of(profile, stage)
         pairs = zip(plan.operations, fast.operations, strict=True)
         longer = sum(a.duration_ns - b.duration_ns for a, b in pairs if a.stage == number)
-        attention = 3e-4 if "pipeline" in sizes else 0  # beside a ring it takes some microseconds
+        attention = 3e-4 if stage.context_exchange == "ring" else 0  # beside a ring it takes some microseconds
         expected = 1000 * float(sum(planned.values())) - hidden_ns(profile, stage)  # a byte takes a microsecond
         assert longer == pytest.approx(expected, rel=attention, abs=20)
         own = Counter({each: size * plan.num_microbatches for each, size in planned.items()})
@@ -479,9 +488,7 @@ def test_bytes_that_each_rank_moves_are_the_plans(sizes: dict[str, Any], monkeyp
         del every[BETWEEN_STAGES]
         assert every == Counter({each: size * len(stage.devices) for each, size in own.items()})
         for rank in stage.devices:
-            hops = (hop for each in plan.dependencies for hop in each.hops if hop.source_device == rank)
-            sent = sum(hop.bytes for hop in hops) * plan.num_microbatches
-            assert given.of_rank[rank][BETWEEN_STAGES] == sent
+            sent = sum(size for (source, _), size in given.between.items() if source == rank)
             chosen = own if stage.expert == 1 else _as_words_choose(own, stage, rank)
             assert given.of_rank[rank] == chosen + Counter({BETWEEN_STAGES: sent})
 
