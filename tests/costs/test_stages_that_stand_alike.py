@@ -109,7 +109,7 @@ def test_programs_are_linked_alike_as_pair_by_pair(seed: int) -> None:
         count, programs = rng.choice([2, 4]), rng.choice([4, 6])
         step = rng.choice([1, programs])
         firsts = [at * count if step == 1 else at for at in range(programs)]
-        fold = Fold([Players(first=first, counts=(count,), steps=(step,)) for first in firsts])
+        fold = Fold([Players(first=first, counts=(count,), steps=(step,)) for first in firsts], count)
         pairs = [(rng.randrange(programs), rng.randrange(programs)) for _ in range(rng.randrange(4))]
         sizes = sorted(rng.sample([2, 3, 4, 6, 8, 64], 2))
         together = [

@@ -20,7 +20,7 @@ from pipeplan.files.packed import packed, packed_starts, unpacked, unpacked_star
 from pipeplan.interop.export import exported
 from pipeplan.simulator.recost import with_costs_of
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.elements import Players
+from pipeplan.workload.elements import Players, Stage
 from pipeplan.workload.folding import Fold
 from pipeplan.workload.workload import Workload
 from support.marks import one_in
@@ -33,7 +33,7 @@ _CASES = range(10)
     "seed, idle, shared, looped",
     [
         *((seed, 0, False, False) for seed in _CASES),
-        *((seed, idle, False, False) for seed, idle in ((0, 16), (1, 16), (2, 32), (3, 16))),
+        *((seed, idle, False, False) for seed, idle in ((0, 16), (1, 3), (2, 7), (3, 16), (4, 1))),
         *((seed, 0, True, False) for seed in _CASES),
         *((seed, 0, bool(seed % 2), True) for seed in _CASES),
     ],
@@ -94,8 +94,8 @@ def _program(plan: Plan, device: int) -> int:
     return next(number for number, own in enumerate(plan.players) if own.place(device) is not None)
 
 
-def test_devices_are_left_as_they_are_where_too_few_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as play each other program, or none of them is folded."""
+def test_any_number_of_devices_may_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are folded all the same."""
     profile = alike_profile(Random(5), tied=False)
     monkeypatch.setattr(stages, "FOLD_FROM", 1)
 
@@ -108,7 +108,38 @@ def test_devices_are_left_as_they_are_where_too_few_run_nothing(monkeypatch: pyt
         how: dict[str, Any] = {"num_microbatches": 4, "microbatch_size": 4, "cluster": two_levels(8 + idle, 4)}
         return build_workload(profile, placement, fold_least=4, **how)
 
-    assert [(len(each.players), each.num_devices) for each in map(workload, (0, 3, 4))] == [(2, 8), (0, 11), (3, 12)]
+    assert [(len(each.players), each.num_devices) for each in map(workload, (0, 3, 4))] == [(2, 8), (3, 11), (3, 12)]
+
+
+def _on(*devices: range) -> list[Stage]:
+    return [
+        Stage(blocks=(f"b{n}",), devices=tuple(own), replicas=4, microbatch_size=4) for n, own in enumerate(devices)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("used", "count", "idle"),
+    [
+        ((range(0, 32, 8), range(1, 32, 8)), 32, [(2, (4, 6), (8, 1))]),
+        ((range(4), range(4, 8)), 13, [(8, (5,), (1,))]),
+        ((range(1, 9, 2), range(2, 10, 2)), 20, [(0, (1,), (1,)), (9, (11,), (1,))]),
+        (
+            (range(1, 21, 5), range(3, 23, 5)),
+            20,
+            [(0, (2,), (2,)), (4, (3, 2), (5, 1)), (7, (3,), (5,)), (19, (1,), (1,))],
+        ),
+    ],
+)
+def test_devices_without_a_stage_play_empty_programs_by_runs_that_are_alike(
+    used: tuple[range, ...], count: int, idle: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """A rest of each node, what is left at the end, and what lies between others."""
+    fold = Fold.of(_on(*used), 4, count)
+    assert fold is not None
+    assert fold.count == 4
+    busy = {own[0] for own in used}
+    assert [(own.first, own.counts, own.steps) for own in fold.players if own.first not in busy] == idle
+    assert sorted(device for own in fold.players for device in own.devices) == list(range(count))
 
 
 def test_a_plan_without_alike_devices_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +156,17 @@ Damage = Callable[[dict[str, Any]], None]
 
 def _played_by_too_many(plan: dict[str, Any]) -> None:
     plan["players"][0]["counts"][0] += 1
+
+
+def _played_by_too_few(plan: dict[str, Any]) -> None:
+    """One of a program's players runs nothing instead, which is another program."""
+    plan["players"][1]["counts"][-1] -= 1
+    steps = zip(plan["players"][1]["counts"], plan["players"][1]["steps"], strict=True)
+    last = plan["players"][1]["first"] + sum((count - 1) * step for count, step in steps)
+    plan["players"].append({"first": last + plan["players"][1]["steps"][-1], "counts": [1], "steps": [1]})
+    for key in ("devices", "programs"):
+        plan[key].append([] if key == "programs" else plan[key][0])
+    plan["predicted"]["memory"].append(plan["predicted"]["memory"][0])
 
 
 def _twice(plan: dict[str, Any]) -> None:
@@ -167,7 +209,8 @@ def _no_room(plan: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_played_by_too_many, "every program is played by as many"),
+        (_played_by_too_many, "every program that a stage is on is played by as many"),
+        (_played_by_too_few, "every program that a stage is on is played by as many"),
         (_twice, "both have device 0"),
         (_missing, "plays no program"),
         (_of_no_program, "players has 1 entries for 2 devices"),
@@ -220,7 +263,7 @@ def test_groups_that_lie_over_nodes_in_any_place_are_not_timed_without_a_profile
 def test_devices_whose_messages_take_unlike_links_are_not_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two positions of four devices each, side by side, where nodes have six: they stay apart, and as priced."""
     players = [own for own in map(Players.of, (range(4), range(4, 8))) if own is not None]
-    found = [Fold(players).alike([(0, 1)], [size]) for size in (4, 6, 8)]
+    found = [Fold(players, players[0].count).alike([(0, 1)], [size]) for size in (4, 6, 8)]
     assert found == [True, False, True]
     monkeypatch.setattr(stages, "FOLD_FROM", 0)
     profile = alike_profile(Random(5), tied=False)

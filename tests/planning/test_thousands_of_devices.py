@@ -45,6 +45,22 @@ def calls(work: Callable[[], object]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("devices", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
+def test_a_plan_that_leaves_nodes_in_reserve_is_folded(profile: Profile, devices: int) -> None:
+    """What is left divides the mini-batch badly: as many replicas as there are nodes and one more, and some idle."""
+    cluster = nodes(devices)
+    asked = {"mini_batch": 4 * devices, "spares": 8, "time_limit": 1, "deterministic": True}
+    plan = pipeplan.search(profile, cluster=cluster, **asked).plan
+    idle = plan.workload.idle_devices
+    assert plan.num_devices == devices - 8
+    assert 0 < len(idle) != plan.players_each
+    assert len(plan.programs) <= 64 < plan.players_each * len(plan.programs)
+    assert len(to_json(plan)) < 100_000
+    assert check(plan, profile, cluster).valid
+    assert check(unfolded(plan), profile, cluster).valid
+
+
+@pytest.mark.slow
 def test_a_first_plan_for_thousands_is_folded_and_small(profile: Profile) -> None:
     """With everything open, in as much time as one plan takes."""
     cluster = nodes(MANY)

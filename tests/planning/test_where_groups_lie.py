@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
 import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs.communication import Exchange, time_of_groups
-from pipeplan.files import Block, Cluster, Profile
-from pipeplan.planning.candidates import uniform_layouts
+from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile
+from pipeplan.planning.candidates import Batch, PlacementCandidate, uniform_layouts
 from pipeplan.planning.request import Request
+from pipeplan.planning.trials import Trial, on_cluster
 
 NODES = Cluster.of("nodes", 12, levels=[("node", 4, "1us", "100GB"), ("net", 12, "10us", "2GB")])
 H100S = Cluster.of("h100s", 64, levels=[("nvlink", 8, "5us", "219.6GB"), ("infiniband", 64, "10us", "24.4GB")])
@@ -45,6 +47,33 @@ def test_a_plan_has_exchanges_where_its_groups_lie_and_closed_forms_on_the_first
     assert rows
     assert {each.parts.exchanged for each in rows} == {0.0}, "what they wait for on devices 0 to 2"
     assert all(each.least_ns <= found.plan.predicted.iteration_ns for each in rows)
+
+
+def test_positions_that_nobody_splits_lie_where_a_candidate_is_quickest() -> None:
+    """Eight in nodes of seven: in seven of eight replicas a message would leave the node, which all wait for.
+
+    Where links are least busy sums of gradients would cross nodes in many rings of few devices each.
+    """
+    cluster = pipeplan.example_cluster("cluster-h100", devices=512)
+    profile = pipeplan.example("gpt2-1.3b", device="h100-80gb")
+    request = Request.of(profile, cluster=cluster, devices=448, mini_batch=2048, positions=7, replicas=64)
+    blocks = [block.id for block in profile.blocks]
+    cuts = [len(blocks) * place // 7 for place in range(8)]
+    stages = tuple(
+        PlacedStage(blocks=tuple(blocks[begin:end]), devices=tuple(range(64 * n, 64 * n + 64)), replicas=64)
+        for n, (begin, end) in enumerate(pairwise(cuts))
+    )
+    placement = Placement(strategy="one-to-one", num_devices=448, stages=stages)
+    candidate = PlacementCandidate(placement, Batch(16, 128), False, "by hand")
+    chosen, least_busy = Trial.where_quick(request, candidate), on_cluster(request, candidate)
+    assert least_busy is not None
+    busy = Trial.of(request, least_busy)
+    for trial in (chosen, busy):
+        trial.look_plainly()
+    assert chosen.value_ns is not None
+    assert busy.value_ns is not None
+    assert chosen.bound_ns < busy.bound_ns
+    assert 1.05 * chosen.value_ns < busy.value_ns
 
 
 Order = Callable[[int, int, int], int]

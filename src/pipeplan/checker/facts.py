@@ -456,8 +456,8 @@ def figures_of(
     phases = _phases(facts, busy_ns, sums or [()] * len(busy))
     steady = None
     if copy_ns is not None:
-        per_copy = Fraction(sum(facts.busy_whole()) * unroll, facts.num_microbatches)
-        steady = float(1 - per_copy / (len(busy) * copy_ns))
+        per_copy = Fraction(sum(of_devices(plan.players, facts.busy_whole())) * unroll, facts.num_microbatches)
+        steady = float(1 - per_copy / (plan.num_devices * copy_ns))
     return Figures(
         num_devices=plan.num_devices,
         num_actions=facts.num_actions,
@@ -467,7 +467,7 @@ def figures_of(
         exposed_reduction_ns=phases[1] - phases[0],
         exposed_step_ns=phases[2] - phases[1],
         exposed_gather_ns=phases[3] - phases[2],
-        bubble_rate=float(1 - Fraction(sum(busy), len(busy) * makespan)),
+        bubble_rate=float(1 - Fraction(sum(of_devices(plan.players, busy)), plan.num_devices * makespan)),
         bubble_rate_span=_bubble_rate_span(facts, busy),
         bubble_rate_steady=steady,
         period_ns=None if copy_ns is None else float(copy_ns / unroll),

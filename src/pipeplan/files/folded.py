@@ -65,7 +65,7 @@ def folded_plan(plan: Plan, least: int = 2) -> Plan:
     workload = folded_workload(plan.workload, least)
     if not workload.players:
         return plan
-    fold = Fold(workload.players)
+    fold = Fold(workload.players, workload.players_each)
     firsts = [own.first for own in workload.players]
     programs = [tuple(_on_program(text, fold) for text in plan.programs[device]) for device in firsts]
     found = plan.model_copy(
@@ -91,7 +91,7 @@ def unfolded(plan: Plan) -> Plan:
     """The plan with a program for each device; it grows with the number of devices. Its fingerprint stays."""
     if not plan.players:
         return plan
-    players, fold = plan.players, Fold(plan.players)
+    players, fold = plan.players, Fold(plan.players, plan.players_each)
     places = [(fold.programs[device], fold.places[device]) for device in range(plan.num_devices)]
     return _same_print(
         plan,

@@ -76,7 +76,7 @@ from pipeplan.workload.elements import (
     slots_of,
     speeds_of,
 )
-from pipeplan.workload.folding import devices_of, of_devices, split_alike, stage_problem
+from pipeplan.workload.folding import devices_of, each_played, num_playing, of_devices, split_alike, stage_problem
 from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, MASTER, PARAMETERS, PARTED_ROLES, Role
 from pipeplan.workload.mesh import Mesh
 from pipeplan.workload.network_jobs import gradient_sums
@@ -281,8 +281,8 @@ class Plan(File):
         InShort(),
         said_only(
             (),
-            "for each of devices, those that play its program, equally many: numbers of devices elsewhere in the plan "
-            "are then numbers of programs; none: each device has its own",
+            "for each of devices, those that play its program, equally many, or any number where it is empty: numbers "
+            "of devices elsewhere in the plan are then numbers of programs; none: each device has its own",
         ),
     ] = ()
     stages: Annotated[Items[Stage], InShort(), Field(min_length=1)]
@@ -491,18 +491,25 @@ class Plan(File):
             )
 
     def _require_players(self) -> None:
-        """Each device plays one program, as many devices as any other, and groups of them are of whole programs."""
+        """Each device plays one program, as many devices as any other, and groups of them are of whole programs.
+
+        A program that no stage is on any number may play.
+        """
         if not self.players:
             return
         self._require_one_per_device("players", len(self.players))
-        each = self.players_each
+        busy = {program for stage in self.stages for program in stage.devices}
+        if not busy <= set(range(len(self.players))):
+            return  # what is said of stages names the one that is on none
+        each, first = self.players_each, self.stages[0].devices[0]
         played = dict[int, int]()
         for number, own in enumerate(self.players):
             if problem := own.problem:
                 raise ValueError(f"players[{number}] {problem}")
-            if own.count != each:
+            if own.count != each and number in busy:
                 raise ValueError(
-                    f"players[{number}] are {own.count} devices, players[0] {each}: every program is played by as many"
+                    f"players[{number}] are {own.count} devices, players[{first}] {each}: every program that a stage "
+                    "is on is played by as many"
                 )
             if self.num_devices > MAX_DEVICES:
                 raise ValueError(f"players are {self.num_devices} devices, more than the {MAX_DEVICES} of a plan")
@@ -776,12 +783,12 @@ class Plan(File):
     @property
     def num_devices(self) -> int:
         """Devices, of which there may be more than programs."""
-        return len(self.devices) * self.players_each
+        return num_playing(self.players) if self.players else len(self.devices)
 
     @property
     def players_each(self) -> int:
-        """How many devices play each program; 1 where every device has its own."""
-        return self.players[0].count if self.players else 1
+        """How many devices play each program that a stage is on; 1 where every device has its own."""
+        return each_played(self.players, self.stages)
 
     @property
     def mini_batch(self) -> int:

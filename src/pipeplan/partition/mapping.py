@@ -601,7 +601,7 @@ def _tidy(layout: GroupLayout) -> tuple[Devices, ...]:
 def device_orders(placement: Placement, cluster: Cluster) -> Iterator[Placement]:
     """The placement with other numbers of replicas side by side, those that keep to the cluster's levels.
 
-    None where positions are not alike, or have no devices that have to be neighbours.
+    None where positions are not alike.
     """
     positions = dict.fromkeys(stage.devices for stage in placement.stages)
     widths = {(stage.shards * stage.context, stage.replicas) for stage in placement.stages}
@@ -610,7 +610,7 @@ def device_orders(placement: Placement, cluster: Cluster) -> Iterator[Placement]
         return
     ((width, replicas),) = widths
     together = math.lcm(width, *(stage.expert for stage in placement.stages))
-    if replicas == 1 or together == 1:
+    if replicas == 1:
         return
     for beside in _numbers_beside(width, replicas, len(positions), cluster):
         if width * beside % together == 0:

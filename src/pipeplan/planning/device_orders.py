@@ -6,20 +6,20 @@ these take longer than sums, as below the uplinks of an oversubscribed switch, s
 together as fill a node, a rack or a pod, and the rest of the replicas in others (Megatron-LM's orders tp-cp-dp-pp and
 tp-cp-pp-dp are the ends). Nothing but links changes, so the same orders of actions are timed anew.
 
-Below oversubscribed uplinks the order says most of what a candidate is worth, so there each is looked at in the order
-of the least bound (:meth:`pipeplan.planning.trials.Trial.where_quick`), and only orders of the best are timed here.
-Groups that nobody splits are mapped one by one (:func:`pipeplan.planning.trials.on_cluster`).
+Below oversubscribed uplinks the order says most of what a candidate is worth, and where nobody splits blocks all
+positions may lie anywhere; there each is looked at in the order of the least bound
+(:meth:`pipeplan.planning.trials.Trial.where_quick`), and only orders of the best are timed here. Few devices, and
+positions that are not alike, are mapped as well (:func:`pipeplan.planning.trials.on_cluster`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pipeplan.files import Placement
-from pipeplan.partition.mapping import device_orders
+from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
 from pipeplan.planning.start import with_orders
-from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of, keeps_devices, workloads
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, elsewhere, iteration_of, keeps_devices, workloads
 from pipeplan.schedule.state import Schedule
 from pipeplan.search_constants import FINALISTS, SECONDS_PER_LOOK
 from pipeplan.workload.engine import with_links
@@ -29,17 +29,14 @@ from pipeplan.workload.workload import Workload
 
 @dataclass(frozen=True)
 class DeviceOrders(PlanStep):
-    """The best ``finalists`` with fewer replicas of each position side by side, where messages or sums are quicker so.
+    """The best ``finalists`` on other devices of the cluster, where messages or sums are quicker so.
 
     What is second where replicas of a position are neighbours may be first where they are not.
     """
 
     finalists: int = FINALISTS
     name = "device orders"
-    when = (
-        "the best {finalists} plans; a cluster of several levels; alike devices, which nothing keeps where they are; "
-        "each position has as many replicas of as many devices"
-    )
+    when = "the best {finalists} plans; a cluster of several levels; alike devices, which nothing keeps where they are"
 
     def applies(self, search: PlanSearch) -> bool:
         """Whether devices may be others, and some are nearer than others."""
@@ -54,47 +51,46 @@ class DeviceOrders(PlanStep):
 
     @staticmethod
     def _try(search: PlanSearch, trial: Trial) -> None:
-        cluster = search.request.cluster
-        if trial.best is None or trial.parted is not None or trial.candidate.stay or cluster is None:
+        if trial.best is None or trial.parted is not None or trial.candidate.stay:
             return
         budget, longest = search.budget, 0.0
-        for placement in device_orders(trial.candidate.placement, cluster):
+        for other in elsewhere(search.request, trial.candidate, folded=trial.is_folded):
             begun = budget.used
             if budget.expired or (longest and budget.remaining < longest):
                 return
-            schedule = _retimed(search.request, trial, placement)
+            schedule = _retimed(search.request, trial, other)
             budget.charge(SECONDS_PER_LOOK * trial.num_actions)
             if schedule is not None and iteration_of(schedule) < iteration_of(trial.best):
-                trial.candidate, trial.best = replace(trial.candidate, placement=placement), schedule
+                trial.candidate, trial.best = other, schedule
                 trial.bounds = [schedule.bound_ns]
                 trial.begin_again(search.request)
                 search.report(trial)
             longest = max(longest, budget.used - begun)
 
 
-def _retimed(request: Request, trial: Trial, placement: Placement) -> Schedule | None:
+def _retimed(request: Request, trial: Trial, other: PlacementCandidate) -> Schedule | None:
     """The same orders of actions where stages stand on other devices; None where programs would be others."""
     base = trial.best
     assert base is not None
     split = replace(request, split_backward=base.workload.splits_backward)
-    (workload,) = workloads(split, replace(trial.candidate, placement=placement))
+    (workload,) = workloads(split, other)
     before = _programs_before(base.workload, workload)
     if before is None:
         return None
     graph = task_graph(workload.with_microbatches(base.graph.workload.num_microbatches))
     own = base.graph.on_devices(base.orders)
-    orders = with_links(graph, [own[program] for program in before])
+    programs = range(len(workload.devices))
+    orders = with_links(graph, [own[before[program]] if program in before else [] for program in programs])
     return with_orders(replace(base, orders=orders), workload, "")
 
 
-def _programs_before(old: Workload, new: Workload) -> list[int] | None:
-    """[program] which one of the old workload it was; None where there are others, or played by more or fewer."""
-    if (len(old.devices), old.players_each) != (len(new.devices), new.players_each):
+def _programs_before(old: Workload, new: Workload) -> dict[int, int] | None:
+    """{program that a stage is on: which one of the old workload it was}; None where more or fewer play each."""
+    if old.players_each != new.players_each:
         return None
     before = dict[int, int]()
     for one, other in zip(old.stages, new.stages, strict=True):
         for was, now in zip(one.devices, other.devices, strict=True):
             if before.setdefault(now, was) != was:
                 return None
-    left = iter(sorted(set(range(len(old.devices))) - set(before.values())))
-    return [before[program] if program in before else next(left) for program in range(len(new.devices))]
+    return before

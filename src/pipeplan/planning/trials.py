@@ -110,6 +110,19 @@ def may_turn(request: Request, candidate: PlacementCandidate) -> bool:
     return any((level.oversubscription or 1) > 1 for level in cluster.levels)
 
 
+def elsewhere(request: Request, candidate: PlacementCandidate, *, folded: bool) -> list[PlacementCandidate]:
+    """The candidate on other devices of the cluster: in orders of positions and replicas, and as links are least busy.
+
+    Mapping takes long for many devices, and ``folded`` ones would seldom stay so. It is seldom the quickest for alike
+    replicas: where few of them talk over slow links, all wait for those.
+    """
+    if request.cluster is None:
+        return []
+    orders = [replace(candidate, placement=each) for each in device_orders(candidate.placement, request.cluster)]
+    mapped_on = None if orders and folded else on_cluster(request, candidate)
+    return orders if mapped_on is None else [*orders, mapped_on]
+
+
 def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCandidate | None:
     """The candidate with its groups of devices where the cluster's links are least busy.
 
@@ -127,7 +140,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
         given=candidate.given,
     )
     group_of = device_groups(workload)
-    sizes = Counter(group_of)
+    sizes = Counter(of_devices(workload.players, group_of))
     traffic: Counter[tuple[int, int]] = Counter()
     for dependency in workload.dependencies:
         for hop in dependency.hops:
@@ -141,7 +154,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
     static = [workload.static_bytes(group_of.index(group)) for group in range(len(sizes))]
     try:
         found = mapped(
-            [sizes[group] * workload.players_each for group in range(len(sizes))],
+            [sizes[group] for group in range(len(sizes))],
             traffic,
             cluster.first(request.num_devices),
             sync=sync,
@@ -219,19 +232,18 @@ class Trial:
 
     @classmethod
     def where_quick(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:
-        """The same on the devices of the cluster that should be quickest.
+        """The same on the devices of the cluster that should be quickest: those with the least bound.
 
-        Of several orders of positions and replicas the one with the least bound, where there are few enough actions.
+        Of equal ones where a replica's stages are near each other. Where there are many actions the candidate's own.
 
         Raises:
             UsageError: as for :meth:`of`.
         """
-        own = cls.of(request, on_cluster(request, candidate) or candidate, steps)
-        if request.cluster is None or not may_turn(request, candidate) or own.num_actions > FEW_ACTIONS:
+        own = cls.of(request, candidate, steps)
+        if own.num_actions > FEW_ACTIONS or not (may_move(request, candidate) or may_turn(request, candidate)):
             return own
-        orders = device_orders(own.candidate.placement, request.cluster)
-        others = (cls.of(request, replace(own.candidate, placement=placement), steps) for placement in orders)
-        return min([own, *others], key=lambda trial: trial.bound_ns)
+        others = [cls.of(request, each, steps) for each in elsewhere(request, candidate, folded=own.is_folded)]
+        return min([*reversed(others), own], key=lambda trial: (trial.bound_ns, not trial.is_folded))
 
     @property
     def bound_ns(self) -> int:
@@ -270,6 +282,11 @@ class Trial:
     def num_actions(self) -> int:
         """Those of the way of running backward that has most."""
         return max(sum(map(len, way.slots)) for way in self.ways)
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether devices share programs."""
+        return bool(self.ways[0].players)
 
     @property
     def look_seconds(self) -> float:

@@ -100,7 +100,8 @@ class Bottleneck:
         work = [total / workload.num_microbatches for total in totals]
         device = work.index(max(work))
         stages = tuple(index for index, stage in enumerate(workload.stages) if device in stage.devices)
-        return cls(device, stages, max(work), max(work) * len(work) / (sum(work) or 1) - 1)
+        mean = workload.of_all(totals) / workload.num_microbatches / workload.num_devices
+        return cls(device, stages, max(work), max(work) / (mean or 1) - 1)
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -76,15 +76,16 @@ class IdleShares:
     gathering: float
 
     @classmethod
-    def of(cls, rates: Rates, steady_ns: float | None, unused: Collection[int]) -> IdleShares:
+    def of(cls, rates: Rates, steady_ns: float | None, workload: Workload) -> IdleShares:
         """Shares of an iteration whose micro-batches take ``steady_ns`` at the pace of the steady state."""
-        count, makespan, most = len(rates.busy_ns), rates.makespan_ns, max(rates.busy_ns)
-        used = count - len(unused)
+        count, makespan, most = workload.num_devices, rates.makespan_ns, max(rates.busy_ns)
+        unused = sum(workload.playing_each[program] for program in workload.idle_programs)
+        used = count - unused
         steady = most if steady_ns is None else min(max(most, steady_ns), makespan)
         total, tail = count * rates.iteration_ns or 1, rates.tail
         return cls(
-            len(unused) / count,
-            (used * most - sum(rates.busy_ns)) / total,
+            unused / count,
+            (used * most - workload.of_all(rates.busy_ns)) / total,
             None if steady_ns is None else used * (steady - most) / total,
             used * (makespan - steady) / total,
             *(used * ns / total for ns in (tail.exposed_reduction_ns, tail.exposed_step_ns, tail.exposed_gather_ns)),
@@ -136,7 +137,7 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut
         busy_ns=busy,
         first_start_ns=first,
         last_end_ns=last,
-        bubble_rate=_share_idle(sum(busy), len(busy) * makespan),
+        bubble_rate=_share_idle(graph.workload.of_all(busy), graph.workload.num_devices * makespan),
         bubble_rate_span=_share_idle(busy[longest], spans[longest]),
         tail=tail_of(graph.workload, graph.last_ends(starts, later), exchanged=graph.exchanged(starts, later)),
     )

@@ -63,7 +63,7 @@ def _with_costs(plan: Plan, profile: Profile | None, cluster: Cluster | None) ->
 
 def _relinked_programs(plan: Plan, cluster: Cluster) -> Workload | None:
     """As :func:`relinked` of a folded plan, by one player of each program."""
-    fold = Fold(plan.players)
+    fold = Fold(plan.players, plan.players_each)
     found = _each_alone(in_place_0(plan), cluster)
     tied = [fold.tied(each) for each in found.tied]
     firsts = [found.devices[own.first] for own in plan.players]

@@ -339,7 +339,7 @@ class Simulation(Displayed):
     def idle(self) -> IdleShares:
         """Why devices do not compute all the time."""
         steady = None if self.period_ns is None else self.period_ns * self.workload.num_microbatches
-        return IdleShares.of(self.rates, steady, self.workload.idle_programs)
+        return IdleShares.of(self.rates, steady, self.workload)
 
     def exchange_ns(self, device: int) -> int:
         """How long a device's network exchanges state for its actions."""

@@ -1,10 +1,10 @@
 """Folding: devices that run alike programs are one, and every program says who plays it.
 
-A folded workload has programs for devices. Each is played by equally many: the player in place i of one exchanges
-messages only with those in place i of others, and whatever one player does all do. A stage's devices are then those in
-place 0 of its programs, in the order of these, after them those in place 1, and so on. So a stage with replicas has a
-program for each device of some of its replicas (:func:`of_place`); or all stages are split alike, and each device of a
-stage runs the same.
+A folded workload has programs for devices. Each is played by equally many, an empty one by any number: the player in
+place i of one exchanges messages only with those in place i of others, and whatever one player does all do. A stage's
+devices are then those in place 0 of its programs, in the order of these, after them those in place 1, and so on. So a
+stage with replicas has a program for each device of some of its replicas (:func:`of_place`); or all stages are split
+alike, and each device of a stage runs the same.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def ways_to_fold(stages: Sequence[Stage]) -> Iterator[int]:
 
 
 class Fold:
-    """Which program each device plays, and in which place, where each program has ``count`` players."""
+    """Which program each device plays, and in which place, where each that a stage is on has ``count`` players."""
 
-    def __init__(self, players: Sequence[Players]) -> None:
-        self.players, self.count = tuple(players), players[0].count
+    def __init__(self, players: Sequence[Players], count: int) -> None:
+        self.players, self.count = tuple(players), count
         self.programs, self.places = dict[Device, int](), dict[Device, int]()
         for number, own in enumerate(players):
             for place, device in enumerate(own.devices):
@@ -85,7 +85,7 @@ class Fold:
     def of(stages: Sequence[Stage], count: int, num_devices: int) -> Fold | None:
         """Fold stages on devices so; None where the same devices stand unlike in two, or in no regular steps.
 
-        Devices without a stage play empty programs, so many each, too; None where that leaves some.
+        Devices without a stage play empty programs, as many each as stand in regular steps.
         """
         return _fold_of(tuple(dict.fromkeys(stage.devices for stage in stages)), count, num_devices)
 
@@ -116,8 +116,8 @@ class Fold:
         pairs = list(set(pairs))
         if not pairs:
             return True
-        players = np.array([own.devices for own in self.players])
-        sources, targets = (players[list(ends)] for ends in zip(*pairs, strict=True))
+        ends = zip(*pairs, strict=True)
+        sources, targets = (np.array([self.players[program].devices for program in programs]) for programs in ends)
         for size in group_sizes:
             together = sources // size == targets // size
             if (together.any(axis=1) != together.all(axis=1)).any():
@@ -145,15 +145,41 @@ def _fold_of(stages: tuple[tuple[Device, ...], ...], count: int, num_devices: in
             own = devices[program::each]
             if any(groups.setdefault(device, own) is not own for device in own):
                 return None
-    idle = [device for device in range(num_devices) if device not in groups]
-    if len(idle) % count:
-        return None
-    for begin in range(0, len(idle), count):
-        own = tuple(idle[begin : begin + count])
-        groups |= dict.fromkeys(own, own)
-    players = [Players.of(own) for own in dict.fromkeys(groups[device] for device in sorted(groups))]
+    players = [Players.of(own) for own in dict.fromkeys(groups.values())]
     known = [each for each in players if each is not None]
-    return Fold(known) if len(known) == len(players) else None
+    if len(known) < len(players):
+        return None
+    idle = _regular([device for device in range(num_devices) if device not in groups])
+    return Fold(sorted([*known, *idle], key=lambda own: own.first), count)
+
+
+def _regular(devices: Sequence[Device]) -> Iterator[Players]:
+    """Ascending devices, as those that stand in regular steps: runs of neighbours, equally long and far apart."""
+    runs = list[list[Device]]()
+    for device in devices:
+        if runs and runs[-1][-1] == device - 1:
+            runs[-1].append(device)
+        else:
+            runs.append([device])
+    for length in {len(run) for run in runs}:
+        begins = [run[0] for run in runs if len(run) == length]
+        while begins:
+            step = begins[1] - begins[0] if len(begins) > 1 else 0
+            alike = next((n for n in range(1, len(begins)) if begins[n] - begins[n - 1] != step), len(begins))
+            found = Players.of([begin + place for begin in begins[:alike] for place in range(length)])
+            assert found is not None, "they stand in regular steps"
+            yield found
+            del begins[:alike]
+
+
+def num_playing(players: Sequence[Players]) -> int:
+    """Devices of all programs."""
+    return sum(own.count for own in players)
+
+
+def each_played(players: Sequence[Players], stages: Sequence[Stage]) -> int:
+    """How many devices play each program that a stage is on; 1 where every device has its own."""
+    return players[stages[0].devices[0]].count if players else 1
 
 
 def devices_of(players: Sequence[Players], programs: Sequence[int]) -> tuple[Device, ...]:
@@ -168,7 +194,7 @@ def of_devices(players: Sequence[Players], said: Sequence[Said]) -> list[Said]:
     """[device] what is ``said`` [program]; without players each device has its own."""
     if not players:
         return [*said]
-    found = [said[0]] * (len(said) * players[0].count)
+    found = [said[0]] * num_playing(players)
     for own, value in zip(players, said, strict=True):
         for device in own.devices:
             found[device] = value
@@ -180,6 +206,6 @@ def on_devices(hops: Iterable[Hop], players: Sequence[Players]) -> tuple[Hop, ..
     between = [(hop, players[hop.source_device].devices, players[hop.target_device].devices) for hop in hops]
     return tuple(
         replace(hop, source_device=sources[place], target_device=targets[place])
-        for place in range(players[0].count if between else 0)
+        for place in range(len(between[0][1]) if between else 0)
         for hop, sources, targets in between
     )

@@ -33,7 +33,7 @@ from pipeplan.workload.elements import (
     slots_of,
     speeds_of,
 )
-from pipeplan.workload.folding import of_devices
+from pipeplan.workload.folding import each_played, num_playing, of_devices
 from pipeplan.workload.kinds import (
     ACTIVATIONS,
     GRADIENT_ROLES,
@@ -110,7 +110,7 @@ class Workload:
     ``operations`` are ordered so that dependencies point forward. ``tied`` is what stages share of their state.
     ``sum_order`` are the numbers of :attr:`gradient_sums` in the order in which networks run them; empty: as they
     become ready. With ``players`` it is folded (:mod:`pipeplan.workload.folding`): ``devices``, and what stands on
-    them, are programs, each of which as many devices play.
+    them, are programs, each of which as many devices play, or any number if no stage is on it.
     """
 
     name: str
@@ -129,12 +129,21 @@ class Workload:
     @property
     def num_devices(self) -> int:
         """Devices of which there may be more than programs."""
-        return len(self.devices) * self.players_each
+        return num_playing(self.players) if self.players else len(self.devices)
 
     @property
     def players_each(self) -> int:
-        """How many devices play each program; 1 where every device has its own."""
-        return self.players[0].count if self.players else 1
+        """How many devices play each program that a stage is on; 1 where every device has its own."""
+        return each_played(self.players, self.stages)
+
+    @lasting
+    def playing_each(self) -> tuple[int, ...]:
+        """[program] how many devices play it; 1 where every device has its own."""
+        return tuple(own.count for own in self.players) or (1,) * len(self.devices)
+
+    def of_all(self, said: Iterable[int]) -> int:
+        """The sum over all devices of what is ``said`` [program]."""
+        return sum(each * count for each, count in zip(said, self.playing_each, strict=True))
 
     def playing(self, programs: Iterable[int]) -> list[int]:
         """The devices that play these programs, ascending; without players programs are devices."""

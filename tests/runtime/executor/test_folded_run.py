@@ -56,13 +56,22 @@ def test_eight_ranks_of_a_folded_plan_compute_what_one_would(name: str, sizes: d
     require_equal_to_unsplit(model, folded)
 
 
-def _on_eight(model: Model, **sizes: Any) -> Plan:
-    """A folded plan of two stages on four devices each."""
+def test_ranks_of_a_folded_plan_that_run_nothing_may_be_any_number() -> None:
+    """One before the others, and so the player of the first program."""
+    model = load_model("gpt2-tiny")
+    folded = _on_eight(model, 1, shards=2, replicas=2)
+    assert [own.count for own in folded.players] == [1, 4, 4]
+    assert (folded.players_each, folded.num_devices, folded.placed.num_devices) == (4, 9, 9)
+    require_equal_to_unsplit(model, folded)
+
+
+def _on_eight(model: Model, first: int = 0, **sizes: Any) -> Plan:
+    """A folded plan of two stages on four devices each, from a first one on."""
     ids = [block.id for block in model.blocks]
     cut = len(ids) // 2
     stages = [
-        PlacedStage(blocks=tuple(own), devices=devices, microbatch_size=4, **sizes)
-        for own, devices in ((ids[:cut], (0, 1, 2, 3)), (ids[cut:], (4, 5, 6, 7)))
+        PlacedStage(blocks=tuple(own), devices=tuple(range(begin, begin + 4)), microbatch_size=4, **sizes)
+        for own, begin in ((ids[:cut], first), (ids[cut:], first + 4))
     ]
     return folded_plan(placed_plan(model, stages, num_microbatches=3, microbatch_size=4))
 

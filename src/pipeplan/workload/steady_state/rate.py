@@ -216,8 +216,8 @@ def require_equal_sizes(workload: Workload) -> None:
 
 def steady_bubble_rate(workload: Workload, period: Fraction) -> float:
     """Idle share of the devices when a micro-batch ends every ``period`` ns (Tessel Fig. 11, 12, Table II)."""
-    num_devices = len(workload.devices)
-    return float(1 - sum(workload.work[:num_devices]) / (num_devices * period))
+    work = workload.of_all(workload.work[: len(workload.devices)])
+    return float(1 - work / (workload.num_devices * period))
 
 
 def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], unroll: int) -> Fraction | None:
