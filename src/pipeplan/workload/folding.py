@@ -116,8 +116,8 @@ class Fold:
         pairs = list(set(pairs))
         if not pairs:
             return True
-        ends = zip(*pairs, strict=True)
-        sources, targets = (np.array([self.players[program].devices for program in programs]) for programs in ends)
+        devices = {program: self.players[program].devices for program in {*chain.from_iterable(pairs)}}
+        sources, targets = (np.array([devices[program] for program in ends]) for ends in zip(*pairs, strict=True))
         for size in group_sizes:
             together = sources // size == targets // size
             if (together.any(axis=1) != together.all(axis=1)).any():
