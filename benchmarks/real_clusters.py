@@ -1310,7 +1310,9 @@ def missed(state: State, cases: Iterable[Case]) -> Iterator[str]:
             *((f"seconds of {verb}", command.get(verb, {}).get("seconds"), MOST_S) for verb in ("check", "simulate")),
         ]
         for what, figure, most in said:
-            if figure is not None and figure > most:
+            if figure is None and command:
+                yield f"{case.name}: {what} are not known"
+            elif figure is not None and figure > most:
                 yield f"{case.name}: {figure:,.4g} {what}, not {most:,.4g} at most"
 
 

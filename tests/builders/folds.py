@@ -118,9 +118,15 @@ def two_levels(count: int, node: int) -> Cluster:
 
 
 def plans_of(
-    seed: int, monkeypatch: pytest.MonkeyPatch, idle: int = 0, *, shared: bool = False, looped: bool = False
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    idle: int = 0,
+    first: int = 0,
+    *,
+    shared: bool = False,
+    looped: bool = False,
 ) -> Pair:
-    """A random case, in one random order of its actions, and so many devices more that run nothing.
+    """A random case, in one random order of its actions, from device ``first`` on, and so many more that run nothing.
 
     Where it is ``shared`` devices share sequences or experts; where it is ``looped`` orders are a schedule's, of so
     many micro-batches that both plans are written with a loop.
@@ -128,7 +134,12 @@ def plans_of(
     draw = Random(seed)
     profile = alike_profile(draw, tied=seed % 3 == 0, shared=shared)
     placement = alike_placement(draw, same=seed % 2 == 0, shared=shared)
-    placement = placement.model_copy(update={"num_devices": placement.num_devices + idle})
+    placed = [
+        stage.model_copy(update={"devices": tuple(device + first for device in stage.devices)})
+        for stage in placement.stages
+    ]
+    count = placement.num_devices + idle + first
+    placement = placement.model_copy(update={"num_devices": count, "stages": tuple(placed)})
     node = draw.choice([2, 4, placement.num_devices])
     cluster = two_levels(placement.num_devices, node)
     monkeypatch.setattr(stages, "FOLD_FROM", 0)

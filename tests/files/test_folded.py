@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable
 from itertools import accumulate
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +19,8 @@ from pipeplan.files import PlacedStage, Placement, Plan, parse, to_json
 from pipeplan.files.folded import folded_plan, folded_workload, in_place_0, unfolded
 from pipeplan.files.packed import packed, packed_starts, unpacked, unpacked_starts
 from pipeplan.interop.export import exported
+from pipeplan.planning.alternatives import _work as work_of
+from pipeplan.planning.trials import Trial
 from pipeplan.simulator.recost import with_costs_of
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.elements import Players, Stage
@@ -30,16 +33,23 @@ _CASES = range(10)
 @pytest.mark.parametrize(
     ("seed", "idle", "shared", "looped"),
     [
-        *((seed, 0, False, False) for seed in _CASES),
-        *((seed, idle, False, False) for seed, idle in ((0, 16), (1, 3), (2, 7), (3, 16), (4, 1))),
-        *((seed, 0, True, False) for seed in _CASES),
-        *(pytest.param(seed, 0, bool(seed % 2), True, marks=[pytest.mark.slow] * (seed in (3, 9))) for seed in _CASES),
+        *((seed, (0, 0), False, False) for seed in _CASES),
+        *((seed, (0, idle), False, False) for seed, idle in ((0, 16), (1, 3), (2, 7), (3, 16), (4, 1))),
+        *((seed, (first, idle), False, False) for seed, first, idle in ((0, 16, 0), (2, 8, 5), (3, 24, 9))),
+        *((seed, (0, 0), True, False) for seed in _CASES),
+        *(
+            pytest.param(seed, (0, 0), bool(seed % 2), True, marks=[pytest.mark.slow] * (seed in (3, 9)))
+            for seed in _CASES
+        ),
+        (4, (16, 3), False, True),
     ],
 )
 def test_a_folded_plan_is_its_unfolded_form(
-    seed: int, idle: int, shared: bool, looped: bool, monkeypatch: pytest.MonkeyPatch
+    seed: int, idle: tuple[int, int], shared: bool, looped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folded, devices, profile, cluster = plans_of(seed, monkeypatch, idle, shared=shared, looped=looped)
+    """So many devices run nothing before and after those that do."""
+    before, after = idle
+    folded, devices, profile, cluster = plans_of(seed, monkeypatch, after, before, shared=shared, looped=looped)
     assert (folded.loop is not None) == (devices.loop is not None) == looped
     assert len(folded.devices) < len(devices.devices) == folded.num_devices
     assert unfolded(folded) == devices
@@ -48,6 +58,7 @@ def test_a_folded_plan_is_its_unfolded_form(
     assert [report.problems for report in reports] == [(), ()]
     assert reports[0].recomputed == reports[1].recomputed
     short, long = simulate(folded).figures(), simulate(devices).figures()
+    assert _work(folded.workload) == _work(devices.workload)
     own = [short.pop("devices"), long.pop("devices")]
     assert [own[0][_program(folded, device)] for device in range(folded.num_devices)] == own[1]
     assert {key: short[key] for key in short if key != "critical_path"} == {
@@ -86,6 +97,11 @@ def test_other_tools_are_told_the_same(target: str, monkeypatch: pytest.MonkeyPa
 
     every = [plans_of(seed, monkeypatch)[:2] for seed in range(6)]
     assert [told(folded) for folded, _ in every] == [told(devices) for _, devices in every]
+
+
+def _work(workload: Workload) -> tuple[int, int]:
+    """As alternatives of a search have it, of a schedule that is not looked at."""
+    return work_of(cast(Trial, SimpleNamespace(parted=None, best=SimpleNamespace(workload=workload))))
 
 
 def _program(plan: Plan, device: int) -> int:
@@ -225,6 +241,25 @@ def test_damaged_players_are_refused(damage: Damage, said: str, monkeypatch: pyt
     damage(content)
     with pytest.raises(FileError, match=said):
         parse(json.dumps(content), Plan)
+
+
+@pytest.mark.parametrize("idle", [0, 5])
+def test_damaged_programs_are_refused_beside_a_cluster(idle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program without its last action, and one that does a stage's actions that is not on it."""
+    folded, _, profile, cluster = plans_of(3, monkeypatch, idle)
+    first, second, *others = folded.programs
+    for programs in ((first[:-1], second, *others), (second, *[second] * (len(others) + 1))):
+        damaged = folded.model_copy(update={"programs": tuple(programs)})
+        for profile_too in (None, profile):
+            assert not check(damaged, profile_too, cluster).valid
+
+
+@pytest.mark.parametrize("unfold", [False, True])
+def test_a_cluster_that_is_too_small_is_said(unfold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, devices, profile, _ = plans_of(1, monkeypatch)
+    for size in (1, plan.num_devices - 1):
+        report = check(devices if unfold else plan, profile, two_levels(size, size))
+        assert f"are {plan.num_devices}, the cluster has {size}" in {problem.message for problem in report.problems}
 
 
 def test_messages_that_take_unlike_links_in_two_places_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 import pipeplan as face
 from builders.chains import chain_profile
 from pipeplan import Plan, UsageError
-from pipeplan.files import read_plan, read_profile
+from pipeplan.files import parse, read_plan, read_profile, to_json
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.request import Request
+from pipeplan.planning.start import _tried
 from pipeplan.planning.steps import STEPS, search_plan
 from pipeplan.units import format_ns
 from support.commands import pipeplan
@@ -179,3 +182,27 @@ def test_what_another_tool_runs_says_what_improves_it(
     (bound,) = re.findall(r"^bound +(\S+) for any plan on these devices \([0-9.]+% away\) *$", said, re.MULTILINE)
     opened = Request.of(read_profile(str(PROFILE)), start=read_plan(today))
     assert bound == format_ns(request_bound(opened))
+
+
+def test_a_folded_plan_is_timed_by_its_own_orders_however_it_was_folded() -> None:
+    """As plans were folded whose idle devices were programs of as many players as the others."""
+    profile = face.example("gpt2-345m", device="h100-80gb", microbatch=(1, 2))
+    cluster = face.example_cluster("cluster-h100", devices=128)
+    asked: dict[str, Any] = {"cluster": cluster, "mini_batch": 128, "deterministic": True}
+    found = face.search(profile, pp=2, dp=32, devices=128, time_limit=0.2, scheduler="1f1b", **asked).plan
+    number = next(number for number, own in enumerate(found.players) if own.count == 64)
+    idle = found.players[number]
+    halves = [replace(idle, first=idle.first + begin, counts=(32,)) for begin in (0, 32)]
+
+    def twice(values: Sequence[Any]) -> tuple[Any, ...]:
+        return (*values[: number + 1], *values[number:])
+
+    players = (*found.players[:number], *halves, *found.players[number + 1 :])
+    memory = found.predicted.model_copy(update={"memory": twice(found.predicted.memory)})
+    changes = {"players": players, "predicted": memory, "devices": twice(found.devices)}
+    odd = parse(to_json(found.model_copy(update=changes | {"programs": twice(found.programs)})), Plan)
+    request = Request.of(profile, devices=128, start=odd, **asked)
+    trial, schedule = _tried(request, odd, STEPS)
+    assert schedule is not None
+    assert schedule.iteration_ns == found.predicted.iteration_ns
+    assert trial.ways[0].players == schedule.workload.players

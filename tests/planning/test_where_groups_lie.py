@@ -10,7 +10,7 @@ import pytest
 import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs.communication import Exchange, time_of_groups
-from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile
+from pipeplan.files import Block, Cluster, DeviceKind, PlacedStage, Placement, Profile
 from pipeplan.planning.candidates import Batch, PlacementCandidate, uniform_layouts
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import Trial, on_cluster
@@ -74,6 +74,25 @@ def test_positions_that_nobody_splits_lie_where_a_candidate_is_quickest() -> Non
     assert busy.value_ns is not None
     assert chosen.bound_ns < busy.bound_ns
     assert 1.05 * chosen.value_ns < busy.value_ns
+
+
+def test_positions_stay_on_devices_that_have_room_for_them() -> None:
+    """Half of the devices have room for either position, the others for one: in another order it would not fit."""
+    blocks = [Block.of(f"b{n}", "1ms", "2ms", trained=10_000_000 if n < 2 else 10) for n in range(4)]
+    profile = Profile.of("unlike", blocks, recipe="fp32")
+    kinds = [DeviceKind(name=name, count=8, memory_bytes=size) for name, size in (("large", 10**9), ("small", 10**8))]
+    levels = NODES.levels[0], NODES.levels[1].model_copy(update={"group_size": 16})
+    cluster = NODES.model_copy(update={"devices": tuple(kinds), "levels": levels})
+    stages = [
+        PlacedStage(blocks=own, devices=tuple(range(begin, begin + 8)), replicas=8)
+        for own, begin in ((("b0", "b1"), 0), (("b2", "b3"), 8))
+    ]
+    placement = Placement(strategy="one-to-one", num_devices=16, stages=tuple(stages))
+    request = Request.of(profile, cluster=cluster, devices=16, mini_batch=64)
+    candidate = PlacementCandidate(placement, Batch(8, 8), False, "by hand")
+    for trial in (Trial.of(request, candidate), Trial.where_quick(request, candidate)):
+        trial.look_plainly()
+        assert trial.value_ns is not None
 
 
 Order = Callable[[int, int, int], int]

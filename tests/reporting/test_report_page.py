@@ -395,10 +395,15 @@ def test_a_best_plan_of_no_time_divides_nothing() -> None:
     assert "The best plans of the search that differ" in report_of([chain_plan(2, 4).with_alternatives((best,))]).html
 
 
-@pytest.mark.parametrize(("seed", "shared"), [(0, False), (1, False), (3, False), (2, True), (5, True)])
-def test_a_folded_plan_is_shown_as_its_unfolded_form(seed: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seed", "idle", "shared"),
+    [(0, 0, False), (1, 0, False), (3, 0, False), (4, 5, False), (2, 0, True), (5, 3, True)],
+)
+def test_a_folded_plan_is_shown_as_its_unfolded_form(
+    seed: int, idle: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the page, in a comment, as a picture, in the terminal; of alike devices traces have the first."""
-    both = plans_of(seed, monkeypatch, shared=shared)[:2]
+    both = plans_of(seed, monkeypatch, idle, idle // 2, shared=shared)[:2]
     reports = [report_of([plan]) for plan in both]
     assert reports[0].markdown == reports[1].markdown
     assert reports[0].svg == reports[1].svg
@@ -414,7 +419,7 @@ def test_a_folded_plan_is_shown_as_its_unfolded_form(seed: int, shared: bool, mo
     figures = [simulation.figures()["critical_path"] for simulation in simulations]
     assert figures[0] == figures[1]
     shown, every = (_events(predicted_trace(simulation).events()) for simulation in simulations)
-    firsts = {own.first for own in both[0].players}
+    firsts = {own.first for own in both[0].players} - set(simulations[0].workload.idle_devices)
     assert {device for _, device, _, _ in every} > firsts
     assert shown == {each for each in every if each[1] in firsts}
 

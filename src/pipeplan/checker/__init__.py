@@ -21,7 +21,6 @@ from pipeplan.checker.uplinks import uplink_factors
 from pipeplan.costs.devices import other_device
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.files.folded import in_place_0
-from pipeplan.workload.folding import of_devices
 
 __all__ = ["RULES", "Figures", "Report", "Violation", "check"]
 
@@ -62,11 +61,13 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
         check_loop(facts, messages, programs, links, findings)
     figures = figures_of(facts, rate, peaks, busy, sums)
     check_figures(facts, figures, findings)
-    if profile is not None:
+    is_large = cluster is None or cluster.num_devices >= plan.num_devices  # or nothing of it is where the plan says
+    if profile is not None and is_large:
         check_profile(in_place_0(plan), profile, cluster, findings, uplink_factors(plan, cluster))
     if cluster is not None:
-        check_places(plan, cluster, findings)
-        check_cluster(in_place_0(plan), cluster, of_devices(plan.players, peaks), findings)
+        if is_large:
+            check_places(plan, cluster, findings)
+        check_cluster(in_place_0(plan), cluster, figures.peak_memory_bytes, findings)
     remark = None
     if cluster is not None:
         device = plan.provenance.device if profile is None else profile.source.device

@@ -356,7 +356,7 @@ def _work(trial: Trial) -> tuple[int, int]:
     workload = _settled(trial).workload
     devices = range(len(workload.devices))
     work = [sum(map(workload.work_of, workload.on_resource[device])) for device in devices]
-    return sum(work) // len(work), max(work)
+    return workload.of_all(work) // workload.num_devices, max(work)
 
 
 def _words(trial: Trial) -> str:

@@ -8,8 +8,8 @@ tp-cp-pp-dp are the ends). Nothing but links changes, so the same orders of acti
 
 Below oversubscribed uplinks the order says most of what a candidate is worth, and where nobody splits blocks all
 positions may lie anywhere; there each is looked at in the order of the least bound
-(:meth:`pipeplan.planning.trials.Trial.where_quick`), and only orders of the best are timed here. Few devices, and
-positions that are not alike, are mapped as well (:func:`pipeplan.planning.trials.on_cluster`).
+(:meth:`pipeplan.planning.trials.Trial.where_quick`), and only orders of the best are timed here. What is not folded,
+and positions that are not alike, are mapped as well (:func:`pipeplan.planning.trials.on_cluster`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class DeviceOrders(PlanStep):
         if trial.best is None or trial.parted is not None or trial.candidate.stay:
             return
         budget, longest = search.budget, 0.0
+        if budget.expired:
+            return
         for other in elsewhere(search.request, trial.candidate, folded=trial.is_folded):
             begun = budget.used
             if budget.expired or (longest and budget.remaining < longest):

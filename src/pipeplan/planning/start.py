@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeplan.costs.stages import FOLD_LEAST
 from pipeplan.costs.zero import AUTO
@@ -18,6 +18,7 @@ from pipeplan.planning.trials import PlanSearch, PlanStep, Trial, iteration_of
 from pipeplan.schedule.state import Schedule, SearchStep
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.elements import Players
 from pipeplan.workload.kinds import Role, role_of
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
@@ -137,7 +138,9 @@ def _tried(request: Request, start: Plan, steps: Sequence[SearchStep]) -> tuple[
     batch = Batch(start.num_microbatches, start.microbatch_size)
     candidate = PlacementCandidate(start.placed, batch, recompute=False, source="start")
     trial = Trial.of(request, candidate, steps)
-    replayed = _replayed(request, folded_plan(start, FOLD_LEAST) if trial.ways[0].players else unfolded(start))
+    replayed = _replayed(request, _as_folded(start, trial.ways[0].players))
+    if replayed.workload.players != trial.ways[0].players:  # its devices run unlike programs, or are folded otherwise
+        trial, replayed = Trial.of(replace(request, folds=False), candidate, steps), _replayed(request, unfolded(start))
     splits = replayed.workload.splits_backward
     way = next((way for way in trial.ways if way.splits_backward == splits), None)
     if way is None:
@@ -154,6 +157,13 @@ def _tried(request: Request, start: Plan, steps: Sequence[SearchStep]) -> tuple[
         replayed.loop,
     )
     return trial, with_orders(base, way, "")
+
+
+def _as_folded(start: Plan, players: Sequence[Players]) -> Plan:
+    """The plan with the same ``players``, if it can be so."""
+    if start.players == players:
+        return start
+    return folded_plan(unfolded(start), FOLD_LEAST) if players else unfolded(start)
 
 
 def _replayed(request: Request, start: Plan) -> Simulation:

@@ -113,13 +113,17 @@ def may_turn(request: Request, candidate: PlacementCandidate) -> bool:
 def elsewhere(request: Request, candidate: PlacementCandidate, *, folded: bool) -> list[PlacementCandidate]:
     """The candidate on other devices of the cluster: in orders of positions and replicas, and as links are least busy.
 
-    Mapping takes long for many devices, and ``folded`` ones would seldom stay so. It is seldom the quickest for alike
-    replicas: where few of them talk over slow links, all wait for those.
+    Orders are of devices with equally much memory. Mapping takes long for many devices, and ``folded`` ones would
+    seldom stay so. It is seldom the quickest for alike positions: where few replicas talk over slow links, all wait for
+    those. So alike positions that are folded are not mapped.
     """
     if request.cluster is None:
         return []
-    orders = [replace(candidate, placement=each) for each in device_orders(candidate.placement, request.cluster)]
-    mapped_on = None if orders and folded else on_cluster(request, candidate)
+    placement, orders = candidate.placement, list[PlacementCandidate]()
+    if len(set(request.memory)) == 1:
+        orders = [replace(candidate, placement=each) for each in device_orders(placement, request.cluster)]
+    alike = len({(len(stage.devices), stage.replicas) for stage in placement.stages}) == 1
+    mapped_on = None if alike and folded else on_cluster(request, candidate)
     return orders if mapped_on is None else [*orders, mapped_on]
 
 
