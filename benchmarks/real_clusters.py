@@ -46,7 +46,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ from tables import machine, markdown, note
 import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs import StageCost
+from pipeplan.costs.communication import Same
 from pipeplan.costs.devices import peak_flops_per_s
 from pipeplan.costs.throughput import Yardstick
 from pipeplan.costs.zero import IN_ACTIONS
@@ -785,7 +786,7 @@ def _simulated(
     """
     usual = each.choice.usual
     assert usual is not None
-    asked, least_ns = replace(request, split_backward=usual.splits), None
+    asked, least_ns = _asked(Same(request), split_backward=usual.splits), None
     if best_ns is not None and each.choice.levels and not to_the_end:
         first_ns = _first_ns(asked, each.choice, int(LATER * best_ns))
         if first_ns is None:
@@ -847,7 +848,13 @@ def _first_ns(request: Request, choice: Choice, enough_ns: int) -> int | None:
 
 def _without_links(request: Request, candidate: PlacementCandidate, *, splits: bool) -> Workload:
     """A candidate's workload where what devices send each other takes no time."""
-    return workload_of(replace(request, cluster=None), candidate, split_backward=splits)
+    return workload_of(_asked(Same(request), cluster=None), candidate, split_backward=splits)
+
+
+@lru_cache(maxsize=8)
+def _asked(same: Same[Request], **otherwise: Any) -> Request:
+    """A request with something changed, once for all cells: so what is worked out for it is kept."""
+    return replace(same.thing, **otherwise)
 
 
 def front(state: State, case: Case) -> dict[str, Any]:

@@ -397,6 +397,7 @@ def build_workload(
     known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
     reserve = known if reserve_bytes is None else reserve_bytes
     called = () if cluster is None else cluster.names
+    all_alike = len(set(memory)) == len(set(reserve)) == 1 and len(set(called)) <= 1
     contention = contention_of_sums(cluster, stages)
 
     @cache
@@ -419,7 +420,7 @@ def build_workload(
     least = fold_least if foldable else 0
     for count in ways_to_fold(stages) if least else ():
         fold = Fold.of(stages, count, placement.num_devices) if count >= least else None
-        on_programs = None if fold is None else _on_programs(fold, stages, tied, device)
+        on_programs = None if fold is None else _on_programs(fold, stages, tied, device, all_alike=all_alike)
         if fold is None or on_programs is None:
             continue
         waits = joined(Crossings(profile, on_programs["stages"], whole_messages), fold=fold)
@@ -440,12 +441,21 @@ def build_workload(
 
 
 def _on_programs(
-    fold: Fold, stages: Sequence[Stage], tied: Sequence[TiedState], device: Callable[[int], Device]
+    fold: Fold,
+    stages: Sequence[Stage],
+    tied: Sequence[TiedState],
+    device: Callable[[int], Device],
+    *,
+    all_alike: bool,
 ) -> dict[str, Any] | None:
-    """Devices, stages and what these share on programs; None where players of one program are not alike."""
+    """Devices, stages and what these share on programs; None where players of one program are not alike.
+
+    Where ``all_alike``, devices need not be looked at one by one.
+    """
     found = [fold.tied(each) for each in tied]
     devices = [device(own.first) for own in fold.players]
-    each = ((device(number), devices[program]) for number, program in fold.programs.items())
+    played = () if all_alike else fold.programs.items()
+    each = ((device(number), devices[program]) for number, program in played)
     if None in found or any(own is not first and own != first for own, first in each):
         return None
     on = tuple(map(fold.stage, stages))
@@ -667,7 +677,7 @@ def _settled(
     """
     said: dict[str, Any] = {name: getattr(placed, name) for name in PlacedStage.model_fields}
     own = {name: value for name, value in said.items() if value is not None}
-    own["speed"] = min(speeds[device] for device in placed.devices)
+    own["speed"] = min(map(speeds.__getitem__, placed.devices))
     own["expert_shards"] = profile.expert_shards_on(placed.expert, placed.expert_shards)
     if not placed.configurations:
         own["context_exchange"] = exchange_on(profile, placed.shards, placed.context)

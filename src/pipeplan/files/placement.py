@@ -213,11 +213,8 @@ class Placement(File):
     def _stages_are_disjoint(self) -> Placement:
         seen: dict[tuple[int, str], int] = {}
         for index, stage in enumerate(self.stages):
-            for device in stage.devices:
-                if device >= self.num_devices:
-                    raise ValueError(
-                        f"stages[{index}] stands on device {device}, but num_devices is {self.num_devices}"
-                    )
+            if (last := max(stage.devices)) >= self.num_devices:
+                raise ValueError(f"stages[{index}] stands on device {last}, but num_devices is {self.num_devices}")
             if stage.route >= self.num_routes:
                 raise ValueError(f"stages[{index}] is on route {stage.route}, but num_routes is {self.num_routes}")
             for block in stage.blocks:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -208,12 +208,17 @@ def neighbours(cluster: Cluster | None, num_devices: int, size: int) -> list[Dev
 
     Devices that are left over in a unit are in none: groups of 3 in nodes of 8 leave two of each node idle.
     """
-    unit = _unit_for(cluster, num_devices, size)
-    return [
+    return list(_neighbours(_unit_for(cluster, num_devices, size), num_devices, size))
+
+
+@lru_cache(maxsize=32)
+def _neighbours(unit: int, num_devices: int, size: int) -> tuple[Devices, ...]:
+    """The same in units of so many devices."""
+    return tuple(
         tuple(range(first, first + size))
         for begin in range(0, num_devices, unit)
         for first in range(begin, min(begin + unit, num_devices) - size + 1, size)
-    ]
+    )
 
 
 def num_neighbours(cluster: Cluster | None, num_devices: int, size: int) -> int:

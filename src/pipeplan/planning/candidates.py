@@ -783,10 +783,8 @@ def _even(
 
     With what that has in flight of as many micro-batches as the ``batch`` has, or are ``held``.
     """
-    memory = request.memory
-    known = [[memory[device] for device in group] for group in groups[: len(costs)]]
-    limits = [min((limit for limit in own if limit is not None), default=None) for own in known]
-    chain = Chain.of(costs, range(len(known)), limits, _speeds_of(request, groups[: len(costs)]))
+    known = groups[: len(costs)]
+    chain = Chain.of(costs, range(len(known)), _limits_of(request, known), _speeds_of(request, known))
     begins = even(chain)
     ranges = chain.ranges(begins)
     most = held or batch.num_microbatches
@@ -794,9 +792,20 @@ def _even(
     return chain, begins, fit
 
 
+def _limits_of(request: Request, groups: Sequence[Sequence[int]]) -> list[int | None]:
+    """[group] the least memory of its devices; None is no limit."""
+    memory = request.memory
+    if len(set(memory)) == 1:  # as on most clusters: thousands of devices are not looked at one by one
+        return [memory[0]] * len(groups)
+    known = [[memory[device] for device in group] for group in groups]
+    return [min((limit for limit in own if limit is not None), default=None) for own in known]
+
+
 def _speeds_of(request: Request, groups: Sequence[Sequence[int]]) -> list[float]:
     """[group] that of its slowest device; none where all have speed 1."""
     speeds = request.speeds
+    if set(speeds) == {1.0}:
+        return []
     found = [min(speeds[device] for device in group) for group in groups]
     return found if set(found) != {1.0} else []
 
@@ -1062,8 +1071,7 @@ def holdings_of(request: Request, choice: Choice) -> list[Holding]:
         return np.ceil([np.broadcast_to(own, len(groups)) for own in each]).astype(np.int64)
 
     held, owed = of(usual.in_flight), of(usual.owed)
-    memory = request.memory
-    limits = [min((size for x in group if (size := memory[x]) is not None), default=UNLIMITED) for group in groups]
+    limits = [UNLIMITED if limit is None else limit for limit in _limits_of(request, groups)]
     speeds = _speeds_of(request, groups)
     return [
         Holding(

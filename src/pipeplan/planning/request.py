@@ -640,7 +640,7 @@ class Request:
         """Whether the schedule is one that was asked for by its name or in rules, and none is searched."""
         return self.rules is not None or self.scheduler in CLASSIC
 
-    @property
+    @cached_property
     def whole_memory(self) -> list[int | None]:
         """[device] memory with its reserve: the flag's, else the cluster's, else no limit."""
         if self.memory_bytes is not None or self.cluster is None:
@@ -648,7 +648,7 @@ class Request:
         known = self.cluster.memory_bytes[: self.num_devices]
         return [*known, *[None] * (self.num_devices - len(known))]
 
-    @property
+    @cached_property
     def reserve(self) -> list[int]:
         """[device] what a plan leaves alone: the flag's, else nothing of the flag's memory, else the cluster's."""
         if self.reserve_bytes is not None or self.memory_bytes is not None or self.cluster is None:
@@ -656,7 +656,7 @@ class Request:
         known = self.cluster.reserve_bytes[: self.num_devices]
         return [*known, *[0] * (self.num_devices - len(known))]
 
-    @property
+    @cached_property
     def memory(self) -> list[int | None]:
         """[device] what a plan may use: its memory without the reserve; None is no limit."""
         both = zip(self.whole_memory, self.reserve, strict=True)
@@ -705,7 +705,8 @@ class Request:
     def kinds(self) -> list[str | None]:
         """[device] its kind, where that has a profile of its own."""
         names = () if self.cluster is None else self.cluster.names[: self.num_devices]
-        known = [name if name in self.profile.of_kinds else None for name in names]
+        own = self.profile.of_kinds
+        known = [name if name in own else None for name in names]
         return [*known, *[None] * (self.num_devices - len(known))]
 
     @cached_property

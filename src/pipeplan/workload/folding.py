@@ -138,18 +138,17 @@ class Fold:
 @lru_cache(maxsize=32)
 def _fold_of(stages: tuple[tuple[Device, ...], ...], count: int, num_devices: int) -> Fold | None:
     """``stages`` are their devices."""
-    groups: dict[Device, tuple[Device, ...]] = {}
+    players, playing = list[Players | None](), set[Device]()
     for devices in stages:
+        if not playing.isdisjoint(devices):
+            return None
+        playing.update(devices)
         each = len(devices) // count
-        for program in range(each):
-            own = devices[program::each]
-            if any(groups.setdefault(device, own) is not own for device in own):
-                return None
-    players = [Players.of(own) for own in dict.fromkeys(groups.values())]
+        players += [Players.of(devices[program::each]) for program in range(each)]
     known = [each for each in players if each is not None]
     if len(known) < len(players):
         return None
-    idle = _regular([device for device in range(num_devices) if device not in groups])
+    idle = _regular([device for device in range(num_devices) if device not in playing])
     return Fold(sorted([*known, *idle], key=lambda own: own.first), count)
 
 
