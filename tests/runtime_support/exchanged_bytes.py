@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeplan.costs.communication import COUNTS_BYTES, places_reached
+from pipeplan.costs.messages import Crossings, gathers
 from pipeplan.costs.wide_groups import AROUND, GroupSizes, among_parts
 from pipeplan.files import CostRow, Plan, Profile
 from pipeplan.files.row_messages import RowMessages
@@ -34,6 +35,9 @@ class Given(NamedTuple):
 
 BETWEEN_STAGES = Given("", "", "send")
 """Messages between stages."""
+
+LEAVING = Given("", "", "all_gather")
+"""What shards gather of what leaves a stage in larger slices than theirs, after its blocks."""
 
 Bytes = Counter[Given]
 """By exchange, what a rank gives others, as float32."""
@@ -109,14 +113,19 @@ class GivenBytes:
 
     def _know_blocks(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """In forward the block that runs, in backward that whose output's gradient is known last; in W that of old."""
-        here, call = self._here, StageRunner._call
+        here, call, differentiate = self._here, StageRunner._call, StageRunner._differentiate
 
         def called(stage: StageRunner, block: str, *given: Any) -> Tensor:
             here.block = block
             made = call(stage, block, *given)
             if made.requires_grad:
                 made.register_hook(lambda _: setattr(here, "block", block))
+            here.block = LEAVING.block
             return made
+
+        def differentiated(*given: Any, **how: Any) -> None:
+            differentiate(*given, **how)
+            here.block = LEAVING.block
 
         def regathered(share: Tensor, exchange: Callable[[Tensor], Tensor]) -> Regathered:
             block = here.block
@@ -131,12 +140,14 @@ class GivenBytes:
             return Regathered(share, again)
 
         monkeypatch.setattr(StageRunner, "_call", called)
+        monkeypatch.setattr(StageRunner, "_differentiate", differentiated)
         monkeypatch.setattr(sharding, "Regathered", regathered)
 
     def _note(self, group: ThreadGroup, how: str, given: Fraction | int) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         phase = getattr(self._here, "phase", None) or ("I" if in_backward else "F")
-        self.of_rank[group._name[group._index]][Given(self._here.block, phase, how)] += given
+        what = LEAVING._replace(how=how) if self._here.block == LEAVING.block else Given(self._here.block, phase, how)
+        self.of_rank[group._name[group._index]][what] += given
 
 
 def _size(tensor: Tensor) -> int:
@@ -174,6 +185,13 @@ def planned_between(plan: Plan) -> Counter[Pair]:
         for hop in each.hops:
             found[hop.source_device, hop.target_device] += hop.bytes * plan.num_microbatches
     return found
+
+
+def planned_leaving(plan: Plan, profile: Profile, number: int) -> Bytes:
+    """What a device of a stage gives others of its shards with each micro-batch, so that tensors can leave it."""
+    every = gathers(Crossings(profile, plan.stages))
+    own = [*every.get((number, True), ()), *every.get((number, False), ())]
+    return +Counter({LEAVING: sum(of_array("all_gather", each.array_bytes, each.devices) for each in own)})
 
 
 def _of_row(said: RowMessages, row: CostRow, *, around: bool) -> Counter[tuple[str, str]]:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from pipeplan.costs.blocks import StageCost, places_divided
 from pipeplan.costs.communication import all_gather_time, transfer_time
@@ -148,18 +149,8 @@ def with_gathers(
     found, stages = list(costs), crossings.stages
     if cluster is None or all(stage.shards == 1 for stage in stages):
         return found
-    leaving: dict[tuple[int, bool], dict[object, _Sent]] = defaultdict(dict)
-    for (source, target), edges in crossings.crossing().items():
-        ways = (
-            (source, True, crossings.outputs(source, target, edges)),
-            (target, False, crossings.gradients(source, target, edges)),
-        )
-        for number, forth, every in ways:
-            for sent in every:
-                name = id(sent.edge) if sent.edge.tensor is None else (sent.edge.source, sent.edge.tensor)
-                leaving[number, forth].setdefault((name, sent.leaving), sent)
-    for (number, forth), tensors in leaving.items():
-        more = sum(_gathering_ns(stages[number], sent, cluster) for sent in tensors.values())
+    for (number, forth), every in gathers(crossings).items():
+        more = sum(_gathering_ns(stages[number], each, cluster) for each in every)
         if not more or number in given:
             continue
         cost = found[number]
@@ -171,10 +162,39 @@ def with_gathers(
     return found
 
 
-def _gathering_ns(stage: Stage, sent: _Sent, cluster: Cluster) -> int:
-    """What neighbours take to make one slice that leaves of theirs; the slowest of them counts."""
-    count = sent.held // sent.leaving
+class Gather(NamedTuple):
+    """Neighbours that make one slice of theirs before it leaves: how many devices, and its bytes of a micro-batch."""
+
+    devices: int
+    array_bytes: int
+
+
+def gathers(crossings: Crossings) -> dict[tuple[int, bool], list[Gather]]:
+    """What each stage gathers of what leaves it, by stage and whether it goes forth, each tensor once."""
+    leaving: dict[tuple[int, bool], dict[object, _Sent]] = defaultdict(dict)
+    for (source, target), edges in crossings.crossing().items():
+        ways = (
+            (source, True, crossings.outputs(source, target, edges)),
+            (target, False, crossings.gradients(source, target, edges)),
+        )
+        for number, forth, every in ways:
+            for sent in every:
+                name = id(sent.edge) if sent.edge.tensor is None else (sent.edge.source, sent.edge.tensor)
+                leaving[number, forth].setdefault((name, sent.leaving), sent)
+    return {
+        (number, forth): [_gather(crossings.stages[number], sent) for sent in tensors.values()]
+        for (number, forth), tensors in leaving.items()
+    }
+
+
+def _gather(stage: Stage, sent: _Sent) -> Gather:
     size = edge_bytes(sent.edge, stage.microbatch_size // stage.replicas, stage.context * sent.leaving)
+    return Gather(sent.held // sent.leaving, size)
+
+
+def _gathering_ns(stage: Stage, gather: Gather, cluster: Cluster) -> int:
+    """What neighbours take for it; the slowest of them count."""
+    count, size = gather
     groups = (stage.devices[at : at + count] for at in range(0, len(stage.devices), count))
     return max(all_gather_time(cluster, group, size) for group in groups) if count > 1 else 0
 

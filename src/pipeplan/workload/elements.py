@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Le, MinLen
@@ -656,10 +657,15 @@ class Players(Element):
     @property
     def devices(self) -> tuple[int, ...]:
         """All of them, place by place."""
-        found = [self.first]
-        for count, step in zip(self.counts, self.steps, strict=True):
-            found = [begin + own * step for begin in found for own in range(count)]
-        return tuple(found)
+        return tuple(chain.from_iterable(self.runs))
+
+    @property
+    def runs(self) -> list[range]:
+        """The same as ranges, each of as many as the last count says."""
+        found, (*counts, last), (*steps, step) = [self.first], self.counts, self.steps
+        for count, each in zip(counts, steps, strict=True):
+            found = [begin + own * each for begin in found for own in range(count)]
+        return [range(begin, begin + last * step, step) for begin in found]
 
     @classmethod
     def of(cls, devices: Sequence[int]) -> Players | None:

@@ -195,8 +195,8 @@ def of_devices(players: Sequence[Players], said: Sequence[Said]) -> list[Said]:
         return [*said]
     found = [said[0]] * num_playing(players)
     for own, value in zip(players, said, strict=True):
-        for device in own.devices:
-            found[device] = value
+        for run in own.runs:
+            found[run.start : run.stop : run.step] = [value] * len(run)
     return found
 
 

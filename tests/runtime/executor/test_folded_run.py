@@ -65,15 +65,34 @@ def test_ranks_of_a_folded_plan_that_run_nothing_may_be_any_number() -> None:
     require_equal_to_unsplit(model, folded)
 
 
-def _on_eight(model: Model, first: int = 0, **sizes: Any) -> Plan:
-    """A folded plan of two stages on four devices each, from a first one on."""
+def _on_eight(model: Model, first: int = 0, each: int = 4, **sizes: Any) -> Plan:
+    """A folded plan of two stages on four devices, or so many, each, from a first one on."""
     ids = [block.id for block in model.blocks]
     cut = len(ids) // 2
     stages = [
-        PlacedStage(blocks=tuple(own), devices=tuple(range(begin, begin + 4)), microbatch_size=4, **sizes)
-        for own, begin in ((ids[:cut], first), (ids[cut:], first + 4))
+        PlacedStage(blocks=tuple(own), devices=tuple(range(begin, begin + each)), microbatch_size=4, **sizes)
+        for own, begin in ((ids[:cut], first), (ids[cut:], first + each))
     ]
     return folded_plan(placed_plan(model, stages, num_microbatches=3, microbatch_size=4))
+
+
+@pytest.mark.slow
+def test_a_process_of_a_folded_plan_may_run_nothing(tmp_path: Path) -> None:
+    """The first of five has no stage; the trace has all five."""
+    name, path, trace = "gpt2-tiny", tmp_path / "plan.json", tmp_path / "trace.json"
+    model = load_model(name, seed=SEED)
+    plan = _on_eight(model, 1, 2, replicas=2, zero=1)
+    assert [own.count for own in plan.players] == [1, 2, 2]
+    path.write_text(to_json(plan))
+    with warm_ranks():
+        done = pipeplan("run", path, "--model", name, *HOW, "--local", "--steps", "2", "--json", "--trace", trace)
+    assert done.returncode == 0, done.stderr
+    unsplit = Unsplit(model, OPTIONS(name))
+    expected = [unsplit.step(step, plan.mini_batch) for step in range(2)]
+    assert [step["loss"] for step in json.loads(done.stdout)["steps"]] == pytest.approx(expected, rel=1e-9)
+    beside = pipeplan("simulate", path, "--measured", trace, "--json")
+    assert beside.returncode == 0, beside.stderr
+    assert len(json.loads(beside.stdout)["measured"]["devices"]) == 5
 
 
 @pytest.mark.slow
