@@ -830,19 +830,26 @@ def known_names(
 ) -> list[str]:
     """What the command line completes: names of one kind, from the catalog and the planner's tables, without torch."""
     from pipeplan.catalog import configurations, names, running_models
-    from pipeplan.examples import SHAPES
-    from pipeplan.partition.strategies import STRATEGIES
-    from pipeplan.planning.planners import EVERY_PLANNER, PLANNERS
-    from pipeplan.schedule.classic import CLASSIC
 
-    tables: dict[str, list[str]] = {
-        "schedulers": ["auto", "repetend", "rules", *CLASSIC],
-        "placements": ["auto", "all", *STRATEGIES],
-        "planners": ["auto", EVERY_PLANNER, *PLANNERS],
-        "models": [*running_models(), *configurations()],
-        "examples": [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())],
-    }
-    return tables.get(kind) or list(names(kind))
+    if kind == "models":
+        return [*running_models(), *configurations()]
+    if kind == "schedulers":
+        from pipeplan.schedule.classic import CLASSIC
+
+        return ["auto", "repetend", "rules", *CLASSIC]
+    if kind == "placements":
+        from pipeplan.partition.strategies import STRATEGIES
+
+        return ["auto", "all", *STRATEGIES]
+    if kind == "planners":
+        from pipeplan.planning.planners import EVERY_PLANNER, PLANNERS
+
+        return ["auto", EVERY_PLANNER, *PLANNERS]
+    if kind == "examples":
+        from pipeplan.examples import SHAPES
+
+        return [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())]
+    return list(names(kind))
 
 
 def named_rules(where: str) -> Rules:

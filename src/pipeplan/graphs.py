@@ -104,12 +104,12 @@ def topological_order(
         CycleError: the edges do not allow any order.
         ValueError: an edge has an end that is not among the nodes.
     """
-    import networkx as nx
-
     position = {node: index for index, node in enumerate(nodes)}
     edges = list(edges)
     if key is None and all(position.get(one, len(position)) < position.get(other, -1) for one, other in edges):
         return tuple(position)
+    import networkx as nx
+
     graph = _directed(position, edges)
     if unknown := [node for node in graph if node not in position]:
         raise ValueError(f"edges name what is not a node: {', '.join(map(str, unknown))}")

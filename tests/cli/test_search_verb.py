@@ -273,6 +273,20 @@ print([name for name in {heavy} if name in sys.modules])
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
+def test_profiles_are_estimated_without_the_planner(tmp_path: Path) -> None:
+    """Imports are most of an estimate's time: names of devices need none of the planner's, and chains no graphs."""
+    said = ["profile", "gpt2-tiny", "--estimate", "--device", "h100-80gb", "-o", str(tmp_path / "profile.json")]
+    code = f"""
+import sys
+from pipeplan.cli.main import cli
+cli.main({said}, standalone_mode=False)
+print([name for name in ("networkx", "ortools", "pipeplan.planning") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 def test_version_and_verbs() -> None:
     from pipeplan._version import __version__
 
