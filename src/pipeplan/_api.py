@@ -829,27 +829,46 @@ def known_names(
     kind: Literal["schedulers", "placements", "planners", "models", "examples", "devices", "rules", "recipes"],
 ) -> list[str]:
     """What the command line completes: names of one kind, from the catalog and the planner's tables, without torch."""
-    from pipeplan.catalog import configurations, names, running_models
+    from pipeplan.catalog import names
 
-    if kind == "models":
-        return [*running_models(), *configurations()]
-    if kind == "schedulers":
-        from pipeplan.schedule.classic import CLASSIC
+    tables: dict[str, Callable[[], list[str]]] = {
+        "schedulers": _schedulers,
+        "placements": _placements,
+        "planners": _planners,
+        "models": _models,
+        "examples": lambda: [*_shapes(), *chain.from_iterable(example_names().values())],
+    }
+    return tables[kind]() if kind in tables else list(names(kind))
 
-        return ["auto", "repetend", "rules", *CLASSIC]
-    if kind == "placements":
-        from pipeplan.partition.strategies import STRATEGIES
 
-        return ["auto", "all", *STRATEGIES]
-    if kind == "planners":
-        from pipeplan.planning.planners import EVERY_PLANNER, PLANNERS
+def _schedulers() -> list[str]:
+    from pipeplan.schedule.classic import CLASSIC
 
-        return ["auto", EVERY_PLANNER, *PLANNERS]
-    if kind == "examples":
-        from pipeplan.examples import SHAPES
+    return ["auto", "repetend", "rules", *CLASSIC]
 
-        return [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())]
-    return list(names(kind))
+
+def _placements() -> list[str]:
+    from pipeplan.partition.strategies import STRATEGIES
+
+    return ["auto", "all", *STRATEGIES]
+
+
+def _planners() -> list[str]:
+    from pipeplan.planning.planners import EVERY_PLANNER, PLANNERS
+
+    return ["auto", EVERY_PLANNER, *PLANNERS]
+
+
+def _models() -> list[str]:
+    from pipeplan.catalog import configurations, running_models
+
+    return [*running_models(), *configurations()]
+
+
+def _shapes() -> list[str]:
+    from pipeplan.examples import SHAPES
+
+    return [f"shape-{name}" for name in SHAPES]
 
 
 def named_rules(where: str) -> Rules:
