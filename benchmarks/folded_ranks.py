@@ -7,8 +7,9 @@ as many ranks. It has its part in finding out whether all ranks run the same: re
 backend does not send. What meets before that, in gloo's group of all ranks and in the store, is not in it.
 
 It ends with 1, and says which, where the seconds of a process with more devices, all of them or those after imports, or
-its memory, are not within a tenth of those with 16. Of the seconds that repeats take the least are said: what else a
-machine does can only add to them.
+its memory, are not within a tenth of those with 16. Each is compared with the one of 16 devices that ran just before,
+as machines are quicker and slower from minute to minute, and the median over repeats and models counts. Of the seconds
+that repeats take the least are said: what else a machine does can only add to them.
 
     python benchmarks/folded_ranks.py [--repeats 5]
 """
@@ -132,6 +133,18 @@ def rank(path: str, model_name: str, which: str) -> None:
     print(json.dumps(found | {"imports_mb": held / 1e6}))
 
 
+def whole_s(one: dict[str, float]) -> float:
+    return one["whole_s"]
+
+
+def after_imports(one: dict[str, float]) -> float:
+    return one["whole_s"] - one["import_s"]
+
+
+def memory_mb(one: dict[str, float]) -> float:
+    return one["memory_mb"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
@@ -148,27 +161,28 @@ def main() -> None:
             done = subprocess.run(said, capture_output=True, text=True, check=True)
             found[case, which, devices].append(json.loads(done.stdout))
         sizes = {key: f"{path.stat().st_size / 1000:.0f}" for key, path in paths.items()}
-    rows, far = [], []
+    rows, ratios, far = [], [], []
     for (case, which, devices), each in found.items():
         whole, memory = min(one["whole_s"] for one in each), median(one["memory_mb"] for one in each)
         few = found[case, which, DEVICES[0]]
-        after, least = (min(one["whole_s"] - one["import_s"] for one in own) for own in (each, few))
+        after, least = (min(map(after_imports, own)) for own in (each, few))
         more = median(one["memory_mb"] - one["imports_mb"] for one in each)
         cells = f"{whole:.2f}", f"{after:.3f}", f"{after / least:.2f}", f"{memory:.0f}", f"{more:.1f}"
         rows.append((case, which, f"{devices:,}", sizes[case, devices], *cells))
-        ratios = {
-            "seconds": whole / min(one["whole_s"] for one in few),
-            "seconds after imports": after / least,
-            "memory": memory / median(one["memory_mb"] for one in few),
-        }
-        for what, ratio in ratios.items():
-            if abs(ratio - 1) > WITHIN:
-                far.append(f"{case}, {which} of {devices:,}: {ratio:.2f} times the {what} of {DEVICES[0]}")
+    compared = {"seconds": whole_s, "seconds after imports": after_imports, "memory": memory_mb}
+    for which, devices, (what, of) in product(RANKS, DEVICES[1:], compared.items()):
+        pairs = [zip(found[case, which, devices], found[case, which, DEVICES[0]], strict=True) for case in SPLITS]
+        ratio = median(of(one) / of(few) for each in pairs for one, few in each)
+        ratios.append((which, f"{devices:,}", what, f"{ratio:.3f}"))
+        if abs(ratio - 1) > WITHIN:
+            far.append(f"{which} of {devices:,}: {ratio:.2f} times the {what} of {DEVICES[0]}")
     header = (
         *("model", "rank", "devices", "plan file, kB", "processor s", "after imports"),
         *(f"of that with {DEVICES[0]}", "memory, MB", "after imports, MB"),
     )
     print(markdown(header, rows))
+    print()
+    print(markdown(("rank", "devices", "what", f"of that with {DEVICES[0]}, median of pairs"), ratios))
     print(f"\nThe least seconds of {options.repeats}, median memory; {machine()}.")
     if far:
         raise SystemExit("\n".join(far))
