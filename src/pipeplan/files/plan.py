@@ -69,6 +69,7 @@ from pipeplan.workload.elements import (
     group_problem,
     groups_problem,
     odd_neighbour,
+    program_of,
     recompute_problem,
     remade_problem,
     segments_problem,
@@ -502,7 +503,7 @@ class Plan(File):
         if not busy <= set(range(len(self.players))):
             return  # what is said of stages names the one that is on none
         each, first = self.players_each, self.stages[0].devices[0]
-        played = dict[int, int]()
+        played = bytearray(self.num_devices if self.num_devices <= MAX_DEVICES else 0)
         for number, own in enumerate(self.players):
             if problem := own.problem:
                 raise ValueError(f"players[{number}] {problem}")
@@ -513,14 +514,17 @@ class Plan(File):
                 )
             if self.num_devices > MAX_DEVICES:
                 raise ValueError(f"players are {self.num_devices} devices, more than the {MAX_DEVICES} of a plan")
-            if not played.keys().isdisjoint(own.devices):
-                device = next(device for device in own.devices if device in played)
-                raise ValueError(f"players[{number}] and players[{played[device]}] both have device {device}")
-            played |= dict.fromkeys(own.devices, number)
-        if played.keys() != set(range(self.num_devices)):
-            missing = next(device for device in range(self.num_devices) if device not in played)
+            for run in own.runs:
+                these = slice(run.start, run.stop, run.step)
+                if any(played[these]):
+                    device = next(device for device in run if played[device : device + 1] == b"\1")
+                    other, _ = program_of(self.players, device)
+                    raise ValueError(f"players[{number}] and players[{other}] both have device {device}")
+                played[these] = b"\1" * len(played[these])
+        if not all(played):  # as many are beyond
+            last = max(run[-1] for own in self.players for run in own.runs)
             raise ValueError(
-                f"players: device {missing} plays no program, while device {max(played)} plays one of "
+                f"players: device {played.index(0)} plays no program, while device {last} plays one of "
                 f"{self.num_devices} devices"
             )
         if self.is_inference or self.decode is not None:

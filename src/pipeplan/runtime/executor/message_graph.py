@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
@@ -51,14 +51,14 @@ TensorKey = str | tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What a message brings in slices, of which each of the ``places`` [rank] of a replica is sent its own of ``sent``.
+    """What a message brings in slices, of which each rank of a replica is sent its own of ``sent``, by its ``place``.
 
     ``made`` [block] is of how many slices the ranks that make a tensor have one, from which what is sent is cut.
     """
 
     made: Mapping[str, int]
     sent: int
-    places: Mapping[int, int]
+    place: Callable[[int], int]
 
     def keys(self, names: Sequence[str], *, made: bool) -> tuple[TensorKey, ...]:
         """The tensors as they are made, or as they are sent."""
@@ -68,7 +68,7 @@ class Slices:
     def piece(self, name: str, rank: int) -> tuple[int, int]:
         """Which part of a tensor as it is made a rank is sent, and of how many."""
         count = self.sent // self.made[name] if name in self.made else 1
-        return self.places[rank] % count, count
+        return self.place(rank) % count, count
 
 
 Hops = Mapping[tuple[Message, int, int], Hop]

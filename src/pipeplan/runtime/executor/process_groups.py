@@ -8,6 +8,7 @@ clock, and their mini-batches begin together.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -95,8 +96,8 @@ class RankGroup:
     def __init__(self, ranks: Ranks, progress: Progress, group: dist.ProcessGroup | None = None) -> None:
         self._ranks, self._rank, self._progress, self.group = ranks, progress.rank, progress, group
         self._next = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
-        numbers = {rank: number for number, rank in enumerate(sorted(ranks))}
-        self._order = [numbers[rank] for rank in ranks]  # a group numbers its ranks in ascending order
+        numbers = dict(zip(sorted(ranks), itertools.count(), strict=False))
+        self._order = list(map(numbers.__getitem__, ranks))  # a group numbers its ranks in ascending order
         self.routed = Counter[int]()
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Nothing is gathered while all say the same. All here is collective, over the def
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import TypeVar
@@ -32,7 +33,7 @@ def all_alike(said: Sequence[str | None]) -> bool:
     """
     if not said:
         return True
-    numbers = [None if text is None else _words(text, 1, 7)[0] for text in said]
+    numbers = [None if text is None else _words(text.encode(), 1, 7)[0] for text in said]
     ends = torch.tensor([[_NOTHING, _NOTHING] if each is None else [each, -each] for each in numbers])
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     most, least = ends.unbind(1)
@@ -48,12 +49,12 @@ def alike_in_groups(rank: int, said: Mapping[tuple[int, ...], str]) -> bool:
     total = torch.zeros(4, dtype=torch.int64)  # of 32 bits each, so that no sum is too large
     for ranks, text in said.items():
         times = len(ranks) - 1 if rank == ranks[0] else -1
-        total += times * torch.tensor(_words(f"{ranks}: {text}", 4, 4))
+        total += times * torch.tensor(_words(array("q", ranks).tobytes() + text.encode(), 4, 4))
     dist.all_reduce(total)
     return not total.any()
 
 
-def _words(text: str, count: int, size: int) -> list[int]:
-    """Numbers of so many bytes that stand for a text."""
-    digest = sha256(text.encode()).digest()
+def _words(said: bytes, count: int, size: int) -> list[int]:
+    """Numbers of so many bytes that stand for what is said."""
+    digest = sha256(said).digest()
     return [int.from_bytes(digest[size * number : size * (number + 1)]) for number in range(count)]
