@@ -124,6 +124,11 @@ class ThreadGroup:
         """Wait for all members' k-th call."""
         return [found for (found,) in self._everyones([tensor])]
 
+    def begin_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        """The same, which all bring at once."""
+        came = self.gather(tensor)
+        return lambda: came
+
     def route(self, rows: Tensor, give: Sequence[int], get: Sequence[int]) -> Tensor:
         """As many rows of each member as it gives this one, which knows how many that are."""
         found = [pieces[self._index] for pieces in self._everyones(rows.split(list(give)))]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,7 +24,7 @@ from pipeplan.runtime.executor.rank_program import ProgramStep
 from pipeplan.runtime.models.huggingface.families import FAMILIES
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel import partial_attention, ring
+from pipeplan.runtime.parallel import context_attention, partial_attention, ring
 from pipeplan.runtime.parallel.attention_cores import RecomputedCores
 from pipeplan.runtime.parallel.context import Ring, own_pieces, own_positions
 from pipeplan.runtime.parallel.context_attention import _looks, causal_attention
@@ -258,7 +259,7 @@ def test_devices_look_at_as_much_and_at_nothing_beside(way: str, window: int | N
     for index in range(count):
         place = Shards(count, index)
         if way == "gathered":
-            steps = [_looks(query, place, window)]
+            steps = _looks(query, place, window)
         else:
             steps = [looks(Ring.of(place), index - step, query, window) for step in range(count)]
         found.append([sum(map(pairs, each)) for each in steps])
@@ -267,6 +268,45 @@ def test_devices_look_at_as_much_and_at_nothing_beside(way: str, window: int | N
         assert sum(map(sum, found)) == places * (places + 1) // 2
     else:
         assert sum(map(sum, found)) <= places * (places // count // 2 + window)
+
+
+def test_a_device_computes_with_its_own_pieces_while_those_of_others_are_gathered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forward and backward: three products with its own, two with what came, but one on the first and last device."""
+    events = defaultdict[int, list[str]](list)
+
+    def begun(self: ThreadGroup, tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        came = begin(self, tensor)
+        events[self._index].append("begun")
+
+        def wait() -> list[torch.Tensor]:
+            events[self._index].append("waited")
+            return came()
+
+        return wait
+
+    def noted(given: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*arguments: Any) -> Any:
+            events[here.index].append("computed")
+            return given(*arguments)
+
+        return noting
+
+    begin, here = ThreadGroup.begin_gather, threading.local()
+    monkeypatch.setattr(ThreadGroup, "begin_gather", begun)
+    for name in ("looked", "looked_back"):
+        monkeypatch.setattr(context_attention, name, noted(getattr(context_attention, name)))
+
+    def work(place: Shards) -> None:
+        here.index = place.index
+        own = [torch.ones(1, 1, 4, 2, requires_grad=True) for _ in range(3)]
+        causal_attention(*own, place).sum().backward()  # in this thread, on a CPU
+
+    together(3, work)
+    for index in range(3):
+        others = ["computed"] * (1 + (0 < index < 2))
+        assert events[index] == 2 * ["begun", *3 * ["computed"], "waited", *others]
 
 
 def test_a_ring_computes_while_the_next_piece_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -247,6 +247,9 @@ def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObj
             def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
                 found = collectives.gather(tensor)
                 return [found[member] for member in self.members]
+
+            def begin_gather(self, tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+                return functools.partial(self.gather, tensor)
 
             def sum(self, tensor: torch.Tensor) -> torch.Tensor:
                 return torch.stack(self.gather(tensor)).sum(0)

@@ -107,8 +107,12 @@ class CountedCollectives:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all devices."""
+        return self.begin_gather(tensor)()
+
+    def begin_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        """The same, begun; what is returned waits for it."""
         self.sent.note("gathers", (self.count - 1) * tensor.nbytes)
-        return self.group.gather(tensor)
+        return self.group.begin_gather(tensor)
 
     def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
         """The sum of the pieces for this device."""

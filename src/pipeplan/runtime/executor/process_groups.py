@@ -118,11 +118,22 @@ class RankGroup:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all ranks, in the order of their shares."""
+        return self.begin_gather(tensor)()
+
+    def begin_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        """Begin to gather them; what is returned waits for it."""
         own = tensor.detach().contiguous()
         found = [torch.empty_like(own) for _ in self._ranks]
-        with self._waiting():
-            dist.all_gather(found, own, group=self.group)
-        return [found[place] for place in self._order]
+        with transfer_errors(-1):
+            work = dist.all_gather(found, own, group=self.group, async_op=True)
+        assert work is not None, "this rank is a member of the group"
+
+        def came() -> list[Tensor]:
+            with self._waiting():
+                work.wait()
+            return [found[place] for place in self._order]
+
+        return came
 
     def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
         """The sum over the ranks of their pieces for this one, which is all that each is sent."""

@@ -192,6 +192,9 @@ class Collectives(Protocol):
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all devices, of one shape, in the order of their shares."""
 
+    def begin_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        """Begin to gather. What is returned waits for it, and gives what :meth:`gather` would."""
+
     def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
         """The sum over the devices of their pieces for this one, in the order of the shares; all are of one shape."""
 
@@ -219,6 +222,9 @@ class _OneDevice:
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor] * self.count
+
+    def begin_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
+        return partial(self.gather, tensor)
 
     def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
         return pieces[0].clone(memory_format=torch.contiguous_format)
@@ -284,6 +290,15 @@ class Shards:
         whole.gathered_from = Regathered(share.detach(), gather)  # type: ignore[attr-defined]  # its own attribute
         return whole
 
+    def begin_joining(self, share: Tensor, dimension: int) -> Callable[[], Tensor]:
+        """Begin to gather the devices' slices. What is returned waits for it, and gives them side by side."""
+        if self.count == 1:
+            return lambda: share
+        if share.is_meta:
+            return partial(self._wide, share, dimension)
+        came = self._collectives.begin_gather(share)
+        return lambda: torch.cat(came(), dimension)
+
     def scattered(self, part: Tensor, dimension: int = 1) -> Tensor:
         """This device's slice of the sum of the devices' parts. Raises UsageError as :meth:`sliced`."""
         if self.count == 1:
@@ -327,12 +342,16 @@ class Shards:
         return _mapped(rows, forth, back)
 
     def _gather(self, share: Tensor, dimension: int, parts: int = 1) -> Tensor:
-        if share.is_meta:  # nothing is copied: what a collective takes is known by itself
-            size = list(share.shape)
-            size[dimension] *= self.count
-            return share.new_empty(size)
+        if share.is_meta:
+            return self._wide(share, dimension)
         slices = [each.chunk(parts, dimension) for each in self._collectives.gather(share)]
         return torch.cat([own[part] for part in range(parts) for own in slices], dimension)
+
+    def _wide(self, share: Tensor, dimension: int) -> Tensor:
+        """On the meta device nothing is copied: what a collective takes is known by itself."""
+        size = list(share.shape)
+        size[dimension] *= self.count
+        return share.new_empty(size)
 
     def _scatter(self, part: Tensor, dimension: int) -> Tensor:
         if part.is_meta:
