@@ -27,7 +27,7 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import context_attention, partial_attention, ring
 from pipeplan.runtime.parallel.attention_cores import RecomputedCores
 from pipeplan.runtime.parallel.context import Ring, own_pieces, own_positions
-from pipeplan.runtime.parallel.context_attention import _looks, causal_attention
+from pipeplan.runtime.parallel.context_attention import causal_attention
 from pipeplan.runtime.parallel.partial_attention import PartialAttention, Reach, looked, looked_back
 from pipeplan.runtime.parallel.ring import looks
 from pipeplan.runtime.parallel.sharding import Shards
@@ -244,9 +244,8 @@ def test_pieces_have_the_same_work() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("way", WAYS)
-def test_devices_look_at_as_much_and_at_nothing_beside(way: str, window: int | None) -> None:
-    """Pairs of a query and a key that are computed: on each device as many, in a ring in each step; all that are to be,
+def test_devices_look_at_as_much_and_at_nothing_beside(window: int | None) -> None:
+    """Pairs of a query and a key that are computed: on each device as many, in each step of a ring; all that are to be,
     and of windows no more than those between the first and the last that any query of a piece looks at."""
     count, places = 4, 64
     query = torch.empty(1, 1, places // count, 1)
@@ -258,10 +257,7 @@ def test_devices_look_at_as_much_and_at_nothing_beside(way: str, window: int | N
     found = []
     for index in range(count):
         place = Shards(count, index)
-        if way == "gathered":
-            steps = _looks(query, place, window)
-        else:
-            steps = [looks(Ring.of(place), index - step, query, window) for step in range(count)]
+        steps = [looks(place, index - step, query, window) for step in range(count)]
         found.append([sum(map(pairs, each)) for each in steps])
     if window is None:
         assert len({tuple(own) for own in found}) == 1
@@ -273,7 +269,7 @@ def test_devices_look_at_as_much_and_at_nothing_beside(way: str, window: int | N
 def test_a_device_computes_with_its_own_pieces_while_those_of_others_are_gathered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Forward and backward: three products with its own, two with what came, but one on the first and last device."""
+    """Forward and backward: one product with its own, one with those of each that came."""
     events = defaultdict[int, list[str]](list)
 
     def begun(self: ThreadGroup, tensor: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
@@ -305,8 +301,7 @@ def test_a_device_computes_with_its_own_pieces_while_those_of_others_are_gathere
 
     together(3, work)
     for index in range(3):
-        others = ["computed"] * (1 + (0 < index < 2))
-        assert events[index] == 2 * ["begun", *3 * ["computed"], "waited", *others]
+        assert events[index] == 2 * ["begun", "computed", "waited", "computed", "computed"]
 
 
 def test_a_ring_computes_while_the_next_piece_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,12 +105,8 @@ class CountedCollectives:
         self.sent.note("sums", 2 * (self.count - 1) * tensor.nbytes // self.count)
         return self.group.sum(tensor)
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all devices."""
-        return self.begin_gather(tensor)()
-
     def begin_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
-        """The same, begun; what is returned waits for it."""
+        """The tensors of all devices."""
         self.sent.note("gathers", (self.count - 1) * tensor.nbytes)
         return self.group.begin_gather(tensor)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
@@ -51,14 +51,14 @@ TensorKey = str | tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """What a message brings in slices, of which each rank of a replica is sent its own of ``sent``, by its ``place``.
+    """What a message brings in slices, of which each rank of a replica of the ``receiver`` is sent its own of ``sent``.
 
     ``made`` [block] is of how many slices the ranks that make a tensor have one, from which what is sent is cut.
     """
 
     made: Mapping[str, int]
     sent: int
-    place: Callable[[int], int]
+    receiver: Stage
 
     def keys(self, names: Sequence[str], *, made: bool) -> tuple[TensorKey, ...]:
         """The tensors as they are made, or as they are sent."""
@@ -68,7 +68,7 @@ class Slices:
     def piece(self, name: str, rank: int) -> tuple[int, int]:
         """Which part of a tensor as it is made a rank is sent, and of how many."""
         count = self.sent // self.made[name] if name in self.made else 1
-        return self.place(rank) % count, count
+        return self.receiver.devices.index(rank) % self.receiver.shards % count, count
 
 
 Hops = Mapping[tuple[Message, int, int], Hop]

@@ -8,7 +8,6 @@ clock, and their mini-batches begin together.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -96,7 +95,7 @@ class RankGroup:
     def __init__(self, ranks: Ranks, progress: Progress, group: dist.ProcessGroup | None = None) -> None:
         self._ranks, self._rank, self._progress, self.group = ranks, progress.rank, progress, group
         self._next = ranks[(ranks.index(self._rank) + 1) % len(ranks)]
-        numbers = dict(zip(sorted(ranks), itertools.count(), strict=False))
+        numbers = {rank: number for number, rank in enumerate(sorted(ranks))}
         self._order = list(map(numbers.__getitem__, ranks))  # a group numbers its ranks in ascending order
         self.routed = Counter[int]()
 
@@ -116,17 +115,12 @@ class RankGroup:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return int(found)
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in the order of their shares."""
-        return self.begin_gather(tensor)()
-
     def begin_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to gather them; what is returned waits for it."""
+        """What waits for the tensors of all ranks, and gives them in the order of their shares."""
         own = tensor.detach().contiguous()
         found = [torch.empty_like(own) for _ in self._ranks]
         with transfer_errors(-1):
-            work = dist.all_gather(found, own, group=self.group, async_op=True)
-        assert work is not None, "this rank is a member of the group"
+            work: Any = dist.all_gather(found, own, group=self.group, async_op=True)
 
         def came() -> list[Tensor]:
             with self._waiting():

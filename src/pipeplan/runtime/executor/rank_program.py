@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 from pipeplan.costs.experts import as_copies_of_experts
@@ -446,7 +446,7 @@ def _slices_of(
             held, kept = (taken, given) if message.is_gradient else (given, taken)
             if kept:
                 made[name] = math.gcd(sender.shards if held else 1, each.slices)
-        found[message] = Slices(made, each.slices, cache(partial(_place_in_replica, receiver)))
+        found[message] = Slices(made, each.slices, receiver)
     return found
 
 
@@ -776,11 +776,6 @@ def _group_of(stage: Stage, rank: int) -> tuple[int, ...]:
     """The devices that split what a rank has: of its replica those with the same pieces of sequences."""
     first = stage.devices.index(rank) // stage.shards * stage.shards
     return stage.devices[first : first + stage.shards]
-
-
-def _place_in_replica(stage: Stage, rank: int) -> int:
-    """Which of the devices that share samples and pieces of sequences a rank is."""
-    return stage.devices.index(rank) % stage.shards
 
 
 def _context_of(stage: Stage, rank: int) -> tuple[int, ...]:

@@ -102,16 +102,7 @@ class _SharedParameter:
 
 
 _WithBlocks = Mapping[tuple[str, ...], frozenset[int]]
-
-
-class _Divided(dict[int, Division]):
-    """{rank: its division}, which each rank is in one of at most."""
-
-    def __init__(self, divisions: Iterable[Division]) -> None:
-        super().__init__()
-        self.divisions = [*divisions]
-        for division in self.divisions:
-            self.update(dict.fromkeys(division.ranks, division))
+_Divided = Mapping[int, Division]
 
 
 class _Divisions:
@@ -129,7 +120,10 @@ class _Divisions:
             ways = {(division.level, len(division.ranks)) for division in met}
             all_do = sum(len(division.ranks) for division in met) == sum(map(len, with_blocks.values()))
             alike = alike and all_do and len(ways) == 1
-            self._found[key] = _Divided(met if alike else (one._replace(level=1) for one in met)), alike
+            found = dict[int, Division]()
+            for division in met:
+                found.update(dict.fromkeys(division.ranks, division if alike else division._replace(level=1)))
+            self._found[key] = found, alike
         return self._found[key]
 
     def _whole(self, with_blocks: _WithBlocks, of_experts: bool) -> Iterator[Division]:
@@ -443,7 +437,8 @@ class _SameRows:
         key = id(ranks), id(divided), rank
         if key not in self._found:
             number = divided[rank].ranks.index(rank)
-            same = {division.ranks[number] for division in divided.divisions}
+            met = dict(zip(map(id, divided.values()), divided.values(), strict=True)).values()  # long to compare
+            same = {division.ranks[number] for division in met}
             self._found[key] = tuple(sorted(same.intersection(ranks))), divided, ranks  # kept, as ids are of these
         return self._found[key][0]
 

@@ -11,7 +11,7 @@ process: ``benchmarks/context_parallel.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from pipeplan.runtime.parallel.attention_cores import ATTENTION
-from pipeplan.runtime.parallel.context import Ring, by_device, in_order, pieces_of
+from pipeplan.runtime.parallel.context import Ring
 from pipeplan.runtime.parallel.partial_attention import (
     Merged,
     PartialAttention,
@@ -31,7 +31,7 @@ from pipeplan.runtime.parallel.partial_attention import (
     looked_back,
     lying_alone,
 )
-from pipeplan.runtime.parallel.ring import ring_attention
+from pipeplan.runtime.parallel.ring import gradients_of, looks, ring_attention
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 
 _PLACES = 2
@@ -78,22 +78,13 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        pieces: Tensor,
-        sizes: list[int],
-        context: Shards,
-        scale: float,
-        window: int | None,
+        ctx: Any, query: Tensor, pieces: Tensor, sizes: list[int], context: Shards, scale: float, window: int | None
     ) -> Tensor:
-        coming, own, others = _begin(pieces, context), *_looks(query, context, window)
-        key, value = torch.split(pieces, sizes, -1)
-        merged = Merged(query, value)
-        for look in own:
-            merged.add(looked(query, key, value, look, scale), look)
-        key, value = torch.split(coming(), sizes, -1)
-        for look in others:
-            merged.add(looked(query, key, value, look, scale), look)
+        merged = Merged(query, pieces[..., sizes[0] :])
+        for device, part in _parts(pieces, context):
+            key, value = torch.split(part, sizes, -1)
+            for look in _looks(query, context, device, window):
+                merged.add(looked(query, key, value, look, scale), look)
         made, sums = merged.whole
         ctx.sizes, ctx.context, ctx.scale, ctx.window = sizes, context, scale, window
         ctx.save_for_backward(lying_alone(query), pieces, made, sums)
@@ -103,76 +94,34 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, pieces, made, sums = ctx.saved_tensors
         whole, context, of_query = PartialAttention(made, sums), ctx.context, Summed(query)
-
-        def back(both: Tensor, looks: Iterable[Reach]) -> Iterator[tuple[Reach, Tensor]]:
-            """Gradients of what is looked at of ``both``, keys and values; those of queries are added up."""
-            key, value = torch.split(both, ctx.sizes, -1)
-            for look in looks:
-                found = looked_back(gradients[0], query, key, value, whole, look, ctx.scale)
-                of_query.add(found.query, look.queries)
-                yield look, torch.cat(found[1:], -1)
-
-        coming, own, others = _begin(pieces, context), *_looks(query, context, ctx.window)
-        of_own = torch.zeros_like(pieces)
-        for look, each in back(pieces, own):
-            look.of_keys(of_own).add_(each)
-        gathered = coming()
-        of_all = torch.zeros_like(gathered)
-        for look, each in back(gathered, others):
-            look.of_keys(of_all).add_(each)
-        of_all = by_device(of_all, context.count, _PLACES)
-        of_all.chunk(context.count, _PLACES)[context.index].add_(of_own)
+        of_parts = dict[int, Tensor]()
+        for device, part in _parts(pieces, context):
+            key, value = torch.split(part, ctx.sizes, -1)
+            found = [
+                (look, looked_back(gradients[0], query, key, value, whole, look, ctx.scale))
+                for look in _looks(query, context, device, ctx.window)
+            ]
+            for look, each in found:
+                of_query.add(each.query, look.queries)
+            of_parts[device] = torch.cat(gradients_of([key, value], found), -1)
+        of_all = torch.cat([of_parts[device] for device in range(context.count)], _PLACES)
         return of_query.whole, context.scattered(of_all, _PLACES), None, None, None, None
 
 
 _to_gathered: Callable[[Tensor, Tensor, list[int], Shards, float, int | None], Tensor] = _Gathered.apply
 
 
-def _looks(query: Tensor, context: Shards, window: int | None) -> tuple[list[Reach], list[Reach]]:
-    """What queries look at of the device's own pieces, and of all places in the order of the sequence."""
-    places = query.shape[_PLACES]
-    if window is not None and window < places * context.count:
-        return [], [*_near(query, context, window)]
-    if context.count == 1:
-        return [Reach((0, places), (0, places), causal=True)], []
-    return [*_own(places)], [*_others(places, context)]
+def _parts(pieces: Tensor, context: Shards) -> Iterator[tuple[int, Tensor]]:
+    """Each device's pieces with its number: its own while those of the others are gathered, then these."""
+    coming = context.begin_gathering(pieces)
+    yield context.index, pieces
+    yield from (each for each in enumerate(coming()) if each[0] != context.index)
 
 
-def _own(places: int) -> Iterator[Reach]:
-    """Each piece's queries at its own places, the late one's at all of the early piece.
-
-    Together they are one causal mask, of which kernels with large blocks would compute more that is not looked at.
-    """
-    early, late = (0, places // 2), (places // 2, places)
-    yield Reach(early, early, causal=True)
-    yield Reach(late, late, causal=True)
-    yield Reach(late, early)
-
-
-def _others(places: int, context: Shards) -> Iterator[Reach]:
-    """All queries at the places before the early piece; the late piece's at those between the two."""
-    early, late = pieces_of(places * context.count, context)
-    if early[0] > 0:
-        yield Reach((0, places), (0, early[0]))
-    if early[1] < late[0]:
-        yield Reach((places // 2, places), (early[1], late[0]))
-
-
-def _near(query: Tensor, context: Shards, window: int) -> Iterator[Reach]:
-    """Each piece's queries at the places in reach of any of them."""
-    length = query.shape[_PLACES] * context.count
-    pieces = pieces_of(length, context) if context.count > 1 else ((0, length),)
-    for at, (begin, end) in enumerate(pieces):
-        own = at * (end - begin), (at + 1) * (end - begin)
-        if window >= end:
-            yield from [Reach(own, (0, begin))] if begin else []
-            yield Reach(own, (begin, end), causal=True)
-        else:
-            keys = max(0, begin - window + 1), end
-            yield Reach(own, keys, mask=in_window((begin, end), keys, window, query.device))
-
-
-def _begin(pieces: Tensor, context: Shards) -> Callable[[], Tensor]:
-    """Begin to gather what all devices have; what is returned waits, and gives it in the order of the sequence."""
-    coming = context.begin_joining(pieces, _PLACES)
-    return lambda: in_order(coming(), context.count, _PLACES)
+def _looks(query: Tensor, context: Shards, device: int, window: int | None) -> Iterator[Reach]:
+    """What queries look at of a device's keys."""
+    places = 0, query.shape[_PLACES]
+    if context.count == 1 and window is not None and window < places[1]:
+        yield Reach(places, places, mask=in_window(places, places, window, query.device))
+    else:
+        yield from looks(context, device, query, window)

@@ -31,6 +31,7 @@ from pipeplan.runtime.parallel.partial_attention import (
     looked_back,
     lying_alone,
 )
+from pipeplan.runtime.parallel.sharding import Shards
 
 _PLACES = 2
 
@@ -72,7 +73,7 @@ class _Around(torch.autograd.Function):
             ]
             for look, each in found:
                 of_query.add(each.query, look.queries)
-            of_piece = _gradients(held, found, None if arriving is None else arriving())
+            of_piece = gradients_of(held, found, None if arriving is None else arriving())
             held = held if coming is None else coming()
         return of_query.whole, *of_piece, None, None, None
 
@@ -80,7 +81,7 @@ class _Around(torch.autograd.Function):
 _around: Callable[[Tensor, Tensor, Tensor, Ring, float, int | None], Tensor] = _Around.apply
 
 
-def looks(ring: Ring, source: int, query: Tensor, window: int | None) -> Iterator[Reach]:
+def looks(ring: Shards, source: int, query: Tensor, window: int | None) -> Iterator[Reach]:
     """What a device's queries look at of the keys of the device ``source``, counted around the ring."""
     places, source = query.shape[_PLACES], source % ring.count
     half, later = places // 2, source > ring.index
@@ -92,7 +93,7 @@ def looks(ring: Ring, source: int, query: Tensor, window: int | None) -> Iterato
         yield Reach((half, places), (0, places)) if later else Reach((0, places), (0, half))
 
 
-def _near(ring: Ring, source: int, half: int, window: int, device: torch.device) -> Iterator[Reach]:
+def _near(ring: Shards, source: int, half: int, window: int, device: torch.device) -> Iterator[Reach]:
     """Of each pair of pieces what is in reach of the last ``window`` places."""
     for at, own in enumerate(_starts(ring.index, ring.count, half)):
         for begin, first in enumerate(_starts(source, ring.count, half)):
@@ -113,8 +114,8 @@ def _starts(device: int, count: int, half: int) -> tuple[int, int]:
     return device * half, (2 * count - 1 - device) * half
 
 
-def _gradients(
-    held: Sequence[Tensor], found: Sequence[tuple[Reach, Gradients]], before: Sequence[Tensor] | None
+def gradients_of(
+    held: Sequence[Tensor], found: Sequence[tuple[Reach, Gradients]], before: Sequence[Tensor] | None = None
 ) -> list[Tensor]:
     """Those of a piece's keys and values: what came of devices that had it before, and what was found here."""
     whole = (0, held[0].shape[_PLACES])

@@ -189,11 +189,8 @@ class Collectives(Protocol):
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the devices, as a tensor of its own."""
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all devices, of one shape, in the order of their shares."""
-
     def begin_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to gather. What is returned waits for it, and gives what :meth:`gather` would."""
+        """What waits for the tensors of all devices, of one shape, and gives them in the order of their shares."""
 
     def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
         """The sum over the devices of their pieces for this one, in the order of the shares; all are of one shape."""
@@ -220,11 +217,8 @@ class _OneDevice:
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor] * self.count
-
     def begin_gather(self, tensor: Tensor) -> Callable[[], list[Tensor]]:
-        return partial(self.gather, tensor)
+        return lambda: [tensor] * self.count
 
     def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
         return pieces[0].clone(memory_format=torch.contiguous_format)
@@ -290,14 +284,9 @@ class Shards:
         whole.gathered_from = Regathered(share.detach(), gather)  # type: ignore[attr-defined]  # its own attribute
         return whole
 
-    def begin_joining(self, share: Tensor, dimension: int) -> Callable[[], Tensor]:
-        """Begin to gather the devices' slices. What is returned waits for it, and gives them side by side."""
-        if self.count == 1:
-            return lambda: share
-        if share.is_meta:
-            return partial(self._wide, share, dimension)
-        came = self._collectives.begin_gather(share)
-        return lambda: torch.cat(came(), dimension)
+    def begin_gathering(self, share: Tensor) -> Callable[[], list[Tensor]]:
+        """What waits for what each device has, and gives that of each; on the meta device nothing is sent."""
+        return (_OneDevice(self.count) if share.is_meta else self._collectives).begin_gather(share)
 
     def scattered(self, part: Tensor, dimension: int = 1) -> Tensor:
         """This device's slice of the sum of the devices' parts. Raises UsageError as :meth:`sliced`."""
@@ -342,16 +331,8 @@ class Shards:
         return _mapped(rows, forth, back)
 
     def _gather(self, share: Tensor, dimension: int, parts: int = 1) -> Tensor:
-        if share.is_meta:
-            return self._wide(share, dimension)
-        slices = [each.chunk(parts, dimension) for each in self._collectives.gather(share)]
+        slices = [each.chunk(parts, dimension) for each in self.begin_gathering(share)()]
         return torch.cat([own[part] for part in range(parts) for own in slices], dimension)
-
-    def _wide(self, share: Tensor, dimension: int) -> Tensor:
-        """On the meta device nothing is copied: what a collective takes is known by itself."""
-        size = list(share.shape)
-        size[dimension] *= self.count
-        return share.new_empty(size)
 
     def _scatter(self, part: Tensor, dimension: int) -> Tensor:
         if part.is_meta:
