@@ -146,8 +146,11 @@ def test_an_interruption_while_planning_is_imported(name: str, number: str, argu
 SURVIVED = """
 import os, sys, time
 from pathlib import Path
+from pipeplan.cli import survivor
 from pipeplan.cli.survivor import survived
 
+waited = survivor._ended
+survivor._ended = lambda *given: time.sleep({late}) or waited(*given)
 ended = survived(lambda: "a group" if Path("begun").exists() else None, print)
 if ended is not None:
     sys.exit(ended)
@@ -158,11 +161,12 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.parametrize("late", [0, 0.5])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_who_outlives_its_work_hands_signals_on(number: signal.Signals, code: int) -> None:
-    """It alone hears a terminal's Ctrl-C."""
+def test_who_outlives_its_work_hands_signals_on(number: signal.Signals, code: int, late: float) -> None:
+    """It alone hears a terminal's Ctrl-C, also before it has begun to wait."""
     work = "print(os.getpgid(0) == os.getpid() != os.getppid(), flush=True); time.sleep(20)"
-    command = [sys.executable, "-c", SURVIVED.format(work=work)]
+    command = [sys.executable, "-c", SURVIVED.format(work=work, late=late)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "True\n"
@@ -179,7 +183,7 @@ def test_who_outlives_its_work_hands_signals_on(number: signal.Signals, code: in
 )
 def test_work_whose_process_dies_goes_on_in_another(before: str, code: int, told: str, tmp_path: Path) -> None:
     work = f"sys.exit(3) if Path('begun').exists() else {before}; os.abort()"
-    command = [sys.executable, "-c", SURVIVED.format(work=work)]
+    command = [sys.executable, "-c", SURVIVED.format(work=work, late=0)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert told in done.stdout + done.stderr

@@ -13,6 +13,7 @@ from types import FrameType
 from pipeplan.errors import ExecutionError
 
 _PR_SET_PDEATHSIG = 1
+_HANDED_ON = signal.SIGINT, signal.SIGTERM
 _ENDINGS = {0, 1, 2, 3, 130}
 """Exit codes of pipeplan's own."""
 
@@ -37,15 +38,17 @@ def survived(died_of: Callable[[], str | None], tell: Callable[[str], None]) -> 
     while True:
         sys.stdout.flush()
         sys.stderr.flush()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)  # until there is somebody to hand them on to
         parent, child = os.getpid(), os.fork()
         if not child:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which hands it on
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
                 if os.getppid() != parent:  # it ended before the system had been asked to end this with it
                     os._exit(1)
             return None
-        code, told_to = _ended(child)
+        code, told_to = _ended(child, mask)
         if code in _ENDINGS:
             return code
         if told_to:
@@ -57,8 +60,11 @@ def survived(died_of: Callable[[], str | None], tell: Callable[[str], None]) -> 
         tell(f"{cause}: the process died with {how}; refused, and measuring goes on with what is left")
 
 
-def _ended(child: int) -> tuple[int, int]:
-    """The exit code of a process, or minus the signal that ended it; and which came here and was handed on, or 0."""
+def _ended(child: int, mask: set[int | signal.Signals]) -> tuple[int, int]:
+    """The exit code of a process, or minus the signal that ended it; and which came here and was handed on, or 0.
+
+    Signals that are blocked meanwhile are let in by the ``mask`` when they can be handed on.
+    """
     told_to = 0
 
     def hand_on(number: int, _: FrameType | None) -> None:
@@ -66,8 +72,9 @@ def _ended(child: int) -> tuple[int, int]:
         told_to = number
         os.kill(child, number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, hand_on) for number in _HANDED_ON}
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _, status = os.waitpid(child, 0)
     finally:
         for number, handler in before.items():
